@@ -1,0 +1,66 @@
+"""Every error that relaxlite raises on purpose, in one hierarchy.
+
+A message names the operand, the shapes, the place (ONNX node, Python line) and one hint.
+"""
+
+from __future__ import annotations
+
+
+class RelaxliteError(Exception):
+    """Base of all errors raised by relaxlite."""
+
+
+class InvalidArgumentError(RelaxliteError, ValueError):
+    """A public function was given a value it cannot take."""
+
+
+class TypeInferenceError(RelaxliteError, TypeError):
+    """Operands do not fit an operator: wrong rank, dtype or shapes that cannot agree."""
+
+
+class VerifyError(RelaxliteError):
+    """A module breaks a rule of the IR; says which rule, where, and after which pass."""
+
+
+class ParseError(RelaxliteError, SyntaxError):
+    """Text is not a relaxlite module; says the line and column."""
+
+
+class PassError(RelaxliteError):
+    """A compiler pass failed; names the pass and the piece of IR."""
+
+
+class CodegenError(RelaxliteError):
+    """A tensor program could not be turned into machine code; names the program."""
+
+
+class ImportModelError(RelaxliteError):
+    """A model file could not be imported."""
+
+
+class UnsupportedOpsError(ImportModelError):
+    """A model uses operators that the importer does not know; lists all of them."""
+
+
+class ArtifactError(RelaxliteError):
+    """A saved artifact is truncated, corrupted, foreign, or of another version or CPU."""
+
+
+class ExecutionError(RelaxliteError):
+    """Running a compiled model failed."""
+
+
+class InputError(ExecutionError, ValueError):
+    """An argument of a compiled model has a wrong name, dtype, rank or shape."""
+
+
+class ShapeMismatchError(ExecutionError):
+    """A run-time shape check (MatchShape) failed: names tensor, dimension, expected and got."""
+
+
+class OutOfMemoryError(ExecutionError, MemoryError):
+    """A tensor or an arena needs more memory than can be had, or its size overflows 64 bits."""
+
+
+class FetchError(RelaxliteError):
+    """A model could not be downloaded."""

@@ -1,0 +1,255 @@
+"""BlockBuilder: build functions of a module statement by statement, typed and in A-normal form.
+
+    bb = BlockBuilder()
+    n = bb.symbol("n")
+    with bb.function("main", x=TensorType.of((n, 4), "float32")) as (x,):
+        y = bb.emit(ops.relu(bb.emit(ops.add(x, x))))
+        bb.result(y)
+    module = bb.module()
+
+The builder also knows the *symbolic value* of small integer tensors (`known_value`): what Shape -> Gather -> Concat
+computes is followed element by element, so that it never becomes a run-time tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.ir.expr import (
+    NO_ATTRS, Array, Attrs, Binding, Block, Body, Call, Constant, Expr, Function, GlobalVar, If, Let, Loop, MatchShape,
+    ShapeValue, Tuple, TupleGetItem, Var,
+)  # fmt: skip
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, sym, syms
+from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type
+
+MAX_KNOWN_ELEMENTS = 1024  # larger integer tensors are data, not shapes
+
+
+class _Scope:
+    """Bindings of one body under construction."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.open: list[Binding] = []
+        self.result: Expr | None = None
+
+    def close_block(self, is_dataflow: bool) -> None:
+        if self.open:
+            self.blocks.append(Block(tuple(self.open), is_dataflow))
+            self.open = []
+
+
+class BlockBuilder:
+    """Builds an IRModule; see the module docstring."""
+
+    def __init__(self, module: IRModule | None = None) -> None:
+        self._definitions: dict[str, Definition] = dict(module or {})
+        self._scopes: list[_Scope] = []
+        self._known: dict[Var, Array] = {}
+        self._names: dict[str, int] = {}
+        self.loc: str | None = None  # the source location given to what is emitted next
+
+    # names
+
+    def unique_name(self, hint: str) -> str:
+        """`hint`, or hint_1, hint_2, ... : unique among the variables of this builder."""
+        count = self._names.get(hint)
+        self._names[hint] = 0 if count is None else count + 1
+        return hint if count is None else self.unique_name(f"{hint}_{count + 1}")
+
+    def symbol(self, name: str, *, lower: int | None = 0, upper: int | None = None, divisor: int = 1) -> SymVar:
+        """A fresh symbol; its bounds are checked wherever it is bound at run time."""
+        return SymVar(name, lower=lower, upper=upper, divisor=divisor)
+
+    # functions and bodies
+
+    @contextmanager
+    def function(self, name: str, /, attrs: Attrs = NO_ATTRS, **params: Type) -> Iterator[tuple[Var, ...]]:
+        """Build a function; end its body with `result`."""
+        variables = tuple(Var(self.unique_name(p), ty) for p, ty in params.items())
+        with self.function_of(name, variables, attrs):
+            yield variables
+
+    @contextmanager
+    def function_of(self, name: str, params: tuple[Var, ...], attrs: Attrs = NO_ATTRS) -> Iterator[None]:
+        """Build a function of these parameters."""
+        with self.body() as scope:
+            yield
+        self._definitions[name] = Function(params, self.finish(scope), attrs)
+
+    @contextmanager
+    def body(self) -> Iterator[_Scope]:
+        """Build a body (of a function, a branch, a loop): everything emitted inside goes there. See `finish`."""
+        scope = _Scope()
+        self._scopes.append(scope)
+        try:
+            yield scope
+        finally:
+            self._scopes.pop()
+
+    def finish(self, scope: _Scope) -> Body:
+        if scope.result is None:
+            raise InvalidArgumentError("a body needs a result: call bb.result(expr) inside it")
+        scope.close_block(is_dataflow=True)
+        return Body(tuple(scope.blocks), scope.result)
+
+    def result(self, expr: Expr) -> None:
+        """What the body being built yields."""
+        value = Tuple(tuple(self.leaf(f) for f in expr.fields)) if isinstance(expr, Tuple) else self.leaf(expr)
+        self._scope.result = value
+
+    @property
+    def _scope(self) -> _Scope:
+        if not self._scopes:
+            raise InvalidArgumentError("nothing is being built: emit inside `with bb.function(...)`")
+        return self._scopes[-1]
+
+    def define(self, name: str, definition: Definition) -> GlobalVar:
+        """Add a tensor program, extern function or function under a unique name."""
+        unique, count = name, 0
+        while unique in self._definitions:
+            count += 1
+            unique = f"{name}_{count}"
+        self._definitions[unique] = definition
+        return GlobalVar(unique)
+
+    def module(self, attrs: Attrs = NO_ATTRS) -> IRModule:
+        return IRModule(self._definitions, attrs)
+
+    # bindings
+
+    def leaf(self, expr: Expr, hint: str = "v") -> Expr:
+        """The expression itself if it is a leaf, else a new variable bound to it."""
+        return expr if isinstance(expr, Var | Constant | ShapeValue | GlobalVar) else self.emit(expr, hint)
+
+    def emit(self, expr: Expr, name: str | None = None) -> Var:
+        """Bind an expression (operands of operands are bound first) to a new variable."""
+        value = self._normalize(expr)
+        var = Var(self.unique_name(name or _hint(value)), value.ty, getattr(value, "loc", None))
+        self._append(Let(var, value), is_dataflow=not isinstance(value, If | Loop))
+        known = self._evaluate(value)
+        if known is not None:
+            self._known[var] = known
+        return var
+
+    def emit_let(self, var: Var, value: Expr) -> Var:
+        """Bind an existing variable (rewriting passes keep names this way)."""
+        self._append(Let(var, self._normalize(value)), is_dataflow=not isinstance(value, If | Loop))
+        known = self._evaluate(value)
+        if known is not None:
+            self._known[var] = known
+        return var
+
+    def append(self, binding: Binding) -> None:
+        """Add a binding as it is."""
+        effect = isinstance(binding, Let) and isinstance(binding.value, If | Loop)
+        self._append(binding, is_dataflow=not effect)
+
+    def match_shape(self, source: Expr, shape: tuple[IntLike, ...] | list[IntLike], name: str | None = None) -> Var:
+        """A run-time checked cast of a tensor (or shape) to this shape; binds the symbols that are new."""
+        source, dims = self.leaf(source), syms(shape)
+        ty: Type = ShapeType(dims, len(dims))
+        if isinstance(source.ty, TensorType):
+            ty = TensorType(dims, source.ty.dtype, len(dims))
+        var = Var(self.unique_name(name or "matched"), ty, self.loc)
+        self._append(MatchShape(var, source, dims, self.loc), is_dataflow=True)
+        if isinstance(source, Var) and source in self._known:
+            self._known[var] = self._known[source]
+        return var
+
+    def _append(self, binding: Binding, *, is_dataflow: bool) -> None:
+        scope = self._scope
+        if is_dataflow:
+            scope.open.append(binding)
+            return
+        scope.close_block(is_dataflow=True)
+        scope.open.append(binding)
+        scope.close_block(is_dataflow=False)
+
+    def _normalize(self, expr: Expr) -> Expr:
+        if isinstance(expr, Call):
+            args = tuple(self.leaf(a) for a in expr.args)
+            loc = expr.loc or self.loc
+            if loc is expr.loc and all(a is b for a, b in zip(args, expr.args, strict=True)):
+                return expr
+            return Call(expr.callee, args, expr.attrs, expr.sym_args, expr.ty, loc)
+        if isinstance(expr, Tuple):
+            return Tuple(tuple(self.leaf(f) for f in expr.fields))
+        if isinstance(expr, TupleGetItem):
+            return TupleGetItem(self.leaf(expr.value), expr.index)
+        return expr
+
+    # symbolic values
+
+    def known_value(self, expr: Expr) -> Array | None:
+        """The elements of a small integer tensor as an object array of SymExpr, or None if they are not known."""
+        if isinstance(expr, Constant):
+            return _constant_value(expr)
+        if isinstance(expr, ShapeValue):
+            return _object_array(expr.values, (len(expr.values),))
+        return self._known.get(expr) if isinstance(expr, Var) else None
+
+    def known_shape(self, expr: Expr) -> tuple[SymExpr, ...] | None:
+        """`known_value` of a vector (or a scalar, as one element) as a tuple."""
+        value = self.known_value(expr)
+        return None if value is None or value.ndim > 1 else tuple(sym(v) for v in value.reshape(-1))
+
+    def _evaluate(self, value: Expr) -> Array | None:
+        if isinstance(value, ShapeValue):
+            return self.known_value(value)
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not _may_be_shape(value.ty):
+            return None
+        operands = []
+        for arg in value.args:
+            known = arg if value.callee.name == "shape_of" else self.known_value(arg)
+            if known is None:
+                return None
+            operands.append(tuple(known) if isinstance(arg.ty, ShapeType) else known)
+        try:
+            found = value.callee.evaluate_symbolic(*operands, **value.attrs)
+        except (TypeError, ZeroDivisionError):  # a question about symbols that has no answer before run time
+            return None
+        return None if found is None else np.asarray(found, dtype=object)
+
+
+def _may_be_shape(ty: Type) -> bool:
+    if not isinstance(ty, TensorType) or ty.shape is None or not (dtypes.is_integer(ty.dtype) or ty.dtype == "bool"):
+        return False
+    count = 1
+    for dim in ty.shape:
+        if not dim.is_const:
+            return False
+        count *= dim.const
+    return count <= MAX_KNOWN_ELEMENTS
+
+
+def _constant_value(constant: Constant) -> Array | None:
+    if not _may_be_shape(constant.ty):
+        return None
+    return _object_array([sym(int(v)) for v in constant.value.reshape(-1)], constant.value.shape)
+
+
+def _object_array(values: object, shape: tuple[int, ...]) -> Array:
+    array = np.empty(shape, dtype=object)
+    array.reshape(-1)[:] = values
+    return array
+
+
+def _hint(expr: Expr) -> str:
+    if isinstance(expr, Call):
+        return expr.callee.name
+    return {TupleGetItem: "item", Tuple: "pair", If: "branch", Loop: "loop"}.get(type(expr), "v")
+
+
+
+
+def result_types(ty: Type) -> tuple[Type, ...]:
+    """The types of a call's results, whether one or a tuple."""
+    return ty.fields if isinstance(ty, TupleType) else (ty,)

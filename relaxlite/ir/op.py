@@ -1,0 +1,252 @@
+"""The op registry: one declaration per op.
+
+To add an op, write one class in one file of relaxlite/ir/ops/ (or in your own package) and call `register` on it:
+
+    @register
+    class Square(Op):
+        '''x * x, element by element.'''
+        name = "square"
+        operands = ("x",)
+
+        def infer(self, x):                                   # operand expressions -> result type
+            return x.ty
+
+        def lower(self, x, *, out):                           # buffers -> loops
+            return compute(out, lambda *i: Binary("mul", x[i], x[i]))
+
+        def reference(self, x):                               # NumPy arrays -> NumPy array
+            return x * x
+
+        def samples(self):                                    # operand types for the conformance tests
+            yield Sample(("n", 3))
+
+The builder function `ops.square(x)`, printing, parsing, validation, the documentation table and the conformance tests
+(reference against compiled code, at several sizes of every symbol) all derive from it.
+An op that is made of others overrides `decompose` instead of `lower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+
+import numpy as np
+
+from relaxlite.dtypes import DType
+from relaxlite.errors import InvalidArgumentError, TypeInferenceError
+from relaxlite.ir.expr import Attrs, AttrValue, Call, Constant, Expr, ShapeValue, Var, make_attrs
+from relaxlite.ir.program import Stmt
+from relaxlite.ir.symbolic import IntLike, SymExpr, syms
+from relaxlite.ir.types import ShapeType, TensorType, Type
+
+if TYPE_CHECKING:
+    from relaxlite.ir.builder import BlockBuilder
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED = _Required()
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """A keyword-only attribute: its Python type ("int", "float", "str", "bool", "ints", "floats", "dtype") and default.
+
+    A default of None makes the attribute optional.
+    """
+
+    kind: str
+    default: AttrValue | _Required = REQUIRED
+    choices: tuple[AttrValue, ...] = ()
+
+    def check(self, op: str, name: str, value: Any) -> AttrValue:
+        """The value in canonical form (lists become tuples, NumPy scalars Python ones)."""
+        if value is None and self.default is None:
+            return None
+        try:
+            made = _COERCE[self.kind](value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"{op}: attribute {name}={value!r} is not of kind {self.kind}") from error
+        if self.choices and made not in self.choices:
+            raise InvalidArgumentError(f"{op}: attribute {name}={made!r} is not one of {self.choices}")
+        return made
+
+
+def _as_int(value: Any) -> int:
+    if int(value) != value:
+        raise ValueError(value)
+    return int(value)
+
+
+def _as_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+_COERCE: dict[str, Callable[[Any], AttrValue]] = {
+    "int": _as_int,
+    "float": float,
+    "bool": bool,
+    "str": _as_text,
+    "dtype": _as_text,
+    "ints": lambda v: tuple(_as_int(x) for x in v),
+    "floats": lambda v: tuple(float(x) for x in v),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Operand shapes and attributes that a conformance test runs: dims are ints or names of symbols.
+
+    `shapes`: one tuple per operand (for an operand that is a shape, the values themselves: ints or symbol names).
+    `dtypes`: one per operand, "float32" by default; "shape" marks a shape operand.
+    `make`: overrides how one operand's data is drawn: index -> (shape, rng) -> array.
+    """
+
+    shapes: tuple[tuple[int | str, ...], ...]
+    attrs: Mapping[str, AttrValue] = field(default_factory=dict)
+    dtypes: tuple[DType, ...] = ()
+    make: Mapping[int, Callable[[tuple[int, ...], np.random.Generator], Any]] = field(default_factory=dict)
+    tolerance: float = 1e-5
+
+
+class Op:
+    """An operator. Subclasses are singletons made by `register`; calling one builds a typed `Call`."""
+
+    name: ClassVar[str]
+    operands: ClassVar[tuple[str, ...]]  # "*xs": any number, last; "x?": optional, trailing
+    attrs: ClassVar[Mapping[str, Attr]] = {}
+    is_symbolic: ClassVar[bool] = False  # `reference` also works on object arrays of SymExpr (shape computations)
+    is_pure: ClassVar[bool] = True
+
+    # What an op declares. Operands arrive positionally, attributes by keyword.
+
+    def infer(self, *operands: Any, **attrs: Any) -> Type:
+        """Operand expressions -> result type (a TupleType for several results). Raise through `fail`."""
+        raise TypeError(f"op {self.name} declares no type rule")
+
+    def lower(self, *operands: Any, out: Any, **attrs: Any) -> Stmt:
+        """Buffers (a ShapeValue operand arrives as a tuple of SymExpr) -> loops that fill `out` (a Buffer, or a tuple)."""
+        raise TypeError(f"op {self.name} has no loops of its own")
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        """The same result made of other ops, or None to keep the op."""
+        return None
+
+    def reference(self, *operands: Any, **attrs: Any) -> Any:
+        """NumPy arrays (shape operands as tuples of int) -> NumPy array, or a tuple of them."""
+        raise TypeError(f"op {self.name} has no NumPy reference")
+
+    def evaluate_symbolic(self, *operands: Any, **attrs: Any) -> Any:
+        """Like `reference`, on object arrays of SymExpr; None when the result has no symbolic value."""
+        return self.reference(*operands, **attrs) if self.is_symbolic else None
+
+    def samples(self) -> Iterable[Sample]:
+        """What the conformance tests run; an op without samples is tested elsewhere."""
+        return ()
+
+    # What follows is derived.
+
+    @property
+    def has_lowering(self) -> bool:
+        return type(self).lower is not Op.lower
+
+    def __call__(self, *operands: Any, loc: str | None = None, **attrs: Any) -> Call:
+        """A typed call. Operands: expressions; numbers and arrays become constants, tuples of ints shape values."""
+        args = tuple(as_expr(x) for x in operands if x is not None)
+        self._check_count(len(args))
+        checked = self.check_attrs(attrs)
+        return Call(self, args, checked, (), self.infer(*args, **checked), loc)
+
+    def check_attrs(self, attrs: Mapping[str, Any]) -> Attrs:
+        for name in attrs:
+            if name not in self.attrs:
+                raise InvalidArgumentError(f"{self.name}: unknown attribute {name!r}; it takes {sorted(self.attrs)}")
+        values: dict[str, AttrValue] = {}
+        for name, attr in self.attrs.items():
+            value = attrs.get(name, attr.default)
+            if isinstance(value, _Required):
+                raise InvalidArgumentError(f"{self.name}: attribute {name!r} ({attr.kind}) is missing")
+            values[name] = attr.check(self.name, name, value)
+        return make_attrs(values)
+
+    def _check_count(self, count: int) -> None:
+        least = sum(1 for o in self.operands if o[0] != "*" and o[-1] != "?")
+        most = None if any(o[0] == "*" for o in self.operands) else len(self.operands)
+        if count < least or (most is not None and count > most):
+            raise InvalidArgumentError(f"{self.name}: takes operands ({', '.join(self.operands)}), got {count}")
+
+    def fail(self, message: str) -> NoReturn:
+        raise TypeInferenceError(f"{self.name}: {message}")
+
+    def tensor(self, operand: Expr, name: str = "operand") -> TensorType:
+        """The operand's type, which must be a tensor of known shape."""
+        ty = operand.ty
+        if not isinstance(ty, TensorType):
+            self.fail(f"{name} must be a tensor, got {ty}")
+        if ty.shape is None:
+            self.fail(f"the shape of {name} is unknown; bind it with match_shape first")
+        return ty
+
+    def shape(self, operand: Expr, name: str = "shape") -> tuple[SymExpr, ...]:
+        """The values of a shape operand, which must be known symbolically."""
+        ty = operand.ty
+        if not isinstance(ty, ShapeType):
+            self.fail(f"{name} must be a shape, got {ty}")
+        if ty.values is None:
+            self.fail(f"the values of {name} are unknown; bind them with match_shape first")
+        return ty.values
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+
+OpClass = TypeVar("OpClass", bound=type[Op])
+_registry: dict[str, Op] = {}
+
+
+def register(cls: OpClass) -> OpClass:
+    """Class decorator: make the op known under its name. The docstring is the op's documentation."""
+    register_op(cls())
+    return cls
+
+
+def register_op(op: Op) -> Op:
+    if not op.__doc__:
+        raise InvalidArgumentError(f"op {op.name} needs a docstring")
+    if op.name in _registry:
+        raise InvalidArgumentError(f"op {op.name} is registered twice")
+    _registry[op.name] = op
+    return op
+
+
+def get_op(name: str) -> Op:
+    """The op of this name; KeyError when there is none."""
+    return _registry[name]
+
+
+def all_ops() -> Iterator[Op]:
+    """Every registered op, by name."""
+    return iter([_registry[name] for name in sorted(_registry)])
+
+
+def as_expr(value: Any) -> Expr:
+    """Numbers and arrays as constants, tuples of integers (symbolic too) as shape values; expressions pass through."""
+    if isinstance(value, tuple | list):
+        return ShapeValue(syms(value))
+    if isinstance(value, int | float | np.ndarray | np.generic) and not isinstance(value, SymExpr):
+        return Constant.of(value)
+    return value  # type: ignore[no-any-return]
+
+
+def is_leaf(expr: object) -> bool:
+    return isinstance(expr, Var | Constant | ShapeValue)
+
+
+def shape_value(values: Iterable[IntLike]) -> ShapeValue:
+    return ShapeValue(syms(values))

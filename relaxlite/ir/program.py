@@ -1,0 +1,270 @@
+"""Loop-level tensor programs: loops over buffers, in destination-passing style.
+
+Indices, extents and guards are symbolic integers (ir/symbolic.py); everything that depends on *data* is a `Value`.
+An index that comes from data is bound to a symbol by `LetIndex` first.
+`Select` is lazy: a `Load` in the branch not taken is never performed, so it may lie outside its buffer.
+`Unary` and `Binary` name scalar functions; their tables and dtype rules stand here, their meaning in
+codegen/scalar_functions.py (NumPy) and codegen/llvm (machine code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal as OneOf
+from typing import TypeAlias
+
+from relaxlite.dtypes import DType
+from relaxlite.ir.expr import NO_ATTRS, Attrs
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, sym, syms
+
+LoopKind: TypeAlias = OneOf["serial", "parallel", "vectorized", "unrolled"]
+Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
+
+UNARY = (
+    "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "exp", "log", "log1p",
+    "expm1", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "tanh", "erf",
+    "isnan", "isinf",
+)  # fmt: skip
+BINARY = (
+    "add", "sub", "mul", "div", "floordiv", "truncdiv", "floormod", "fmod", "min", "max", "pow", "and", "or", "xor",
+    "shift_left", "shift_right", "atan2",
+)  # fmt: skip
+COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+COMBINE = ("add", "mul", "max", "min", "and", "or")  # associative, for reductions
+
+_BOOL_RESULT = ("not", "isnan", "isinf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """A dense row-major array. Identity counts."""
+
+    name: str
+    shape: tuple[SymExpr, ...]
+    dtype: DType
+    scope: Scope = "global"
+
+    @staticmethod
+    def of(name: str, shape: Iterable[IntLike], dtype: DType, scope: Scope = "global") -> Buffer:
+        return Buffer(name, syms(shape), dtype, scope)
+
+    def __getitem__(self, indices: IntLike | tuple[IntLike, ...]) -> Load:
+        """b[i, j]: a Load."""
+        return Load(self, syms(indices if isinstance(indices, tuple) else (indices,)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    value: int | float | bool
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    buffer: Buffer
+    indices: tuple[SymExpr, ...]
+
+    @property
+    def dtype(self) -> DType:
+        return self.buffer.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unary:
+    op: str  # one of UNARY
+    x: Value
+
+    @property
+    def dtype(self) -> DType:
+        return "bool" if self.op in _BOOL_RESULT else self.x.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Binary:
+    """Both operands have the same dtype, which is the result's. `div` is true division of floats; integer division is
+    `floordiv` or `truncdiv`. `min` and `max` give NaN when an operand is NaN. `pow` of integers wraps."""
+
+    op: str  # one of BINARY
+    a: Value
+    b: Value
+
+    @property
+    def dtype(self) -> DType:
+        return self.a.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compare:
+    op: str  # one of COMPARE
+    a: Value
+    b: Value
+
+    @property
+    def dtype(self) -> DType:
+        return "bool"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Select:
+    """then if cond else other; lazy."""
+
+    cond: Value
+    then: Value
+    other: Value
+
+    @property
+    def dtype(self) -> DType:
+        return self.then.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cast:
+    """Float to integer truncates towards zero and saturates (NaN becomes 0); to bool tests != 0; integers wrap."""
+
+    x: Value
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexValue:
+    """A symbolic integer as data."""
+
+    index: SymExpr
+    dtype: DType = "int64"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Intrinsic:
+    """A function of several operands that targets may have in hardware: "fma"(a, b, c) = a*b + c."""
+
+    name: str
+    args: tuple[Value, ...]
+    dtype: DType
+
+
+Value: TypeAlias = "Literal | Load | Unary | Binary | Compare | Select | Cast | IndexValue | Intrinsic"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class For:
+    """for var in range(extent). Iterations of a "parallel" loop are independent; "vectorized" has a constant extent."""
+
+    var: SymVar
+    extent: SymExpr
+    body: Stmt
+    kind: LoopKind = "serial"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """buffer[indices] = value, or with `combine` buffer[indices] = combine(buffer[indices], value)."""
+
+    buffer: Buffer
+    indices: tuple[SymExpr, ...]
+    value: Value
+    combine: str | None = None  # one of COMBINE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LetIndex:
+    """Bind a symbol to an integer computed from data, for use in `body`."""
+
+    var: SymVar
+    value: Value
+    body: Stmt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IfThenElse:
+    cond: Value
+    then: Stmt
+    other: Stmt | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocate:
+    """A scratch buffer that lives for `body`."""
+
+    buffer: Buffer
+    body: Stmt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """Stop the program with an error (`message`) unless `cond` holds: data-dependent indices and the like."""
+
+    cond: Value
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Barrier:
+    """Wait for all threads of a group (GPU targets)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seq:
+    stmts: tuple[Stmt, ...]
+
+
+Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | Seq"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorProgram:
+    """params = inputs then `num_outputs` outputs; `symbols` are what a caller passes beside the buffers."""
+
+    params: tuple[Buffer, ...]
+    symbols: tuple[SymVar, ...]
+    body: Stmt
+    num_outputs: int = 1
+    attrs: Attrs = NO_ATTRS
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        return self.params[: len(self.params) - self.num_outputs]
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        return self.params[len(self.params) - self.num_outputs :]
+
+
+def seq(*stmts: Stmt) -> Stmt:
+    """One statement of several, flattened."""
+    flat: list[Stmt] = []
+    for stmt in stmts:
+        flat.extend(stmt.stmts if isinstance(stmt, Seq) else (stmt,))
+    return flat[0] if len(flat) == 1 else Seq(tuple(flat))
+
+
+def loops(names: str, extents: Iterable[IntLike], make: Callable[..., Stmt]) -> Stmt:
+    """A perfect nest: loops("ij", (n, m), lambda i, j: ...). Without extents, the body alone."""
+    dims = syms(extents)
+    variables = [SymVar(names[k] if k < len(names) else f"i{k}") for k in range(len(dims))]
+    body = make(*variables)
+    for var, extent in reversed(list(zip(variables, dims, strict=True))):
+        body = For(var, extent, body)
+    return body
+
+
+def compute(out: Buffer, value: Callable[..., Value]) -> Stmt:
+    """out[i, j, ...] = value(i, j, ...) for every element."""
+    return loops("ijklmn", out.shape, lambda *i: Store(out, i, value(*i)))
+
+
+def reduce(
+    out: Buffer, extents: Iterable[IntLike], combine: str, init: Value, value: Callable[..., Value]
+) -> Stmt:
+    """out[i...] = combine over r... of value(i..., r...), starting from init."""
+    extents = syms(extents)
+
+    def element(*i: SymVar) -> Stmt:
+        inner = loops("rstuvw", extents, lambda *r: Store(out, i, value(*i, *r), combine))
+        return seq(Store(out, i, init), inner)
+
+    return loops("ijklmn", out.shape, element)
+
+
+def index(expr: IntLike, dtype: DType = "int64") -> Value:
+    return IndexValue(sym(expr), dtype)
