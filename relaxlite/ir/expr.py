@@ -7,9 +7,8 @@ Nodes are frozen and compared by identity; `structural_equal` (ir/equality.py) c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,12 +23,40 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[np.generic]"
 AttrValue: TypeAlias = "int | float | str | bool | None | tuple[AttrValue, ...]"
-Attrs: TypeAlias = Mapping[str, AttrValue]
-NO_ATTRS: Attrs = MappingProxyType({})
+
+
+class Attrs(Mapping[str, "AttrValue"]):
+    """An immutable, hashable mapping of attribute names to values, in order of the names."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, AttrValue] | None = None) -> None:
+        self._values: dict[str, AttrValue] = dict(sorted((values or {}).items()))
+
+    def __getitem__(self, name: str) -> AttrValue:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attrs) and self._values == other._values
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._values.items())
+
+
+NO_ATTRS = Attrs()
 
 
 def make_attrs(values: Mapping[str, AttrValue]) -> Attrs:
-    return MappingProxyType(dict(sorted(values.items()))) if values else NO_ATTRS
+    return values if isinstance(values, Attrs) else Attrs(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +229,7 @@ class Function:
 
     params: tuple[Var, ...]
     body: Body
-    attrs: Attrs = field(default_factory=lambda: NO_ATTRS)
+    attrs: Attrs = NO_ATTRS
 
     @property
     def ty(self) -> FuncType:
@@ -216,4 +243,4 @@ class ExternFunction:
     symbol: str
     params: tuple[Type, ...]
     num_outputs: int = 1
-    attrs: Attrs = field(default_factory=lambda: NO_ATTRS)
+    attrs: Attrs = NO_ATTRS
