@@ -1,0 +1,50 @@
+"""relaxlite: a compiler for machine-learning models whose tensor sizes are known only at run time.
+
+    import relaxlite as rl
+    module = rl.from_onnx("model.onnx")      # an IRModule; print(module) shows it
+    exe = rl.compile(module)                 # native code for this processor
+    y = exe(x)                               # NumPy arrays, or anything with DLPack
+    exe.save("model.rlx"); exe = rl.load("model.rlx")
+
+What is imported is imported on first use, so that `import relaxlite` is quick and running a saved model never loads the
+compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from relaxlite.version import __version__
+
+_HOME = {
+    "from_onnx": "relaxlite.frontend.onnx",
+    "compile": "relaxlite.driver",
+    "load": "relaxlite.runtime.module",
+    "Executable": "relaxlite.runtime.module",
+    "Target": "relaxlite.target",
+    "IRModule": "relaxlite.ir.module",
+    "BlockBuilder": "relaxlite.ir.builder",
+    "TensorType": "relaxlite.ir.types",
+    "SymVar": "relaxlite.ir.symbolic",
+    "RelaxliteError": "relaxlite.errors",
+}
+_SUBMODULES = ("ir", "errors", "config", "driver", "runtime", "frontend", "passes", "codegen", "models")
+
+__all__ = ["__version__", *_HOME, "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("relaxlite.ir.ops")
+    if name in _SUBMODULES:
+        return importlib.import_module(f"relaxlite.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'relaxlite' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBMODULES])

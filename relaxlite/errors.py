@@ -23,7 +23,10 @@ class VerifyError(RelaxliteError):
 
 
 class ParseError(RelaxliteError, SyntaxError):
-    """Text is not a relaxlite module; says the line and column."""
+    """Text is not a relaxlite module; says the line and column (`lineno`, `offset`, `text` as in any SyntaxError)."""
+
+    def __str__(self) -> str:
+        return str(self.msg)  # which shows the place already
 
 
 class PassError(RelaxliteError):

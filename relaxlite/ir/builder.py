@@ -134,7 +134,7 @@ class BlockBuilder:
         value = self._normalize(expr)
         var = Var(self.unique_name(name or _hint(value)), value.ty, getattr(value, "loc", None))
         self._append(Let(var, value), is_dataflow=not isinstance(value, If | Loop))
-        known = self._evaluate(value)
+        known = self.evaluate(value)
         if known is not None:
             self._known[var] = known
         return var
@@ -142,7 +142,7 @@ class BlockBuilder:
     def emit_let(self, var: Var, value: Expr) -> Var:
         """Bind an existing variable (rewriting passes keep names this way)."""
         self._append(Let(var, self._normalize(value)), is_dataflow=not isinstance(value, If | Loop))
-        known = self._evaluate(value)
+        known = self.evaluate(value)
         if known is not None:
             self._known[var] = known
         return var
@@ -201,7 +201,8 @@ class BlockBuilder:
         value = self.known_value(expr)
         return None if value is None or value.ndim > 1 else tuple(sym(v) for v in value.reshape(-1))
 
-    def _evaluate(self, value: Expr) -> Array | None:
+    def evaluate(self, value: Expr) -> Array | None:
+        """The symbolic elements of what this expression computes, if they follow from those of its operands."""
         if isinstance(value, ShapeValue):
             return self.known_value(value)
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or not _may_be_shape(value.ty):

@@ -54,7 +54,7 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """A keyword-only attribute: its Python type ("int", "float", "str", "bool", "ints", "floats", "dtype") and default.
+    """A keyword-only attribute: its Python type ("int", "float", "str", "bool", "ints", "floats", "dtype", or "tuple" of anything) and default.
 
     A default of None makes the attribute optional.
     """
@@ -96,6 +96,7 @@ _COERCE: dict[str, Callable[[Any], AttrValue]] = {
     "dtype": _as_text,
     "ints": lambda v: tuple(_as_int(x) for x in v),
     "floats": lambda v: tuple(float(x) for x in v),
+    "tuple": lambda v: v,
 }
 
 
@@ -130,7 +131,7 @@ class Op:
         """Operand expressions -> result type (a TupleType for several results). Raise through `fail`."""
         raise TypeError(f"op {self.name} declares no type rule")
 
-    def lower(self, *operands: Any, out: Any, **attrs: Any) -> Stmt:
+    def lower(self, *operands: Any, **out_and_attrs: Any) -> Stmt:
         """Buffers (a ShapeValue operand arrives as a tuple of SymExpr) -> loops that fill `out` (a Buffer, or a tuple)."""
         raise TypeError(f"op {self.name} has no loops of its own")
 

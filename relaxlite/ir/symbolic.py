@@ -3,9 +3,10 @@
 A `SymExpr` is a canonical sum `const + c1*m1 + c2*m2 + ...` where each monomial m is a sorted product of atoms. An atom
 is a `SymVar`, or a `FloorDiv`, `FloorMod`, `Min` or `Max` of two expressions. Atoms are themselves `SymExpr`s (a sum of
 one term: themselves), and every expression is interned: two expressions with the same canonical form are the same
-object, so `is` and `==` mean "written the same", hashing is free, and a set of expressions is cheap.
+object, so `is` and `==` mean "written the same", and a set of expressions is cheap. A constant also equals its `int`.
 
 There is no `<`: a comparison of symbolic values is a question with three answers. Ask an `Analyzer` (ir/analyzer.py).
+A division is meant where its divisor is not zero: `n*k // k` is `n`.
 
     >>> n = SymVar("n")
     >>> str((n + 1) * 4 - n)
@@ -16,13 +17,15 @@ There is no `<`: a comparison of symbolic values is a question with three answer
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, NoReturn, TypeAlias
+from typing import ClassVar, NoReturn, SupportsIndex, TypeAlias
 
-IntLike: TypeAlias = "int | SymExpr"
+IntLike: TypeAlias = "int | SymExpr"  # a NumPy integer does at run time
 Monomial: TypeAlias = "tuple[SymExpr, ...]"
 Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 
@@ -33,31 +36,47 @@ _serial = itertools.count()
 class SymExpr:
     """An immutable, interned symbolic integer. Make one with `sym`, a `SymVar`, or arithmetic; never directly."""
 
-    __slots__ = ("__weakref__", "_vars", "const", "key", "terms")
+    __slots__ = ("__weakref__", "_key", "_vars", "const", "terms")
 
     terms: Terms
     const: int
-    key: tuple[object, ...]  # a total order that depends on names first, so that printing is deterministic
+    _key: tuple[object, ...] | None
+    _vars: tuple[SymVar, ...] | None
 
     @property
     def is_const(self) -> bool:
         return not self.terms
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A total order that depends on names first, so that printing is deterministic."""
+        if self._key is None:
+            self._key = self._make_key()
+        return self._key
+
+    def _make_key(self) -> tuple[object, ...]:
+        return (9, tuple((tuple(atom.key for atom in m), c) for m, c in self.terms), self.const)
+
     def free_vars(self) -> tuple[SymVar, ...]:
         """The variables that occur, in order of first occurrence."""
         if self._vars is None:
-            found: dict[SymVar, None] = {}
-            for monomial, _ in self.terms:
-                for atom in monomial:
-                    found.update(dict.fromkeys(atom._atom_vars()))
-            self._vars = tuple(found)
+            self._vars = self._find_vars()
         return self._vars
 
-    def _atom_vars(self) -> tuple[SymVar, ...]:
-        return self.free_vars()
+    def _find_vars(self) -> tuple[SymVar, ...]:
+        return tuple(dict.fromkeys(v for monomial, _ in self.terms for atom in monomial for v in atom.free_vars()))
+
+    def __eq__(self, other: object) -> bool:
+        """Written the same; that `n == m` is False does not say that the two differ at run time."""
+        if isinstance(other, SymExpr):
+            return self is other
+        return self.is_const and self.const == other if isinstance(other, int) else NotImplemented
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self.terms else hash(self.const)
 
     def __add__(self, other: IntLike) -> SymExpr:
-        if not isinstance(other, int | SymExpr):
+        if not isinstance(other, (int, SymExpr)):
             return NotImplemented
         return _add(self, sym(other), 1)
 
@@ -65,7 +84,7 @@ class SymExpr:
         return self + other
 
     def __sub__(self, other: IntLike) -> SymExpr:
-        if not isinstance(other, int | SymExpr):
+        if not isinstance(other, (int, SymExpr)):
             return NotImplemented
         return _add(self, sym(other), -1)
 
@@ -76,7 +95,7 @@ class SymExpr:
         return _scale(self, -1)
 
     def __mul__(self, other: IntLike) -> SymExpr:
-        if not isinstance(other, int | SymExpr):
+        if not isinstance(other, (int, SymExpr)):
             return NotImplemented
         return _multiply(self, sym(other))
 
@@ -97,7 +116,8 @@ class SymExpr:
 
     def _no_order(self, other: object) -> NoReturn:
         raise TypeError(
-            f"{self} and {other} have no order before run time; ask Analyzer.can_prove_le or can_prove_lt, and handle 'not proven'"
+            f"{self} and {other} have no order before run time; ask Analyzer.can_prove_le or can_prove_lt and handle "
+            "'not proven', or build smin or smax"
         )
 
     __lt__ = __le__ = __gt__ = __ge__ = _no_order
@@ -137,14 +157,18 @@ class SymVar(SymExpr):
             raise ValueError(f"symbol {name}: divisor must be at least 1, got {divisor}")
         if lower is not None and upper is not None and lower > upper:
             raise ValueError(f"symbol {name}: lower bound {lower} exceeds upper bound {upper}")
+        if lower is not None and upper is not None and upper // divisor * divisor < lower:
+            raise ValueError(f"symbol {name}: no multiple of {divisor} lies in [{lower}, {upper}]")
         self.name, self.lower, self.upper, self.divisor = name, lower, upper, divisor
         self.serial = next(_serial)
-        self.const, self.terms, self.key = 0, (((self,), 1),), (0, name, self.serial)
+        self.const, self.terms, self._key = 0, (((self,), 1),), (0, name, self.serial)
         self._vars = (self,)
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # identity, at the speed of C
 
-class _Pair(SymExpr):
-    """An atom made of two expressions."""
+
+class Pair(SymExpr):
+    """An atom of two expressions."""
 
     __slots__ = ("a", "b")
     rank: ClassVar[int]
@@ -152,39 +176,49 @@ class _Pair(SymExpr):
     a: SymExpr
     b: SymExpr
 
-    def _atom_vars(self) -> tuple[SymVar, ...]:
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def _make_key(self) -> tuple[object, ...]:
+        return (self.rank, self.a.key, self.b.key)
+
+    def _find_vars(self) -> tuple[SymVar, ...]:
         return tuple(dict.fromkeys(self.a.free_vars() + self.b.free_vars()))
 
 
-class FloorDiv(_Pair):
+class FloorDiv(Pair):
     """a // b, rounded towards minus infinity."""
 
     __slots__ = ()
     rank, symbol = 1, "//"
 
 
-class FloorMod(_Pair):
+class FloorMod(Pair):
     """a % b with the sign of b."""
 
     __slots__ = ()
     rank, symbol = 2, "%"
 
 
-class Min(_Pair):
+class Min(Pair):
     __slots__ = ()
     rank, symbol = 3, "min"
 
 
-class Max(_Pair):
+class Max(Pair):
     __slots__ = ()
     rank, symbol = 4, "max"
 
 
-def sym(value: IntLike) -> SymExpr:
-    """An integer (also a NumPy one) as a symbolic expression; expressions pass through."""
+def sym(value: SymExpr | SupportsIndex) -> SymExpr:
+    """An integer (also a NumPy one) as a symbolic expression; expressions pass through; TypeError for a float."""
     if isinstance(value, SymExpr):
         return value
-    return _intern(int(value), ())
+    return _constant(int(operator.index(value)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _constant(value: int) -> SymExpr:
+    return _intern(value, ())
 
 
 def syms(values: Iterable[IntLike]) -> tuple[SymExpr, ...]:
@@ -195,7 +229,7 @@ def as_int(expr: IntLike) -> int | None:
     """The value of a constant expression, or None."""
     if isinstance(expr, SymExpr):
         return expr.const if not expr.terms else None
-    return int(expr)
+    return int(operator.index(expr))
 
 
 def product(values: Iterable[IntLike]) -> SymExpr:
@@ -208,26 +242,21 @@ def product(values: Iterable[IntLike]) -> SymExpr:
 def _intern(const: int, terms: Terms) -> SymExpr:
     if const == 0 and len(terms) == 1 and terms[0][1] == 1 and len(terms[0][0]) == 1:
         return terms[0][0][0]  # the sum of one atom is that atom
-    ident = (const, *((tuple(map(id, monomial)), coef) for monomial, coef in terms))
-    found = _interned.get(ident)
+    found = _interned.get((const, terms))
     if found is None:
         found = SymExpr()
-        found.const, found.terms, found._vars = const, terms, None
-        found.key = (9, tuple((tuple(a.key for a in m), c) for m, c in terms), const)
-        _interned[ident] = found
+        found.const, found.terms, found._vars, found._key = const, terms, None, None
+        _interned[const, terms] = found
     return found
 
 
-def _atom(kind: type[_Pair], a: SymExpr, b: SymExpr) -> SymExpr:
-    ident = (kind, id(a), id(b))
-    found = _interned.get(ident)
+def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
+    found = _interned.get((kind, a, b))
     if found is None:
         made = kind()
-        made.a, made.b, made.const, made._vars = a, b, 0, None
-        made.key = (kind.rank, a.key, b.key)
+        made.a, made.b, made.const, made._vars, made._key = a, b, 0, None, None
         made.terms = (((made,), 1),)
-        made._vars = made._atom_vars()
-        _interned[ident] = found = made
+        _interned[kind, a, b] = found = made
     return found
 
 
@@ -236,8 +265,9 @@ def _monomial_key(monomial: Monomial) -> tuple[object, ...]:
 
 
 def _from_dict(const: int, coefs: Mapping[Monomial, int]) -> SymExpr:
-    kept = [(m, c) for m, c in coefs.items() if c != 0]
-    kept.sort(key=lambda item: _monomial_key(item[0]))
+    kept = [item for item in coefs.items() if item[1] != 0]
+    if len(kept) > 1:
+        kept.sort(key=lambda item: _monomial_key(item[0]))
     return _intern(const, tuple(kept))
 
 
@@ -272,30 +302,32 @@ def _multiply(a: SymExpr, b: SymExpr) -> SymExpr:
 
 
 def _split_multiple(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr]:
-    """(q, r) with a == q*b + r, where q takes every term that b divides exactly. b is a constant or one monomial."""
-    divisor = as_int(b)
-    if divisor is not None:
-        parts = {m: (c // divisor if c % divisor == 0 else 0) for m, c in a.terms}
-        rest = {m: c for m, c in a.terms if c % divisor != 0}
-        return _from_dict(a.const // divisor, parts), _from_dict(a.const % divisor, rest)
+    """(q, r) with a == q*b + r, where q takes all that b divides exactly.
+
+    For a constant b > 0, the coefficients of r are between -b and b, its constant between 0 and b - 1.
+    """
+    if b.is_const:
+        whole = {m: (abs(c) // b.const) * (1 if c > 0 else -1) for m, c in a.terms}
+        quotient = _from_dict(a.const // b.const, whole)
+        return quotient, a - quotient * b
     if len(b.terms) != 1 or b.const != 0:
         return (sym(1), sym(0)) if a is b else (sym(0), a)
-    (bm, bc) = b.terms[0]
-    quotient: dict[Monomial, int] = {}
-    rest = {}
-    extra = 0
+    ((divisor, factor),) = b.terms
+    quotient = sym(0)
     for monomial, coef in a.terms:
-        left = _divide_monomial(monomial, bm) if coef % bc == 0 else None
-        if left is None:
-            rest[monomial] = coef
-        elif left == ():
-            extra += coef // bc
-        else:
-            quotient[left] = quotient.get(left, 0) + coef // bc
-    return _from_dict(extra, quotient), _from_dict(a.const, rest)
+        left = divide_monomial(monomial, divisor) if coef % factor == 0 else None
+        if left is not None:
+            quotient += monomial_expr(left, coef // factor)
+    return quotient, a - quotient * b
 
 
-def _divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
+def monomial_expr(monomial: Monomial, coef: int = 1) -> SymExpr:
+    """coef * the product of the atoms; the empty product is 1."""
+    return _intern(0, ((monomial, coef),)) if monomial and coef else sym(coef if not monomial else 0)
+
+
+def divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
+    """What is left of the product, or None where the divisor is not part of it."""
     left = list(monomial)
     for atom in divisor:
         if atom not in left:
@@ -314,47 +346,43 @@ def floordiv(a: IntLike, b: IntLike) -> SymExpr:
     if b.is_const and b.const < 0:
         return floordiv(-a, -b)
     quotient, rest = _split_multiple(a, b)
-    if rest.is_const and rest.const == 0:
-        return quotient
-    if b.is_const:
-        if rest.is_const:
-            return quotient + rest.const // b.const
-        rest, divisor = _reduce_fraction(rest, b.const)
-        return quotient + _nested_div(rest, sym(divisor))
-    return quotient + _atom(FloorDiv, rest, b)
+    if rest.is_const and (rest.const == 0 or b.is_const):
+        return quotient  # a constant rest is less than a constant divisor
+    return quotient + (_div_by_const(rest, b.const) if b.is_const else _atom(FloorDiv, rest, b))
 
 
-def _reduce_fraction(a: SymExpr, divisor: int) -> tuple[SymExpr, int]:
-    """(2n + 1) // 4 == (2n) // 4 == n // 2: divide by the common factor of the coefficients and the divisor."""
-    common = math.gcd(divisor, *(c for _, c in a.terms))
-    if common == 1:
-        return a, divisor
-    return _intern(0, tuple((m, c // common) for m, c in a.terms)) + a.const // common, divisor // common
+def _div_by_const(a: SymExpr, b: int) -> SymExpr:
+    """a // b, where no coefficient of a reaches b.
 
-
-def _nested_div(a: SymExpr, b: SymExpr) -> SymExpr:
-    """(x // p + c) // q == (x + c*p) // (p*q) for positive constants: one canonical form for chains of divisions."""
-    if b.const == 1:
-        return a
-    if len(a.terms) == 1 and a.terms[0][1] == 1 and len(a.terms[0][0]) == 1:
-        inner = a.terms[0][0][0]
-        if isinstance(inner, FloorDiv) and inner.b.is_const:
-            return floordiv(inner.a + a.const * inner.b.const, inner.b * b)
-    return _atom(FloorDiv, a, b)
+    (2n + 1) // 4 == n // 2: divide by what is common to the coefficients and the divisor.
+    -n // 4 == -((n + 3) // 4): the first coefficient is positive.
+    (x // p + c) // q == (x + c*p) // (p*q): one form for chains of divisions.
+    """
+    common = math.gcd(b, *(c for _, c in a.terms))
+    if common > 1:
+        return floordiv(_intern(a.const // common, tuple((m, c // common) for m, c in a.terms)), b // common)
+    if a.terms[0][1] < 0:
+        return -floordiv(b - 1 - a, b)
+    inner = a - a.const
+    if isinstance(inner, FloorDiv) and inner.b.is_const:
+        return floordiv(inner.a + a.const * inner.b.const, inner.b * b)
+    return _atom(FloorDiv, a, sym(b))
 
 
 def floormod(a: IntLike, b: IntLike) -> SymExpr:
-    """a % b with the sign of b; terms that b divides exactly vanish."""
+    """a % b with the sign of b; terms that b divides exactly vanish. Raises ZeroDivisionError for a constant zero b."""
     a, b = sym(a), sym(b)
     if b.is_const and b.const == 0:
         raise ZeroDivisionError(f"symbolic modulo {a} % 0")
-    if b.is_const and b.const == 1:
-        return sym(0)
     if b.is_const and b.const < 0:
         return -floormod(-a, -b)
     _, rest = _split_multiple(a, b)
     if rest.is_const and (rest.const == 0 or b.is_const):
-        return sym(rest.const % b.const) if b.is_const else sym(0)
+        return rest
+    common = math.gcd(b.const, *(c for _, c in rest.terms)) if b.is_const else 1
+    if common > 1:  # (2n + 1) % 4 == (n % 2)*2 + 1
+        scaled = _intern(rest.const // common, tuple((m, c // common) for m, c in rest.terms))
+        return floormod(scaled, b.const // common) * common + rest.const % common
     return _atom(FloorMod, rest, b)
 
 
@@ -363,54 +391,71 @@ def ceildiv(a: IntLike, b: IntLike) -> SymExpr:
     return floordiv(sym(a) + (sym(b) - 1), b)
 
 
-def smin(a: IntLike, b: IntLike) -> SymExpr:
-    return _extremum(Min, min, sym(a), sym(b))
+def smin(*values: IntLike) -> SymExpr:
+    """The least of the values; those that are decided without knowing a variable are (n + 1 against n + 3)."""
+    return _extremum(Min, -1, syms(values))
 
 
-def smax(a: IntLike, b: IntLike) -> SymExpr:
-    return _extremum(Max, max, sym(a), sym(b))
+def smax(*values: IntLike) -> SymExpr:
+    return _extremum(Max, 1, syms(values))
 
 
-def _extremum(kind: type[_Pair], pick: Callable[[int, int], int], a: SymExpr, b: SymExpr) -> SymExpr:
-    difference = a - b
-    if difference.is_const:  # n + 1 against n + 3 is decided without knowing n
-        return a if pick(difference.const, 0) == difference.const else b
-    if b.key < a.key:  # type: ignore[operator]
-        a, b = b, a
-    return _atom(kind, a, b)
+def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr:
+    kept: list[SymExpr] = []
+    for value in itertools.chain.from_iterable(_operands(kind, v) for v in values):
+        gaps = [(value - other) * sign for other in kept]  # positive: the new value wins
+        if not any(gap.is_const and gap.const <= 0 for gap in gaps):
+            kept = [other for other, gap in zip(kept, gaps, strict=True) if not gap.is_const]
+            kept.append(value)
+    kept.sort(key=lambda value: value.key)
+    return functools.reduce(lambda a, b: _atom(kind, a, b), kept)
+
+
+def _operands(kind: type[Pair], value: SymExpr) -> tuple[SymExpr, ...]:
+    """min(min(a, b), c) has the operands a, b, c."""
+    return (*_operands(kind, value.a), value.b) if isinstance(value, Pair) and type(value) is kind else (value,)
 
 
 def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
     """Replace variables, all at once; the same object when nothing changes."""
-    if not any(v in values for v in expr.free_vars()):
+
+    def replace(atom: SymExpr) -> SymExpr:
+        if isinstance(atom, SymVar):
+            return sym(values.get(atom, atom))
+        assert isinstance(atom, Pair)
+        return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
+
+    return map_atoms(expr, replace) if any(v in values for v in expr.free_vars()) else expr
+
+
+def map_atoms(expr: SymExpr, change: Callable[[SymExpr], SymExpr]) -> SymExpr:
+    """The same sum of products of changed atoms; the same object when nothing changes."""
+    changed = {atom: change(atom) for monomial, _ in expr.terms for atom in monomial}
+    if all(new is atom for atom, new in changed.items()):
         return expr
     total = sym(expr.const)
     for monomial, coef in expr.terms:
-        term = sym(coef)
-        for atom in monomial:
-            term = term * _substitute_atom(atom, values)
-        total = total + term
+        total += product(changed[atom] for atom in monomial) * coef
     return total
 
 
-def _substitute_atom(atom: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
-    if isinstance(atom, SymVar):
-        return sym(values.get(atom, atom))
-    assert isinstance(atom, _Pair)
-    a, b = substitute(atom.a, values), substitute(atom.b, values)
-    return atom if a is atom.a and b is atom.b else rebuild_pair(atom, a, b)
-
-
-def rebuild_pair(atom: _Pair, a: SymExpr, b: SymExpr) -> SymExpr:
+def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
     """The same kind of atom of new operands, canonicalized."""
-    make: dict[type[_Pair], Callable[[IntLike, IntLike], SymExpr]] = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
-    return make[type(atom)](a, b)
+    return atom if a is atom.a and b is atom.b else _MAKE[type(atom)](a, b)
+
+
+_MAKE: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]] = {
+    FloorDiv: floordiv,
+    FloorMod: floormod,
+    Min: smin,
+    Max: smax,
+}
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
     """The value under an assignment of every variable; KeyError names a missing one."""
     if not isinstance(expr, SymExpr):
-        return int(expr)
+        return int(operator.index(expr))
     total = expr.const
     for monomial, coef in expr.terms:
         for atom in monomial:
@@ -424,7 +469,7 @@ def _evaluate_atom(atom: SymExpr, values: Mapping[SymVar, int]) -> int:
         if atom not in values:
             raise KeyError(f"no value for symbol {atom.name}")
         return values[atom]
-    assert isinstance(atom, _Pair)
+    assert isinstance(atom, Pair)
     a, b = evaluate(atom.a, values), evaluate(atom.b, values)
     if isinstance(atom, FloorDiv):
         return a // b
@@ -434,7 +479,9 @@ def _evaluate_atom(atom: SymExpr, values: Mapping[SymVar, int]) -> int:
 
 
 def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str] = lambda v: v.name) -> str:
-    pieces = [(coef, _monomial_text(monomial, coef, name_of)) for monomial, coef in expr.terms]
+    """Terms and factors stand in order of their text, so that equal text means equal expressions under any names."""
+    terms = sorted(((_factors(monomial, name_of), coef) for monomial, coef in expr.terms), key=lambda t: (len(t[0]), t[0]))
+    pieces = [(coef, "*".join([text for _, text in factors] + [str(abs(coef))] * (abs(coef) != 1))) for factors, coef in terms]
     if expr.const != 0 or not pieces:
         pieces.append((expr.const, str(abs(expr.const))))
     first_coef, first = pieces[0]
@@ -444,23 +491,28 @@ def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str] = lambda v: v.name)
     return text
 
 
-def _monomial_text(monomial: Monomial, coef: int, name_of: Callable[[SymVar], str]) -> str:
-    factors = [_atom_text(atom, name_of) for atom in monomial]
-    return "*".join(factors + ([str(abs(coef))] if abs(coef) != 1 else []))
+def _factors(monomial: Monomial, name_of: Callable[[SymVar], str]) -> list[tuple[int, str]]:
+    return sorted((_rank(atom), _atom_text(atom, name_of)) for atom in monomial)
+
+
+def _rank(expr: SymExpr) -> int:
+    return expr.rank if isinstance(expr, Pair) else 0 if isinstance(expr, SymVar) else 9
 
 
 def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if isinstance(atom, SymVar):
         return name_of(atom)
-    assert isinstance(atom, _Pair)
+    assert isinstance(atom, Pair)
     a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     if isinstance(atom, Min | Max):
+        (_, a), (_, b) = sorted(((_rank(atom.a), a), (_rank(atom.b), b)))
         return f"{atom.symbol}({a}, {b})"
     return f"({_parenthesize(atom.a, a)} {atom.symbol} {_parenthesize(atom.b, b)})"
 
 
 def _parenthesize(expr: SymExpr, text: str) -> str:
-    return text if isinstance(expr, SymVar) or (expr.is_const and expr.const >= 0) or text[-1] == ")" and text[0] == "(" and isinstance(expr, FloorDiv | FloorMod) else f"({text})"
+    is_closed = isinstance(expr, SymVar | Pair) or (expr.is_const and expr.const >= 0)
+    return text if is_closed else f"({text})"
 
 
 def to_text(expr: IntLike, name_of: Callable[[SymVar], str] | None = None) -> str:

@@ -1,0 +1,300 @@
+"""The oracle: what a module means, computed with NumPy and plain Python loops.
+
+`run_program` runs one tensor program; `Interpreter(module).run("main", x, y)` a graph-level function of any stage before
+bytecode. Types are taken at their word: every result is checked against the type that the module gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.codegen.python_source import compile_to_python, poisoned
+from relaxlite.errors import ExecutionError, InputError, ShapeMismatchError
+from relaxlite.ir.builder import BlockBuilder, result_types
+from relaxlite.ir.expr import (
+    Block, Body, Call, Constant, Expr, ExternFunction, Function, GlobalVar, If, Let, Loop, MatchShape, ShapeValue, Tuple,
+    TupleGetItem, Var,
+)  # fmt: skip
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
+from relaxlite.ir.types import ObjectType, ShapeType, TensorType, TupleType, Type, defined_symbols
+
+Symbols = dict[SymVar, int]
+
+
+def run_program(
+    program: TensorProgram,
+    inputs: Sequence[Any],
+    symbols: Mapping[SymVar, int] | Sequence[int] | None = None,
+    outputs: Sequence[Any] | None = None,
+    name: str = "program",
+) -> list[Any]:
+    """Run the loops. Symbols: a mapping, a sequence in the program's order, or None to read them off the inputs' shapes.
+
+    Without `outputs`, they are allocated; with them, they are filled in place.
+    """
+    values = _program_symbols(program, inputs, symbols)
+    if outputs is None:
+        outputs = [poisoned(tuple(evaluate(d, values) for d in b.shape), b.dtype) for b in program.outputs]
+    arrays = [*inputs, *outputs]
+    for buffer, array in zip(program.params, arrays, strict=True):
+        expected = tuple(evaluate(d, values) for d in buffer.shape)
+        if array.shape != expected or array.dtype != dtypes.to_numpy(buffer.dtype):
+            raise InputError(f"{name}: {buffer.name} must be {expected} {buffer.dtype}, got {array.shape} {array.dtype}")
+    kernel = compile_to_python(program, name)
+    try:
+        with np.errstate(all="ignore"):
+            kernel(*arrays, *(values[s] for s in program.symbols))
+    except IndexError as error:
+        raise ExecutionError(f"{name}: a buffer is accessed outside its bounds: {error}") from error
+    return list(outputs)
+
+
+def _program_symbols(
+    program: TensorProgram, inputs: Sequence[Any], symbols: Mapping[SymVar, int] | Sequence[int] | None
+) -> Symbols:
+    if isinstance(symbols, Mapping):
+        return dict(symbols)
+    if symbols is not None:
+        return dict(zip(program.symbols, symbols, strict=True))
+    found: Symbols = {}
+    for buffer, array in zip(program.inputs, inputs, strict=True):
+        found.update((d, n) for d, n in zip(buffer.shape, array.shape, strict=True) if isinstance(d, SymVar))
+    return found
+
+
+class Interpreter:
+    """Runs the functions of a module. `externs` gives each library routine a Python function of (inputs..., outputs...)."""
+
+    def __init__(self, module: IRModule, externs: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        self.module = module
+        self.externs = dict(externs or {})
+
+    def run(self, name: str, *args: Any) -> Any:
+        """Call a function: arrays, shapes (tuples of ints) and tuples in and out."""
+        function = self.module[name]
+        if not isinstance(function, Function):
+            raise InputError(f"{name} is not a graph-level function")
+        if len(args) != len(function.params):
+            raise InputError(f"{name} takes {len(function.params)} arguments, got {len(args)}")
+        frame = _Frame(self, {}, {})
+        for param, arg in zip(function.params, args, strict=True):
+            bind(param.ty, arg, frame.symbols, param.name, define_only=True)
+        for param, arg in zip(function.params, args, strict=True):
+            frame.assign(param, arg)
+        return frame.body(function.body)
+
+
+class _Frame:
+    """The values of variables and symbols in one activation of a function, branch or loop body."""
+
+    def __init__(self, interpreter: Interpreter, values: dict[Var, Any], symbols: Symbols) -> None:
+        self.interpreter = interpreter
+        self.values = values
+        self.symbols = symbols
+
+    def nested(self) -> _Frame:
+        return _Frame(self.interpreter, dict(self.values), dict(self.symbols))
+
+    def assign(self, var: Var, value: Any) -> None:
+        bind(var.ty, value, self.symbols, var.name)
+        self.values[var] = value
+
+    def body(self, body: Body) -> Any:
+        for block in body.blocks:
+            self._block(block)
+        return self.eval(body.result)
+
+    def _block(self, block: Block) -> None:
+        for binding in block.bindings:
+            if isinstance(binding, Let):
+                self.assign(binding.var, self.eval(binding.value))
+            else:
+                self._match_shape(binding)
+
+    def _match_shape(self, binding: MatchShape) -> None:
+        value = self.eval(binding.source)
+        found = value if isinstance(value, tuple) else value.shape
+        where = f"{binding.var.name} (at {binding.loc})" if binding.loc else binding.var.name
+        match_dims(binding.shape, found, self.symbols, where)
+        self.assign(binding.var, value)
+
+    def eval(self, expr: Expr) -> Any:
+        method = _EVALUATE.get(type(expr))
+        if method is None:
+            raise ExecutionError(f"the interpreter has no meaning for {type(expr).__name__}")
+        return method(self, expr)
+
+    def dims(self, dims: Sequence[SymExpr]) -> tuple[int, ...]:
+        return tuple(evaluate(d, self.symbols) for d in dims)
+
+    def _var(self, var: Var) -> Any:
+        if var not in self.values:
+            raise ExecutionError(f"variable {var.name} is used before it is defined")
+        return self.values[var]
+
+    def _if(self, branch: If) -> Any:
+        taken = branch.then_body if _truth(self.eval(branch.cond)) else branch.else_body
+        return self.nested().body(taken)
+
+    def _loop(self, loop: Loop) -> Any:
+        cond, values = self.eval(loop.cond), tuple(self.eval(x) for x in loop.inits)
+        rebound = {s for p in loop.params for s in defined_symbols(p.ty)}
+        while _truth(cond):
+            frame = self.nested()
+            for symbol in rebound:
+                frame.symbols.pop(symbol, None)
+            for define_only in (True, False):
+                for param, value in zip(loop.params, values, strict=True):
+                    bind(param.ty, value, frame.symbols, param.name, define_only=define_only)
+            frame.values.update(zip(loop.params, values, strict=True))
+            cond, *rest = frame.body(loop.body)
+            values = tuple(rest)
+        return values
+
+    def _call(self, call: Call) -> Any:
+        args = [self.eval(a) for a in call.args]
+        callee = call.callee
+        if isinstance(callee, Op):
+            return self._call_op(callee, call, args)
+        target = self.eval(callee)
+        definition = self.interpreter.module[target.name]
+        if isinstance(definition, TensorProgram):
+            return self._call_program(definition, target.name, call, args)
+        if isinstance(definition, ExternFunction):
+            return self._call_extern(definition, call, args)
+        return self.interpreter.run(target.name, *args)
+
+    def _call_op(self, op: Op, call: Call, args: list[Any]) -> Any:
+        builtin = _MEMORY.get(op.name)
+        if builtin is not None:
+            return builtin(*args, **call.attrs)
+        if type(op).reference is Op.reference:
+            return self._call_decomposed(op, call, args)
+        found = op.reference(*args, **call.attrs)
+        return tuple(map(_tensor, found)) if isinstance(call.ty, TupleType) else _tensor(found)
+
+    def _call_decomposed(self, op: Op, call: Call, args: list[Any]) -> Any:
+        bb = BlockBuilder()
+        with bb.body() as scope:
+            result = op.decompose(bb, call)
+            if result is None:
+                raise ExecutionError(f"op {op.name} has neither a NumPy reference nor a decomposition")
+            bb.result(result)
+        return self.nested().body(bb.finish(scope))
+
+    def _call_program(self, program: TensorProgram, name: str, call: Call, args: list[Any]) -> Any:
+        symbols = list(self.dims(call.sym_args))
+        if len(args) == len(program.params):
+            count = len(program.inputs)
+            run_program(program, args[:count], symbols, args[count:], name)
+            return ()
+        outputs = run_program(program, args, symbols, name=name)
+        return tuple(outputs) if isinstance(call.ty, TupleType) else outputs[0]
+
+    def _call_extern(self, extern: ExternFunction, call: Call, args: list[Any]) -> Any:
+        if extern.symbol not in self.interpreter.externs:
+            raise ExecutionError(f"no Python function is given for the library routine {extern.symbol}")
+        routine = self.interpreter.externs[extern.symbol]
+        if call.ty == TupleType(()):
+            routine(*args)
+            return ()
+        types = [t for t in result_types(call.ty) if isinstance(t, TensorType) and t.shape is not None]
+        outputs = [poisoned(self.dims(t.shape or ()), t.dtype) for t in types]
+        routine(*args, *outputs)
+        return tuple(outputs) if isinstance(call.ty, TupleType) else outputs[0]
+
+
+def _tensor(value: Any) -> Any:
+    """NumPy scalars become arrays; shapes stay tuples."""
+    return value if isinstance(value, tuple) else np.asarray(value)
+
+
+def _truth(cond: Any) -> bool:
+    if cond.size != 1 or cond.dtype != np.bool_:
+        raise ExecutionError(f"a condition must be a bool tensor of one element, got {cond.shape} {cond.dtype}")
+    return bool(cond.reshape(-1)[0])
+
+
+_EVALUATE: dict[type, Callable[[_Frame, Any], Any]] = {
+    Var: _Frame._var, Call: _Frame._call, If: _Frame._if, Loop: _Frame._loop,
+    Constant: lambda frame, e: e.value,
+    ShapeValue: lambda frame, e: frame.dims(e.values),
+    GlobalVar: lambda frame, e: e,
+    Tuple: lambda frame, e: tuple(frame.eval(f) for f in e.fields),
+    TupleGetItem: lambda frame, e: frame.eval(e.value)[e.index],
+}  # fmt: skip
+
+
+# Types against values
+
+
+def bind(ty: Type, value: Any, symbols: Symbols, what: str, *, define_only: bool = False) -> None:
+    """Check that `value` has this type; symbols without a value get the one found. `define_only`: no check of the rest."""
+    if isinstance(ty, TupleType):
+        for k, field in enumerate(ty.fields):
+            bind(field, value[k], symbols, f"{what}[{k}]", define_only=define_only)
+    elif isinstance(ty, ShapeType):
+        if ty.values is not None:
+            match_dims(ty.values, value, symbols, what, define_only=define_only)
+    elif isinstance(ty, TensorType):
+        _bind_tensor(ty, value, symbols, what, define_only=define_only)
+    elif not isinstance(ty, ObjectType) and not isinstance(value, GlobalVar):
+        raise ExecutionError(f"{what} has type {ty}, but its value is {value!r}")
+
+
+def _bind_tensor(ty: TensorType, value: Any, symbols: Symbols, what: str, *, define_only: bool) -> None:
+    if not isinstance(value, np.ndarray) or value.dtype != dtypes.to_numpy(ty.dtype):
+        raise InputError(f"{what} must be a tensor {ty}, got {getattr(value, 'dtype', type(value).__name__)}")
+    if ty.rank is not None and value.ndim != ty.rank:
+        raise InputError(f"{what} must have rank {ty.rank} ({ty}), got shape {value.shape}")
+    if ty.shape is not None:
+        match_dims(ty.shape, value.shape, symbols, what, define_only=define_only)
+
+
+def match_dims(
+    dims: Sequence[SymExpr], found: Sequence[int], symbols: Symbols, what: str, *, define_only: bool = False
+) -> None:
+    """Compare sizes with what is found; bind the symbols that stand alone and have no value yet."""
+    if len(dims) != len(found):
+        raise ShapeMismatchError(f"{what}: expected {len(dims)} dimensions, got shape {tuple(found)}")
+    for dim, size in zip(dims, found, strict=True):
+        if isinstance(dim, SymVar) and dim not in symbols:
+            _check_bounds(dim, size, what)
+            symbols[dim] = size
+    if define_only:
+        return
+    for axis, (dim, size) in enumerate(zip(dims, found, strict=True)):
+        expected = evaluate(dim, symbols)
+        if expected != size:
+            raise ShapeMismatchError(f"{what}: dimension {axis} must be {dim} = {expected}, got {size}")
+
+
+def _check_bounds(symbol: SymVar, size: int, what: str) -> None:
+    low, high = symbol.lower, symbol.upper
+    if (low is not None and size < low) or (high is not None and size > high) or size % symbol.divisor != 0:
+        raise ShapeMismatchError(f"{what}: {symbol.name} = {size} breaks {low} <= {symbol.name} <= {high}, divisor {symbol.divisor}")
+
+
+# Explicit memory (after memory planning)
+
+
+def _view(arena: Any, offset: tuple[int], shape: tuple[int, ...], *, dtype: str) -> Any:
+    size = int(np.prod(shape, dtype=np.int64)) * dtypes.itemsize(dtype)
+    if offset[0] < 0 or offset[0] + size > arena.size:
+        raise ExecutionError(f"a view of {size} bytes at {offset[0]} leaves its arena of {arena.size} bytes")
+    view = arena[offset[0] : offset[0] + size].view(dtypes.to_numpy(dtype)).reshape(shape)
+    return view
+
+
+_MEMORY: dict[str, Callable[..., Any]] = {
+    "memory.alloc_tensor": lambda shape, *, dtype: poisoned(shape, dtype),
+    "memory.alloc_arena": lambda size: np.full(size[0], 0xFF, np.uint8),
+    "memory.view": _view,
+}

@@ -1,0 +1,328 @@
+"""Symbolic integers as machine code: each part of an index is computed once, in the outermost place where it can be.
+
+A *scope* is opened where variables get their values: the function's entry, a loop's body, a `LetIndex`, an allocation.
+Its prelude is a place in the text that dominates everything inside, and a sum is split by the scopes of its terms: of
+`i*n + j*4 + 3` the product goes to the prelude of i's loop, the sum with `j*4` to that of j's loop, and the 3 into the
+addressing mode. So offsets leave inner loops without help from LLVM, which has no LICM pass to offer here.
+
+Division by zero cannot trap: its quotient and its remainder are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
+from relaxlite.ir.program import Buffer
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, Monomial, SymExpr, SymVar, product, substitute, sym
+
+Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound known
+
+
+@dataclass(slots=True)
+class Scope:
+    prelude: Lines
+    values: dict[SymExpr, Val] = field(default_factory=dict)
+    pointers: dict[tuple[Buffer, SymExpr], Val] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    value: Val
+    depth: int
+    bounds: Interval
+    is_data: bool = False  # bound by LetIndex: arithmetic on it may overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where a buffer starts: a pointer, known from scope `depth` on; `elem` is the element's type in memory."""
+
+    pointer: Val
+    depth: int
+    elem: str
+
+
+class Indices:
+    """The variables in sight, and the code of expressions over them, in one function."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.e = emitter
+        self.scopes: list[Scope] = []
+        self.variables: dict[SymVar, Variable] = {}
+        self.constants: dict[SymVar, int] = {}
+        self.bases: dict[Buffer, Base] = {}
+
+    # Scopes and variables
+
+    @contextmanager
+    def scope(self) -> Iterator[int]:
+        """A new scope whose prelude is here; gives its depth."""
+        self.scopes.append(Scope(self.e.reserve()))
+        try:
+            yield len(self.scopes) - 1
+        finally:
+            self.scopes.pop()
+
+    @contextmanager
+    def bound(self, var: SymVar, value: Val, bounds: Interval, *, is_data: bool = False) -> Iterator[None]:
+        """`var` has this value, from the current scope on."""
+        shadowed = self.variables.get(var)
+        self.variables[var] = Variable(value, len(self.scopes) - 1, bounds, is_data)
+        try:
+            yield
+        finally:
+            if shadowed is None:
+                del self.variables[var]
+            else:
+                self.variables[var] = shadowed
+
+    @contextmanager
+    def fixed(self, var: SymVar, value: int) -> Iterator[None]:
+        """`var` is a constant here: an unrolled loop's."""
+        self.constants[var] = value
+        try:
+            yield
+        finally:
+            del self.constants[var]
+
+    def resolve(self, expr: SymExpr) -> SymExpr:
+        """With the variables of unrolled loops replaced, and divisions whose result is known to be constant removed."""
+        if self.constants and expr.terms:
+            expr = substitute(expr, self.constants)
+        return self._fold(expr) if any(isinstance(a, FloorDiv | FloorMod) for m, _ in expr.terms for a in m) else expr
+
+    def _fold(self, expr: SymExpr) -> SymExpr:
+        total = sym(expr.const)
+        for monomial, coef in expr.terms:
+            total = total + product([coef, *(self._fold_atom(atom) for atom in monomial)])
+        return total
+
+    def _fold_atom(self, atom: SymExpr) -> SymExpr:
+        if isinstance(atom, FloorDiv | FloorMod) and atom.b.is_const:
+            lower, upper = self.bounds(atom.a)
+            divisor = atom.b.const
+            if lower is not None and upper is not None and divisor > 0 and lower // divisor == upper // divisor:
+                quotient = lower // divisor
+                return sym(quotient) if isinstance(atom, FloorDiv) else atom.a - quotient * divisor
+        return atom
+
+    def varies(self, expr: SymExpr) -> bool:
+        """Whether the value differs between the lanes of the vectorized loop around."""
+        return any(self.variables[v].value.lanes for v in expr.free_vars())
+
+    # Facts
+
+    def bounds(self, expr: SymExpr) -> Interval:
+        """What the variables' bounds say about a resolved expression, by interval arithmetic."""
+        lower: int | None = expr.const
+        upper: int | None = expr.const
+        for monomial, coef in expr.terms:
+            low, high = self._monomial_bounds(monomial)
+            if coef < 0:
+                low, high = high, low
+            lower = None if lower is None or low is None else lower + coef * low
+            upper = None if upper is None or high is None else upper + coef * high
+        return lower, upper
+
+    def _monomial_bounds(self, monomial: Monomial) -> Interval:
+        low, high = self._atom_bounds(monomial[0])
+        for atom in monomial[1:]:
+            next_low, next_high = self._atom_bounds(atom)
+            if low is None or next_low is None or low < 0 or next_low < 0:
+                return None, None
+            low *= next_low
+            high = None if high is None or next_high is None else high * next_high
+        return low, high
+
+    def _atom_bounds(self, atom: SymExpr) -> Interval:
+        if isinstance(atom, SymVar):
+            return self.variables[atom].bounds if atom in self.variables else (atom.lower, atom.upper)
+        assert isinstance(atom, FloorDiv | FloorMod | Min | Max)
+        (al, ah), (bl, bh) = self.bounds(atom.a), self.bounds(atom.b)
+        if isinstance(atom, FloorDiv):
+            if al is None or al < 0 or bl is None or bl < 0:
+                return None, None
+            return (0 if bh is None else al // max(bh, 1)), (None if ah is None else ah // max(bl, 1))
+        if isinstance(atom, FloorMod):
+            return (0, None if bh is None else max(bh - 1, 0)) if bl is not None and bl >= 0 else (None, None)
+        pick = min if isinstance(atom, Min) else max
+        lows, highs = [x for x in (al, bl) if x is not None], [x for x in (ah, bh) if x is not None]
+        sure_low, sure_high = (2, 1) if isinstance(atom, Min) else (1, 2)  # how many bounds one needs to know
+        return pick(lows) if len(lows) >= sure_low else None, pick(highs) if len(highs) >= sure_high else None
+
+    def is_nonneg(self, expr: SymExpr) -> bool:
+        lower, _ = self.bounds(expr)
+        return lower is not None and lower >= 0
+
+    # Values
+
+    def value(self, expr: SymExpr) -> Val:
+        """An i64; a vector of them when the expression varies over lanes."""
+        return self._sum(self.resolve(expr))
+
+    def pointer(self, buffer: Buffer, offset: SymExpr) -> Val:
+        """The address of element `offset`, a resolved expression that is the same in all lanes."""
+        base = self.bases[buffer]
+        if offset.is_const and offset.const == 0:
+            return base.pointer
+        depth = max(base.depth, self._depth(offset))
+        known = self.scopes[depth].pointers
+        if (buffer, offset) not in known:
+            if offset.const != 0:
+                start, rest = self.pointer(buffer, offset - offset.const), int_const(offset.const)
+            else:
+                outer, inner = self._split(offset, depth)
+                start, rest = (self.pointer(buffer, outer), self._sum(inner)) if inner.terms else (base.pointer, self._sum(outer))
+            with self.e.place(self.scopes[depth].prelude):
+                text = f"getelementptr {base.elem}, {start}, {rest}"
+                known[buffer, offset] = self.e.op(text, "ptr", 0, f"{buffer.name}_at")
+        return known[buffer, offset]
+
+    def _depth(self, expr: SymExpr) -> int:
+        return max((self.variables[v].depth for v in expr.free_vars()), default=0)
+
+    def _split(self, expr: SymExpr, depth: int) -> tuple[SymExpr, SymExpr]:
+        """(outer, inner): the terms whose variables all belong to scopes outside `depth`, and the others."""
+        parts = {False: sym(0), True: sym(0)}
+        for monomial, coef in expr.terms:
+            is_inner = any(self._depth(atom) == depth for atom in monomial)
+            parts[is_inner] = parts[is_inner] + product([coef, *monomial])
+        return parts[False], parts[True]
+
+    def _sum(self, expr: SymExpr) -> Val:
+        if not expr.terms:
+            return int_const(expr.const)
+        depth = self._depth(expr)
+        known = self.scopes[depth].values
+        if expr not in known:
+            known[expr] = self._sum_of(expr, depth)
+        return known[expr]
+
+    def _sum_of(self, expr: SymExpr, depth: int) -> Val:
+        if len(expr.terms) == 1 and expr.const == 0:
+            return self._term(*expr.terms[0], depth)
+        if expr.const != 0:
+            parts = [self._sum(expr - expr.const), int_const(expr.const)]
+        else:
+            outer, inner = self._split(expr, depth)
+            parts = [self._sum(outer)] if outer.terms else []
+            parts += [self._sum(product([coef, *monomial])) for monomial, coef in inner.terms]
+        total = parts[0]
+        with self.e.place(self.scopes[depth].prelude):
+            for part in parts[1:]:
+                total = self.e.binary("add" + self._no_wrap(expr), total, part, "x")
+        return total
+
+    def _term(self, monomial: Monomial, coef: int, depth: int) -> Val:
+        """coef * product of atoms, the outer atoms first and in their own scope."""
+        if len(monomial) == 1 and coef == 1:
+            return self._atom(monomial[0], depth)
+        outer = [a for a in monomial if self._depth(a) < depth]
+        inner = [a for a in monomial if self._depth(a) == depth]
+        factors = [self._sum(product([coef, *outer]))] if outer or coef != 1 else []
+        factors += [self._sum(a) for a in inner]
+        total = factors[-1]
+        with self.e.place(self.scopes[depth].prelude):
+            for factor in reversed(factors[:-1]):
+                total = self._times(total, factor, self._no_wrap(monomial[0]))
+        return total
+
+    def _times(self, a: Val, b: Val, no_wrap: str) -> Val:
+        if b.text == "-1":
+            return self.e.binary("sub" + no_wrap, int_const(0), a, "x")
+        if b.is_const and not b.lanes and int(b.text) > 0 and int(b.text).bit_count() == 1:
+            return self.e.binary("shl" + no_wrap, a, int_const(int(b.text).bit_length() - 1), "x")
+        return self.e.binary("mul" + no_wrap, a, b, "x")
+
+    def _no_wrap(self, expr: SymExpr) -> str:
+        return "" if any(self.variables[v].is_data for v in expr.free_vars()) else " nsw"
+
+    def _atom(self, atom: SymExpr, depth: int) -> Val:
+        if isinstance(atom, SymVar):
+            return self.variables[atom].value
+        assert isinstance(atom, FloorDiv | FloorMod | Min | Max)
+        a, b = self._sum(atom.a), self._sum(atom.b)
+        with self.e.place(self.scopes[depth].prelude):
+            if isinstance(atom, Min | Max):
+                return self.e.intrinsic("smin" if isinstance(atom, Min) else "smax", a, b, hint="x")
+            is_div = isinstance(atom, FloorDiv)
+            lower, _ = self.bounds(atom.b)
+            positive = lower is not None and lower > 0
+            if self.is_nonneg(atom.a) and lower is not None and lower >= 0:
+                return divide_unsigned(self.e, a, b, is_div=is_div, may_be_zero=not positive)
+            return divide_floor(self.e, a, b, is_div=is_div, is_positive=positive)
+
+
+def divide_unsigned(e: Emitter, a: Val, b: Val, *, is_div: bool, may_be_zero: bool) -> Val:
+    """a // b or a % b of numbers that are not negative."""
+    if (shift := _log2(b)) is not None:
+        return e.binary("lshr", a, int_const(shift, a.elem), "x") if is_div else _low_bits(e, a, shift)
+    zero, one = int_const(0, a.elem), int_const(1, a.elem)
+    if not may_be_zero:
+        return e.binary("udiv" if is_div else "urem", a, b, "x")
+    is_zero = e.icmp("eq", b, zero)
+    result = e.binary("udiv" if is_div else "urem", a, e.select(is_zero, one, b), "x")
+    return e.select(is_zero, zero, result, "x")
+
+
+def divide_floor(e: Emitter, a: Val, b: Val, *, is_div: bool, is_positive: bool) -> Val:
+    """a // b or a % b rounded towards minus infinity; of b == 0 it is 0, and INT_MIN // -1 wraps."""
+    if (shift := _log2(b)) is not None:
+        return e.binary("ashr", a, int_const(shift, a.elem), "x") if is_div else _low_bits(e, a, shift)
+    zero = int_const(0, a.elem)
+    divisor, special = b, None
+    if not is_positive and not (b.is_const and b.text not in ("0", "-1")):
+        special = e.icmp("ule", e.binary("add", b, int_const(1, a.elem)), int_const(1, a.elem))  # 0 or -1
+        divisor = e.select(special, int_const(1, a.elem), b)
+    quotient = e.binary("sdiv", a, divisor, "x")
+    rest = e.binary("sub", a, e.binary("mul", quotient, divisor))
+    signs = e.binary("xor", rest, divisor)
+    is_off = e.binary("and", e.icmp("ne", rest, zero), e.icmp("slt", signs, zero))
+    if is_div:
+        result = e.binary("add", quotient, e.cast("sext", is_off, a.elem), "x")
+        by_minus_one = e.binary("sub", zero, a)
+    else:
+        result = e.binary("add", rest, e.select(is_off, divisor, zero), "x")
+        by_minus_one = zero
+    if special is None:
+        return result
+    return e.select(special, e.select(e.icmp("eq", b, zero), zero, by_minus_one), result, "x")
+
+
+def _log2(b: Val) -> int | None:
+    if not b.is_const or b.lanes:
+        return None
+    value = int(b.text)
+    return value.bit_length() - 1 if value > 0 and value.bit_count() == 1 else None
+
+
+def _low_bits(e: Emitter, a: Val, count: int) -> Val:
+    return e.binary("and", a, int_const((1 << count) - 1, a.elem), "x")
+
+
+def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr:
+    """The row-major position of an element."""
+    offset = sym(0)
+    for extent, index in zip(shape, indices, strict=True):
+        offset = offset * extent + index
+    return offset
+
+
+def split_lane(expr: SymExpr, lane: SymVar, varies: Mapping[SymVar, bool]) -> tuple[SymExpr, SymExpr] | None:
+    """(base, stride) with expr == base + stride*lane, both the same in all lanes; None when it is not of that form."""
+    base, stride = sym(expr.const), sym(0)
+    for monomial, coef in expr.terms:
+        varying = [a for a in monomial if any(varies.get(v, False) for v in a.free_vars())]
+        if not varying:
+            base = base + product([coef, *monomial])
+        elif varying == [lane]:
+            rest = list(monomial)
+            rest.remove(lane)
+            stride = stride + product([coef, *rest])
+        else:
+            return None
+    return base, stride

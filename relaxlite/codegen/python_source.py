@@ -1,0 +1,227 @@
+"""A tensor program as Python source: the loops as they stand, one NumPy scalar at a time.
+
+Slow and plain on purpose: it says what a program means. Every buffer index is checked, fresh memory is poisoned, so that
+a read of what was never written shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.codegen.scalar_reference import scalar_function
+from relaxlite.errors import CodegenError, ExecutionError
+from relaxlite.ir.program import (
+    Allocate, Barrier, Binary, Buffer, Cast, Check, Compare, For, IfThenElse, IndexValue, Intrinsic, LetIndex, Literal,
+    Load, Select, Seq, Stmt, Store, TensorProgram, Unary, Value,
+)  # fmt: skip
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, to_text
+
+Kernel = Callable[..., None]
+
+_OPERATORS = {
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})",
+    "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
+    """A function of the buffers (arrays, inputs then outputs), then of the symbols' values."""
+    source = _Source()
+    text = source.program(program, name)
+    code = compile(text, f"<relaxlite {name}>", "exec")
+    exec(code, source.scope)
+    kernel: Kernel = source.scope[source.entry]
+    kernel.__doc__ = text
+    return kernel
+
+
+def poisoned(shape: tuple[int, ...], dtype: str) -> Any:
+    """New memory whose contents nobody should read."""
+    array = np.empty(shape, dtypes.to_numpy(dtype))
+    array.fill(np.nan if dtypes.is_float(dtype) else True if dtype == "bool" else np.iinfo(array.dtype).max)
+    return array
+
+
+def _checked(i: int) -> int:
+    if i < 0:
+        raise IndexError(f"index {i} is negative")
+    return i
+
+
+def _stop(message: str) -> None:
+    raise ExecutionError(message)
+
+
+class _Source:
+    """Lines of Python under construction, and the objects that they name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.depth = 0
+        self.entry = "kernel"
+        self.scope: dict[str, Any] = {"_checked": _checked, "_stop": _stop, "_poisoned": poisoned, "_int": int}
+        self.buffers: dict[Buffer, str] = {}
+        self.symbols: dict[SymVar, str] = {}
+        self.loop_vars: set[SymVar] = set()
+        self.constants: dict[tuple[str, str], str] = {}
+
+    def program(self, program: TensorProgram, name: str) -> str:
+        params = [self._buffer(b) for b in program.params] + [self._symbol(s) for s in program.symbols]
+        self.emit(f"def {self.entry}({', '.join(params)}):  # {name}")
+        self._indented(program.body)
+        return "\n".join(self.lines) + "\n"
+
+    def emit(self, line: str) -> None:
+        self.lines.append("    " * self.depth + line)
+
+    def _indented(self, stmt: Stmt | None) -> None:
+        self.depth += 1
+        before = len(self.lines)
+        if stmt is not None:
+            self.stmt(stmt)
+        if len(self.lines) == before:
+            self.emit("pass")
+        self.depth -= 1
+
+    # names
+
+    def _buffer(self, buffer: Buffer) -> str:
+        return self.buffers.setdefault(buffer, _identifier(buffer.name, f"b{len(self.buffers)}"))
+
+    def _symbol(self, var: SymVar) -> str:
+        return self.symbols.setdefault(var, _identifier(var.name, f"s{len(self.symbols)}"))
+
+    def _global(self, value: Any, hint: str) -> str:
+        name = f"_{hint}{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+    def _function(self, kind: str, op: str, dtype: str) -> str:
+        key = (f"{kind}_{op}", dtype)
+        if key not in self.constants:
+            self.constants[key] = self._global(scalar_function(kind, op, dtype), f"{op}_{dtype}_")
+        return self.constants[key]
+
+    # statements
+
+    def stmt(self, stmt: Stmt) -> None:
+        method = _STATEMENTS.get(type(stmt))
+        if method is None:
+            raise CodegenError(f"the interpreter has no meaning for {type(stmt).__name__}")
+        method(self, stmt)
+
+    def _seq(self, stmt: Seq) -> None:
+        for one in stmt.stmts:
+            self.stmt(one)
+
+    def _for(self, stmt: For) -> None:
+        self.loop_vars.add(stmt.var)
+        self.emit(f"for {self._symbol(stmt.var)} in range({self.index(stmt.extent)}):")
+        self._indented(stmt.body)
+
+    def _store(self, stmt: Store) -> None:
+        target = f"{self._name_of(stmt.buffer)}[{self.subscript(stmt.indices)}]"
+        value = self.value(stmt.value)
+        if stmt.combine is not None:
+            value = self._binary(stmt.combine, stmt.buffer.dtype, target, value)
+        self.emit(f"{target} = {value}")
+
+    def _let(self, stmt: LetIndex) -> None:
+        self.emit(f"{self._symbol(stmt.var)} = _int({self.value(stmt.value)})")
+        self.stmt(stmt.body)
+
+    def _if(self, stmt: IfThenElse) -> None:
+        self.emit(f"if {self.value(stmt.cond)}:")
+        self._indented(stmt.then)
+        if stmt.other is not None:
+            self.emit("else:")
+            self._indented(stmt.other)
+
+    def _allocate(self, stmt: Allocate) -> None:
+        shape = "".join(f"{self.index(d)}, " for d in stmt.buffer.shape)
+        self.emit(f"{self._buffer(stmt.buffer)} = _poisoned(({shape}), {stmt.buffer.dtype!r})")
+        self.stmt(stmt.body)
+
+    def _check(self, stmt: Check) -> None:
+        self.emit(f"if not {self.value(stmt.cond)}: _stop({stmt.message!r})")
+
+    def _barrier(self, stmt: Barrier) -> None:
+        pass
+
+    # indices and values
+
+    def _name_of(self, buffer: Buffer) -> str:
+        if buffer not in self.buffers:
+            raise CodegenError(f"buffer {buffer.name} is used outside its scope")
+        return self.buffers[buffer]
+
+    def index(self, expr: SymExpr) -> str:
+        for var in expr.free_vars():
+            if var not in self.symbols:
+                raise CodegenError(f"symbol {var.name} is used before it is defined, in {expr}")
+        return to_text(expr, self.symbols.__getitem__)
+
+    def subscript(self, indices: tuple[SymExpr, ...]) -> str:
+        if not indices:
+            return "()"
+        return ", ".join(self._position(i) for i in indices)
+
+    def _position(self, expr: SymExpr) -> str:
+        text = self.index(expr)
+        safe = (isinstance(expr, SymVar) and expr in self.loop_vars) or (as_int(expr) or -1) >= 0 or as_int(expr) == 0
+        return text if safe else f"_checked({text})"
+
+    def value(self, value: Value) -> str:
+        if isinstance(value, Load):
+            return f"{self._name_of(value.buffer)}[{self.subscript(value.indices)}]"
+        if isinstance(value, Literal):
+            return self._literal(value)
+        if isinstance(value, IndexValue):
+            return f"{self._type(value.dtype)}({self.index(value.index)})"
+        if isinstance(value, Select):
+            return f"({self.value(value.then)} if {self.value(value.cond)} else {self.value(value.other)})"
+        if isinstance(value, Binary):
+            return self._binary(value.op, value.a.dtype, self.value(value.a), self.value(value.b))
+        if isinstance(value, Compare):
+            return _OPERATORS[value.op].format(self.value(value.a), self.value(value.b))
+        if isinstance(value, Unary):
+            return f"{self._function('unary', value.op, value.x.dtype)}({self.value(value.x)})"
+        if isinstance(value, Cast):
+            return f"{self._function('cast', value.x.dtype, value.dtype)}({self.value(value.x)})"
+        assert isinstance(value, Intrinsic)
+        args = ", ".join(self.value(a) for a in value.args)
+        return f"{self._function('intrinsic', value.name, value.dtype)}({args})"
+
+    def _binary(self, op: str, dtype: str, a: str, b: str) -> str:
+        if op in _OPERATORS:
+            return _OPERATORS[op].format(a, b)
+        return f"{self._function('binary', op, dtype)}({a}, {b})"
+
+    def _type(self, dtype: str) -> str:
+        name = f"_{dtype}"
+        self.scope.setdefault(name, dtypes.to_numpy(dtype).type)
+        return name
+
+    def _literal(self, literal: Literal) -> str:
+        key = (repr(literal.value), literal.dtype)
+        if key not in self.constants:
+            typed = dtypes.to_numpy(literal.dtype).type(literal.value)
+            self.constants[key] = self._global(typed, "c")
+        return self.constants[key]
+
+
+_STATEMENTS: dict[type, Callable[[_Source, Any], None]] = {
+    Seq: _Source._seq, For: _Source._for, Store: _Source._store, LetIndex: _Source._let, IfThenElse: _Source._if,
+    Allocate: _Source._allocate, Check: _Source._check, Barrier: _Source._barrier,
+}  # fmt: skip
+
+
+def _identifier(name: str, fallback: str) -> str:
+    """A readable, unique Python name."""
+    return f"{name}_{fallback}" if name.isidentifier() else fallback

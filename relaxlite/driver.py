@@ -1,0 +1,109 @@
+"""compile(module) -> Executable: one page that calls every stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from relaxlite.codegen.bytecode import compile_functions
+from relaxlite.codegen.llvm import compile_programs
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.ir import ops  # noqa: F401  (registers the ops)
+from relaxlite.ir.expr import Call, Function, Let
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.types import TensorType, TupleType, Type, type_symbols
+from relaxlite.ir.verifier import verify
+from relaxlite.passes.manager import Pass, PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.runtime.executable import ENTRY, ExecutableData, Metadata, Signature, TargetInfo, TensorSpec
+from relaxlite.runtime.module import Executable
+from relaxlite.target import Target
+
+
+def compile(
+    module: IRModule,
+    target: str | Target = "llvm",
+    *,
+    passes: Sequence[Pass] | None = None,
+    context: PassContext | None = None,
+    threads: int | None = None,
+) -> Executable:
+    """Compile the function "main" of a module for a target; the host's processor by default.
+
+    Raises InvalidArgumentError for a module without "main" or an unknown target, VerifyError for an illegal module,
+    PassError and CodegenError naming the pass or program that failed. `context` receives times and notes.
+    """
+    return Executable(build(module, target, passes=passes, context=context), threads=threads)
+
+
+def build(
+    module: IRModule,
+    target: str | Target = "llvm",
+    *,
+    passes: Sequence[Pass] | None = None,
+    context: PassContext | None = None,
+) -> ExecutableData:
+    """What `compile` makes, as plain data: also for a processor that is not this one."""
+    machine = Target.parse(target) if isinstance(target, str) else target
+    if not isinstance(module.get(ENTRY), Function):
+        raise InvalidArgumentError(f"the module has no function {ENTRY!r}; it defines {', '.join(module) or 'nothing'}")
+    context = context or PassContext(machine)
+    verify(module, "graph")
+    lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
+    start = time.perf_counter()
+    code = compile_programs(lowered.programs(), machine)
+    context.timings.append(("codegen", time.perf_counter() - start))
+    functions, constants = compile_functions(lowered)
+    return ExecutableData(
+        functions=functions,
+        signature=signature_of(module[ENTRY]),  # type: ignore[arg-type]
+        kernels=code.kernels,
+        object_code=code.object_code,
+        constants=constants,
+        target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
+        metadata=_metadata(module, lowered, context),
+    )
+
+
+def signature_of(function: Function) -> Signature:
+    """Names, dtypes and symbolic shapes of a function's parameters and results."""
+    given = function.attrs.get("input_names") or tuple(p.name for p in function.params)
+    results = function.body.result.ty
+    types: tuple[Type, ...] = results.fields if isinstance(results, TupleType) else (results,)
+    named = function.attrs.get("output_names") or tuple(f"output_{k}" for k in range(len(types)))
+    assert isinstance(given, tuple) and isinstance(named, tuple)
+    inputs = tuple(_spec(str(name), p.ty) for name, p in zip(given, function.params, strict=True))
+    return Signature(inputs, tuple(_spec(str(name), ty) for name, ty in zip(named, types, strict=True)))
+
+
+def _spec(name: str, ty: Type) -> TensorSpec:
+    if not isinstance(ty, TensorType):
+        raise InvalidArgumentError(f"'{name}' is no tensor but {ty}; inputs and outputs of a compiled model are tensors")
+    dims = ty.shape if ty.shape is not None else ("?",) * (ty.rank or 0)
+    shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else str(d) for d in dims)
+    return TensorSpec(name, ty.dtype, shape, {s.name: (s.lower, s.upper, s.divisor) for s in type_symbols(ty)})
+
+
+def _metadata(module: IRModule, lowered: IRModule, context: PassContext) -> Metadata:
+    info: dict[str, Any] = {
+        "ops": _count_ops(module),
+        "passes_s": {name: round(seconds, 4) for name, seconds in context.timings},
+        "kernels": len(lowered.programs()),
+    }
+    main = lowered[ENTRY]
+    plan = {"arena_bytes": main.attrs.get("arena_bytes", "0")} if isinstance(main, Function) else {}
+    return Metadata(llvm=".".join(map(str, llvm.llvm_version_info)), provenance=dict(module.attrs), memory_plan=plan, info=info)
+
+
+def _count_ops(module: IRModule) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for function in module.functions().values():
+        for binding in function.body.bindings():
+            if isinstance(binding, Let) and isinstance(binding.value, Call) and isinstance(binding.value.callee, Op):
+                name = binding.value.callee.name
+                counts[name] = counts.get(name, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,512 @@
+"""Proofs about symbolic integers: is a <= b, is a == b, does b divide a, what are the bounds of a?
+
+The answer False means "not proven", never "disproven". An `Analyzer` is immutable: `with_range`, `assume_le` and
+`assume_equal` return one that knows more. Variables carry their own facts (`SymVar.lower`, `upper`, `divisor`).
+The methods, cheapest first:
+
+1. canonical difference: what cancels in a - b is gone;
+2. intervals: each monomial has constant bounds, from the bounds of its atoms;
+3. residues: each expression is r modulo g, from the divisors of its variables;
+4. simplification under facts (ir/simplify.py);
+5. elimination: to bound e from below, cancel a term that has no bound with a fact f >= 0 that has the same term,
+   e' = k*e - c*m*f with k, c > 0 and a monomial m >= 0: then k*e >= e' (Fourier and Motzkin, one fact at a time, for
+   polynomials). The facts are ranges, assumptions, and what floor, min and max mean. A bounded breadth-first search;
+6. cases: a <= b or b <= a, where min(a, b) or max(a, b) is left.
+
+There is no clock in it: an answer depends on the question and the facts alone. An expression is judged where it has a
+value, so a divisor that may be 0 by its bounds counts as at least 1.
+sympy has no part here. Tried on the tests' unproven questions it decided none of them: its assumptions do not relate
+two symbols. It is the tests' oracle for arithmetic.
+
+    >>> n, i = SymVar("n"), SymVar("i")
+    >>> Analyzer().with_range(i, 0, n).can_prove_lt(i * 4 + 3, n * 4)
+    True
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from relaxlite.ir import intervals
+from relaxlite.ir.intervals import ONE, UNBOUNDED, Interval, add, intersect, is_nonneg, multiply, scale, scale_down
+from relaxlite.ir.simplify import Residue, apply_rules, without_mod
+from relaxlite.ir.symbolic import (
+    FloorDiv,
+    FloorMod,
+    IntLike,
+    Max,
+    Min,
+    Monomial,
+    Pair,
+    SymExpr,
+    SymVar,
+    divide_monomial,
+    floordiv,
+    floormod,
+    map_atoms,
+    monomial_expr,
+    rebuild_pair,
+    sym,
+)
+
+_MAX_NODES = 64  # expressions that one elimination visits
+_MAX_CASES = 4  # nested case distinctions: 2**4 leaves
+_MAX_MEMO = 1 << 14  # answers kept; an Analyzer may live as long as the process
+
+T = TypeVar("T")
+
+
+class Analyzer:
+    """Facts about variables, and what follows from them."""
+
+    __slots__ = ("_depths", "_divisors", "_equal", "_facts", "_index", "_intervals", "_known", "_memo", "_ranges")
+
+    def __init__(self) -> None:
+        self._ranges: dict[SymVar, Interval] = {}  # of variables with a range, instead of what they were declared with
+        self._depths: dict[SymVar, int] = {}  # of the same variables: how many ranges stand between them and the others
+        self._known: dict[Monomial, Interval] = {}  # constant bounds that follow from the facts
+        self._equal: dict[SymExpr, SymExpr] = {}  # atom -> what to write instead
+        self._divisors: dict[SymExpr, int] = {}  # atom -> what divides it, beyond SymVar.divisor
+        self._facts: tuple[SymExpr, ...] = ()  # each is >= 0
+        self._index: dict[SymExpr, list[SymExpr]] = {}  # atom -> the facts with a monomial that it begins
+        self._memo: dict[tuple[str, SymExpr], Any] = {}
+        self._intervals: dict[Monomial, Interval] = {}
+
+    # facts
+
+    def with_range(self, var: SymVar, lower: IntLike, extent: IntLike) -> Analyzer:
+        """lower <= var < lower + extent: a loop variable. This replaces the bounds that it was declared with."""
+        first, last = sym(lower), sym(lower) + extent - 1
+        if var in first.free_vars() + last.free_vars():
+            raise ValueError(f"the range of {var} is given in terms of itself: from {first} to {last}")
+        new = self._copy()
+        new._ranges[var] = (self.bounds(first)[0], self.bounds(last)[1])
+        new._depths[var] = 1 + self._max_depth(first, last)
+        new._add_facts(var - first, last - var)
+        return new
+
+    def assume_le(self, a: IntLike, b: IntLike) -> Analyzer:
+        """a <= b."""
+        new = self._copy()
+        new._add_facts(sym(b) - a)
+        return new
+
+    def assume_equal(self, a: IntLike, b: IntLike) -> Analyzer:
+        """a == b: one side is written for the other from here on, where an atom can be singled out."""
+        difference = self.simplify(sym(a) - b)
+        common = math.gcd(*(coef for _, coef in difference.terms))
+        if difference.is_const or difference.const % common != 0:
+            return self  # nothing new, or a contradiction
+        difference = floordiv(difference, common)
+        new = self._copy()
+        found = _single_out(difference)
+        if found is None:
+            new._add_facts(difference, -difference)
+            return new
+        atom, rest = found
+        new._facts, new._index, new._equal = (), {}, {atom: rest}
+        for left, right in self._equal.items():
+            if _occurs(atom, left):
+                new._add_facts(left - right, right - left)
+            else:
+                new._equal[left] = new.simplify(right)
+                new._forget()
+        new._inherit(atom, rest)
+        new._add_facts(*self._facts, *self._constant_facts(atom), *self._meaning(atom))
+        return new
+
+    def _inherit(self, atom: SymExpr, rest: SymExpr) -> None:
+        """Divisors that follow from atom == rest."""
+        if isinstance(atom, FloorMod) and rest == 0 and atom.b.is_const and atom.a is _only_atom(atom.a):
+            self._divisors[atom.a] = math.lcm(self._divisors.get(atom.a, 1), atom.b.const)
+        if rest is _only_atom(rest):
+            self._divisors[rest] = math.lcm(self._divisors.get(rest, 1), self._divisor(atom))
+
+    def _copy(self) -> Analyzer:
+        new = Analyzer()
+        new._ranges, new._depths, new._known = dict(self._ranges), dict(self._depths), dict(self._known)
+        new._equal, new._divisors = dict(self._equal), dict(self._divisors)
+        new._facts, new._index = self._facts, dict(self._index)
+        return new
+
+    def _add_facts(self, *facts: SymExpr) -> None:
+        """Each is >= 0. Also bounds each of its monomials by the interval of the others."""
+        for fact in facts:
+            simple = _tighten(self.simplify(fact))
+            if simple.is_const or simple in self._facts:
+                continue
+            for monomial, coef in simple.terms:
+                rest = self.interval(simple - monomial_expr(monomial, coef))[1]
+                if rest is not None:
+                    bound = (-(rest // coef), None) if coef > 0 else (None, rest // -coef)
+                    self._known[monomial] = intersect(self._known.get(monomial, UNBOUNDED), bound)
+            self._facts = (*self._facts, simple)
+            for atom in dict.fromkeys(monomial[0] for monomial, _ in simple.terms):
+                self._index[atom] = [*self._index.get(atom, ()), simple]
+            self._forget()
+
+    # questions
+
+    def can_prove_nonneg(self, a: IntLike) -> bool:
+        """a >= 0."""
+        expr = _tighten(sym(a))
+        if expr.is_const:
+            return expr.const >= 0
+        lower, upper = self.interval(expr)
+        if lower is not None and lower >= 0:
+            return True
+        if upper is not None and upper < 0:
+            return False
+        return self._remember("nonneg", expr, False, lambda: self._reaches_zero(expr))
+
+    def can_prove_le(self, a: IntLike, b: IntLike) -> bool:
+        return self.can_prove_nonneg(sym(b) - a)
+
+    def can_prove_lt(self, a: IntLike, b: IntLike) -> bool:
+        return self.can_prove_nonneg(sym(b) - a - 1)
+
+    def can_prove_equal(self, a: IntLike, b: IntLike) -> bool:
+        difference = sym(a) - b
+        if difference.is_const:
+            return difference.const == 0
+        lower, upper = self.interval(difference)
+        if (lower is not None and lower > 0) or (upper is not None and upper < 0):
+            return False
+        simple = self.simplify(difference)
+        if simple.is_const:
+            return simple.const == 0
+        if self.simplify(without_mod(simple)) == 0:
+            return True
+        return self.can_prove_nonneg(simple) and self.can_prove_nonneg(-simple)
+
+    def can_prove_ne(self, a: IntLike, b: IntLike) -> bool:
+        difference = sym(a) - b
+        if self.residue(self.simplify(difference))[1] != 0:  # r modulo g, with 0 < r < g
+            return True
+        return self.can_prove_nonneg(difference - 1) or self.can_prove_nonneg(-difference - 1)
+
+    def can_prove_divisible(self, a: IntLike, by: IntLike) -> bool:
+        """a is a multiple of `by`."""
+        a, by = self.simplify(sym(a)), self.simplify(sym(by))
+        if len(by.terms) == 1 and by.const == 0:  # a == c*m*x, and what is left of c divides x
+            ((factor, coef),) = by.terms
+            parts = [(divide_monomial(monomial, factor), c) for monomial, c in a.terms]
+            if a.const == 0 and all(part is not None for part, _ in parts):
+                a, by = sum((monomial_expr(part or (), c) for part, c in parts), sym(0)), sym(coef)
+        if by == 0:
+            return a == 0
+        modulus, rest = self.residue(a)
+        if by.is_const and modulus % by.const == 0 and rest % by.const == 0:
+            return True
+        return self.simplify(floormod(a, by)) == 0
+
+    def bounds(self, e: IntLike) -> Interval:
+        """The best constants found with lower <= e <= upper; None where none was found."""
+        expr = sym(e)
+        return self._remember("bounds", expr, UNBOUNDED, lambda: self._bounds(expr))
+
+    def simplify(self, e: IntLike) -> SymExpr:
+        """An expression of the same value under the facts, shorter where a rule applies."""
+        expr = sym(e)
+        return self._remember("simplify", expr, expr, lambda: apply_rules(expr, self))
+
+    def replacement(self, atom: SymExpr) -> SymExpr | None:
+        """What an assumed equality writes for the atom."""
+        return self._equal.get(atom)
+
+    def interval(self, e: SymExpr) -> Interval:
+        """Inclusive constant bounds, term by term: quick, and blind to what terms have in common."""
+        total: Interval = (e.const, e.const)
+        for monomial, coef in e.terms:
+            total = add(total, scale(self._monomial_interval(monomial), coef))
+        return total
+
+    def residue(self, e: SymExpr) -> Residue:
+        """(g, r) with 0 <= r < g and e == r modulo g; (0, e) for a constant."""
+        modulus, rest = 0, e.const
+        for monomial, coef in e.terms:
+            g, r = 0, coef
+            for atom in monomial:
+                other, s = self._atom_residue(atom)
+                g, r = math.gcd(g * other, g * s, other * r), r * s
+            modulus, rest = math.gcd(modulus, g), rest + r
+        return modulus, rest % modulus if modulus else rest
+
+    # bounds of monomials and atoms
+
+    def _monomial_interval(self, monomial: Monomial) -> Interval:
+        found = self._intervals.get(monomial)
+        if found is None:
+            if len(monomial) == 1:
+                found = self._atom_interval(monomial[0])
+            else:
+                found = functools.reduce(multiply, (self._monomial_interval((atom,)) for atom in monomial), ONE)
+                if all(monomial.count(atom) % 2 == 0 for atom in monomial):
+                    found = intersect(found, (0, None))
+            found = self._intervals[monomial] = intersect(found, self._known.get(monomial, UNBOUNDED))
+        return found
+
+    def _atom_interval(self, atom: SymExpr) -> Interval:
+        if isinstance(atom, SymVar):
+            lower, upper = self._ranges.get(atom, (atom.lower, atom.upper))
+            step = atom.divisor
+            return (
+                None if lower is None else -(-lower // step) * step,
+                None if upper is None else upper // step * step,
+            )
+        assert isinstance(atom, Pair)
+        return _OF_PAIR[type(atom)](self.interval(atom.a), self.interval(atom.b))
+
+    def _atom_residue(self, atom: SymExpr) -> Residue:
+        modulus, rest = 1, 0
+        if isinstance(atom, Min | Max):
+            (g, r), (h, s) = self.residue(atom.a), self.residue(atom.b)
+            modulus, rest = math.gcd(g, h, r - s), r
+        elif isinstance(atom, FloorDiv | FloorMod) and atom.b.is_const:
+            (g, r), b = self.residue(atom.a), atom.b.const
+            if isinstance(atom, FloorMod):
+                modulus, rest = math.gcd(g, b), r
+            elif g % b == 0:
+                modulus, rest = g // b, r // b
+        divisor = self._divisor(atom)
+        return (divisor, 0) if divisor > modulus else (modulus, rest)
+
+    def _divisor(self, atom: SymExpr) -> int:
+        known = self._divisors.get(atom, 1)
+        return math.lcm(known, atom.divisor) if isinstance(atom, SymVar) else known
+
+    # elimination
+
+    def _bounds(self, expr: SymExpr) -> Interval:
+        simple = self.simplify(expr)
+        low, high = self._eliminate(simple, None, _MAX_CASES), self._eliminate(-simple, None, _MAX_CASES)
+        return intersect(self.interval(expr), (low, None if high is None else -high))
+
+    def _reaches_zero(self, expr: SymExpr) -> bool:
+        simple = _tighten(self.simplify(expr))
+        low = self._eliminate(simple, 0, _MAX_CASES)
+        if low is not None and low >= 0:
+            return True
+        return any(self.can_prove_nonneg(other) for other in self._sufficient(simple))
+
+    def _sufficient(self, expr: SymExpr) -> Iterator[SymExpr]:
+        """Expressions that are >= 0 only where this one is: without a common factor, without a division."""
+        common = _common_monomial(expr)
+        if common and is_nonneg(self._monomial_interval(common)):
+            yield sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
+        else:
+            yield from self._without_quotient(expr)
+
+    def _without_quotient(self, expr: SymExpr) -> Iterator[SymExpr]:
+        """What is >= 0 just where the expression is: for a // b <= x, a < b*(x + 1); for a // b >= x, a >= b*x."""
+        for monomial, coef in expr.terms:
+            q = monomial[0]
+            if len(monomial) > 1 or abs(coef) != 1 or not isinstance(q, FloorDiv) or not is_nonneg(self.interval(q.b)):
+                continue
+            rest = expr - q * coef
+            if not _occurs(q, rest):
+                yield q.a + q.b * rest if coef > 0 else q.b * (rest + 1) - 1 - q.a
+
+    def _eliminate(self, expr: SymExpr, goal: int | None, cases: int) -> int | None:
+        """The best constant c found with expr >= c; the first that reaches the goal, if there is one."""
+        best: int | None = None
+        nodes = [(form, 1) for form in dict.fromkeys((expr, without_mod(expr)))]
+        seen = {node for node, _ in nodes}
+        for node, factor in nodes:  # grows; expr*factor >= node
+            best = intersect((best, None), scale_down(self.interval(node), factor))[0]
+            if goal is not None and best is not None and best >= goal:
+                return best
+            for new, k in self._relaxations(node) if len(nodes) < _MAX_NODES else ():
+                if new not in seen:
+                    seen.add(new)
+                    nodes.append((new, factor * k))
+        pair = _find_extremum(expr) if cases > 0 else None
+        if pair is None:
+            return best
+        return intersect((best, None), (self._eliminate_by_cases(expr, pair, goal, cases - 1), None))[0]
+
+    def _eliminate_by_cases(self, expr: SymExpr, pair: Pair, goal: int | None, cases: int) -> int | None:
+        found = []
+        for low, high in ((pair.a, pair.b), (pair.b, pair.a)):
+            branch = self.assume_le(low, high)
+            bound = branch._eliminate(branch.simplify(_decide(expr, low, high)), goal, cases)
+            if bound is None or (goal is not None and bound < goal):
+                return None
+            found.append(bound)
+        return min(found)
+
+    def _relaxations(self, node: SymExpr) -> Iterator[tuple[SymExpr, int]]:
+        """(new, k) with node*k >= new: minus a multiple of a fact, such that a term cancels."""
+        meanings = [fact for monomial, _ in node.terms for atom in monomial for fact in self._meaning(atom)]
+        for monomial, coef in self._targets(node):
+            facts = meanings + [fact for atom in monomial for fact in self._index.get(atom, ())]
+            if len(monomial) > 1:
+                facts += [fact for atom in monomial for fact in self._constant_facts(atom)]
+                facts += [x * x + s * x for x in monomial if monomial.count(x) > 1 for s in (1, -1)]
+            for fact in dict.fromkeys(facts):
+                for part, weight in fact.terms:
+                    rest = divide_monomial(monomial, part) if (weight > 0) == (coef > 0) else None
+                    if rest is None or not is_nonneg(self._monomial_interval(rest)):
+                        continue
+                    common = math.gcd(weight, coef)
+                    k = abs(weight) // common
+                    yield node * k - fact * monomial_expr(rest, abs(coef) // common), k
+
+    def _targets(self, node: SymExpr) -> Iterable[tuple[Monomial, int]]:
+        """The terms to cancel: one without a lower bound, or what can outweigh it, or the innermost; else any."""
+        unbounded = [m for m, coef in node.terms if self._monomial_interval(m)[0 if coef > 0 else 1] is None]
+        if not unbounded:
+            return node.terms
+        first, innermost = (max(ms, key=self._monomial_depth) for ms in (unbounded, [m for m, _ in node.terms]))
+        return [(m, coef) for m, coef in node.terms if m is innermost or divide_monomial(m, first) is not None]
+
+    def _monomial_depth(self, monomial: Monomial) -> int:
+        return max(map(self._depth, monomial))
+
+    def _depth(self, atom: SymExpr) -> int:
+        """Larger than that of all that its range or its operands mention: what is innermost is eliminated first."""
+        if isinstance(atom, SymVar):
+            return self._depths.get(atom, 0)
+        assert isinstance(atom, Pair)
+        return self._remember("depth", atom, 0, lambda: 1 + self._max_depth(atom.a, atom.b))
+
+    def _max_depth(self, *exprs: SymExpr) -> int:
+        return max((self._depth(atom) for e in exprs for monomial, _ in e.terms for atom in monomial), default=0)
+
+    def _constant_facts(self, atom: SymExpr) -> Iterator[SymExpr]:
+        low, high = self._monomial_interval((atom,))
+        if low is not None:
+            yield atom - low
+        if high is not None:
+            yield high - atom
+
+    def _meaning(self, atom: SymExpr) -> tuple[SymExpr, ...]:
+        """What is >= 0 by the definition of the atom."""
+        if isinstance(atom, SymVar):
+            return ()
+        return self._remember("meaning", atom, (), lambda: tuple(self._define(atom)))
+
+    def _define(self, atom: SymExpr) -> Iterator[SymExpr]:
+        if isinstance(atom, Min):
+            yield from (atom.a - atom, atom.b - atom)
+        elif isinstance(atom, Max):
+            yield from (atom - atom.a, atom - atom.b)
+        elif isinstance(atom, FloorDiv | FloorMod) and is_nonneg(self.interval(atom.b)):
+            least, most = self._remainder_bounds(atom.a, atom.b)
+            remainder = atom.a - atom * atom.b if isinstance(atom, FloorDiv) else atom
+            yield from (remainder - least, most - remainder)
+            if is_nonneg(self.interval(atom.a)) and not (isinstance(atom, FloorDiv) and atom.b.is_const):
+                yield atom.a - atom
+
+    def _remainder_bounds(self, a: SymExpr, b: SymExpr) -> tuple[IntLike, IntLike]:
+        """Bounds of a % b for b > 0."""
+        if not b.is_const:
+            return 0, b - 1
+        known = self._equal.get(floormod(a, b))
+        if known is not None:
+            return known, known
+        modulus, rest = self.residue(a)
+        modulus = math.gcd(modulus, b.const)
+        return rest % modulus, b - modulus + rest % modulus
+
+    def _remember(self, question: str, expr: SymExpr, unknown: T, answer: Callable[[], T]) -> T:
+        """The answer, computed once; `unknown` is what a question hears that comes back to itself."""
+        key = (question, expr)
+        if key not in self._memo:
+            if len(self._memo) >= _MAX_MEMO:
+                self._forget()
+            self._memo[key] = unknown
+            self._memo[key] = answer()
+        found: T = self._memo[key]
+        return found
+
+    def _forget(self) -> None:
+        self._memo.clear()
+        self._intervals.clear()
+
+
+_OF_PAIR: dict[type[Pair], Callable[[Interval, Interval], Interval]] = {
+    FloorDiv: intervals.floordiv,
+    FloorMod: intervals.floormod,
+    Min: intervals.minimum,
+    Max: intervals.maximum,
+}
+
+
+def _tighten(expr: SymExpr) -> SymExpr:
+    """2x - 1 >= 0 says x - 1 >= 0."""
+    common = math.gcd(*(coef for _, coef in expr.terms))
+    return floordiv(expr, common) if common > 1 else expr
+
+
+def _only_atom(expr: SymExpr) -> SymExpr | None:
+    return expr if isinstance(expr, SymVar | Pair) else None
+
+
+def _single_out(difference: SymExpr) -> tuple[SymExpr, SymExpr] | None:
+    """(atom, rest) such that difference == 0 says atom == rest: the newest variable if there is one."""
+    found = []
+    for monomial, coef in difference.terms:
+        if len(monomial) == 1 and abs(coef) == 1:
+            rest = (monomial[0] * coef - difference) * coef
+            if not _occurs(monomial[0], rest):
+                found.append((monomial[0], rest))
+    return max(found, key=lambda item: item[0].serial if isinstance(item[0], SymVar) else -1, default=None)
+
+
+def _common_monomial(expr: SymExpr) -> Monomial:
+    """The largest product of atoms that divides each term."""
+    if expr.const != 0 or len(expr.terms) < 2:
+        return ()
+    shared = functools.reduce(operator.and_, (collections.Counter(monomial) for monomial, _ in expr.terms))
+    return tuple(shared.elements())
+
+
+def _occurs(atom: SymExpr, expr: SymExpr) -> bool:
+    atoms = [found for monomial, _ in expr.terms for found in monomial]
+    return any(x is atom or (isinstance(x, Pair) and (_occurs(atom, x.a) or _occurs(atom, x.b))) for x in atoms)
+
+
+def _find_extremum(expr: SymExpr) -> Pair | None:
+    """The first min or max in the expression, an inner one before the one around it."""
+    for monomial, _ in expr.terms:
+        for atom in monomial:
+            if isinstance(atom, Pair):
+                for found in (_find_extremum(atom.a), _find_extremum(atom.b)):
+                    if found is not None:
+                        return found
+                if isinstance(atom, Min | Max):
+                    return atom
+    return None
+
+
+def _decide(expr: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
+    """The expression where low <= high: each min and max of the two is one of them."""
+
+    def change(atom: SymExpr) -> SymExpr:
+        if not isinstance(atom, Pair):
+            return atom
+        a, b = _decide(atom.a, low, high), _decide(atom.b, low, high)
+        if isinstance(atom, Min | Max) and {a, b} == {low, high}:
+            return low if isinstance(atom, Min) else high
+        return rebuild_pair(atom, a, b)
+
+    return map_atoms(expr, change)
+
+
+def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:
+    """A random assignment within the declared bounds and divisors; `limit` is the range where there is no bound."""
+    values = {}
+    for var in variables:
+        step = var.divisor
+        low = var.lower if var.lower is not None else min(-limit, (var.upper or 0) - limit)
+        first = -(-low // step)
+        last = (low + limit) // step if var.upper is None else min(var.upper, low + limit) // step
+        values[var] = rng.randint(first, max(first, last)) * step
+    return values

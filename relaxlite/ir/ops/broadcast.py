@@ -1,0 +1,131 @@
+"""Broadcasting of symbolic shapes, with NumPy's rule: sizes are equal, or one of them is 1.
+
+Two sizes that cannot be compared before run time are *ambiguous*: they may turn out equal, or one of them may be 1.
+The result then has the size `max(a, b) * min(1, min(a, b))` (an empty dimension stays empty), the operands are read at
+`min(i, size - 1)`, which is i when the operand has the full size and 0 when it has size 1, and the program starts with a
+`Check` that the sizes do agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from relaxlite.errors import TypeInferenceError
+from relaxlite.ir.ops.scalars import index
+from relaxlite.ir.program import Buffer, Check, Stmt, Value, compute, seq
+from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin, sym
+
+try:
+    from relaxlite.ir.analyzer import Analyzer
+except ImportError:  # INTERIM until analyzer.py is there
+    from relaxlite.ir.ops._interim import Analyzer
+
+Shape = tuple[SymExpr, ...]
+
+PROVER = Analyzer()  # proves from what symbols know about themselves
+
+
+def broadcast_dim(a: SymExpr, b: SymExpr) -> SymExpr | None:
+    """The size of the result along one dimension; None when the two can never agree."""
+    x, y = as_int(a), as_int(b)
+    if a is b or y == 1:
+        return a
+    if x == 1:
+        return b
+    if x is not None and y is not None:
+        return a if x == y else None
+    if x is not None or y is not None:
+        constant, other = (a, b) if x is not None else (b, a)
+        return None if _never_one(other) and PROVER.can_prove_ne(a, b) else constant
+    if PROVER.can_prove_equal(a, b):
+        return a
+    if _never_one(a) and _never_one(b) and PROVER.can_prove_ne(a, b):
+        return None
+    return _ambiguous_dim(a, b)
+
+
+def _ambiguous_dim(a: SymExpr, b: SymExpr) -> SymExpr:
+    if PROVER.can_prove_le(1, a) and PROVER.can_prove_le(1, b):
+        return smax(a, b)
+    return smax(a, b) * smin(1, smin(a, b))
+
+
+def _never_one(dim: SymExpr) -> bool:
+    return PROVER.can_prove_ne(dim, 1)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TypeInferenceError(message)
+
+
+def broadcast_shapes(*shapes: Shape, fail: Callable[[str], NoReturn] = _raise) -> Shape:
+    """The shape of the result; `fail` gets a text that names the shapes that cannot be broadcast."""
+    result = shapes[0]
+    for shape in shapes[1:]:
+        result = _broadcast_pair(result, shape, fail)
+    return result
+
+
+def _broadcast_pair(a: Shape, b: Shape, fail: Callable[[str], NoReturn]) -> Shape:
+    rank = max(len(a), len(b))
+    dims = []
+    for axis, (x, y) in enumerate(zip(_padded(a, rank), _padded(b, rank), strict=True)):
+        dim = broadcast_dim(x, y)
+        if dim is None:
+            fail(
+                f"shapes {format_shape(a)} and {format_shape(b)} cannot be broadcast: dimension {axis - rank} is {x} in one "
+                f"and {y} in the other, and neither is 1"
+            )
+        dims.append(dim)
+    return tuple(dims)
+
+
+def _padded(shape: Shape, rank: int) -> Shape:
+    return (sym(1),) * (rank - len(shape)) + shape
+
+
+def broadcast_index(shape: Shape, out_indices: Sequence[SymExpr], out_shape: Shape) -> Shape:
+    """Where an operand of `shape` is read for the element `out_indices` of the result."""
+    skipped = len(out_shape) - len(shape)
+    pairs = zip(shape, out_indices[skipped:], out_shape[skipped:], strict=True)
+    return tuple(_index(dim, i, out) for dim, i, out in pairs)
+
+
+def _index(dim: SymExpr, i: SymExpr, out: SymExpr) -> SymExpr:
+    if as_int(dim) == 1:
+        return sym(0)
+    return i if dim is out or PROVER.can_prove_equal(dim, out) else smin(i, dim - 1)
+
+
+def broadcast_checks(name: str, *shapes: Shape, directed: bool = False) -> tuple[Check, ...]:
+    """Run-time checks that ambiguous dimensions agree; none in the usual case. `directed`: the last shape is the result's."""
+    rank = max(len(s) for s in shapes)
+    checks: dict[tuple[SymExpr, SymExpr], Check] = {}
+    for axis in range(rank):
+        dims = list(dict.fromkeys(_padded(s, rank)[axis] for s in shapes))
+        for k, a in enumerate(dims):
+            for b in dims[k + 1 :]:
+                one = (as_int(a) == 1, as_int(b) == 1 and not directed)
+                if not any(one) and not PROVER.can_prove_equal(a, b):
+                    checks.setdefault((a, b), _agree(name, a, b, (a,) if directed else (a, b)))
+    return tuple(checks.values())
+
+
+def _agree(name: str, a: SymExpr, b: SymExpr, stretched: Shape) -> Check:
+    cases = [index(a).equals(b)] + [index(d).equals(1) for d in stretched if not _never_one(d)]
+    cond = cases[0]
+    for case in cases[1:]:
+        cond = cond | case
+    return Check(cond.value, f"{name}: operands could not be broadcast: one dimension is {a}, the other {b}, and neither is 1")
+
+
+def compute_broadcast(name: str, out: Buffer, operands: Sequence[Buffer], value: Callable[..., Value]) -> Stmt:
+    """out[i...] = value(elements of the operands), broadcast."""
+    checks = broadcast_checks(name, *(x.shape for x in operands))
+    loads = lambda i: [x[broadcast_index(x.shape, i, out.shape)] for x in operands]  # noqa: E731
+    return seq(*checks, compute(out, lambda *i: value(*loads(i))))
+
+
+def format_shape(shape: Shape) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

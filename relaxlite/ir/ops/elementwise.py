@@ -1,0 +1,272 @@
+"""Element-by-element ops of one operand, `cast` and `where`: the table of unary functions, one row per op.
+
+Activation functions stand in activations.py, ops of two operands in binary.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxlite import dtypes
+from relaxlite.dtypes import DType
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Attr, Op, Sample, register, register_op
+from relaxlite.ir.ops.broadcast import PROVER, broadcast_shapes, compute_broadcast
+from relaxlite.ir.ops.scalars import HALF, Scalar, in_float32
+from relaxlite.ir.program import Buffer, Cast, Select, Stmt, Value, compute
+from relaxlite.ir.symbolic import SymExpr, as_int, sym
+from relaxlite.ir.types import TensorType, Type
+
+BOOL: tuple[DType, ...] = ("bool",)
+FLOAT = dtypes.FLOATS
+INTEGER = dtypes.INTEGERS
+NUMBER = INTEGER + FLOAT
+BITS = BOOL + INTEGER
+ANY = dtypes.ALL
+
+Objects = NDArray[np.object_]
+
+
+def check_dtype(op: Op, ty: TensorType, accepts: tuple[DType, ...], name: str = "x") -> None:
+    """Raise unless the operand's dtype is one of `accepts`."""
+    if ty.dtype not in accepts:
+        op.fail(f"{name} has dtype {ty.dtype}; it must be one of {', '.join(accepts)}: cast it first")
+
+
+def map_symbolic(function: Callable[..., SymExpr | bool | None], *operands: Any) -> Objects | None:
+    """function over broadcast object arrays, element by element; None when it has no answer for one of them."""
+    arrays = np.broadcast_arrays(*(np.asarray(x, dtype=object) for x in operands))
+    out = np.empty(arrays[0].shape, dtype=object)
+    for at in np.ndindex(out.shape):
+        found = function(*(sym(a[at]) for a in arrays))
+        if found is None:
+            return None
+        out[at] = found
+    return out
+
+
+class UnaryOp(Op):
+    """Base of the rows: a formula over a scalar, and the same in NumPy. Half-precision floats compute in float32."""
+
+    operands = ("x",)
+    accepts: ClassVar[tuple[DType, ...]]
+    result: ClassVar[DType | None]  # None: the dtype of x
+    formula: ClassVar[Callable[..., Scalar]]
+    numpy: ClassVar[Callable[..., Any]]
+    symbolic: ClassVar[Callable[[SymExpr], SymExpr | bool | None] | None]
+    positive: ClassVar[bool]
+
+    def infer(self, x: Expr, **attrs: Any) -> Type:
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, self.accepts)
+        return TensorType(ty.shape, self.result or ty.dtype, ty.rank)
+
+    def lower(self, x: Buffer, *, out: Buffer, **attrs: Any) -> Stmt:
+        formula = type(self).formula
+        if self.accepts is FLOAT and self.result is None:
+            return compute(out, lambda *i: in_float32(x[i], lambda v: formula(v, **attrs)))
+        return compute(out, lambda *i: formula(Scalar(x[i]), **attrs).value)
+
+    def reference(self, x: Any, **attrs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            wide = x.astype(np.float32) if x.dtype.name in HALF else x
+            found = type(self).numpy(wide, **attrs)
+        return np.asarray(found).astype(x.dtype if self.result is None else dtypes.to_numpy(self.result))
+
+    def evaluate_symbolic(self, x: Any, **attrs: Any) -> Any:
+        function = type(self).symbolic
+        return None if function is None else map_symbolic(function, x)
+
+    def samples(self) -> Iterable[Sample]:
+        make = {0: draw_positive} if self.positive else {}
+        yield Sample((("n", 3),), dtypes=("float32" if "float32" in self.accepts else self.accepts[0],), make=make)
+        if self.accepts in (NUMBER, BITS):
+            yield Sample(((2, "n"),), dtypes=("int64",))
+
+
+def draw_positive(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """Values inside the domain of log, sqrt, asin, atanh (and, plus one, of acosh)."""
+    return rng.uniform(0.05, 0.95, shape).astype(np.float32)
+
+
+def unary(
+    name: str,
+    doc: str,
+    formula: str | Callable[..., Scalar],
+    numpy: Callable[..., Any],
+    *,
+    accepts: tuple[DType, ...] = FLOAT,
+    result: DType | None = None,
+    attrs: Mapping[str, Attr] | None = None,
+    symbolic: Callable[[SymExpr], SymExpr | bool | None] | None = None,
+    positive: bool = False,
+) -> None:
+    """Declare one row; `formula` is the name of a scalar function, or Scalar -> Scalar."""
+    function = (lambda x: x.unary(formula)) if isinstance(formula, str) else formula
+    declared = {
+        "name": name, "__doc__": doc, "accepts": accepts, "result": result, "attrs": attrs or {}, "formula": staticmethod(function),
+        "numpy": staticmethod(numpy), "symbolic": None if symbolic is None else staticmethod(symbolic), "positive": positive,
+        "is_symbolic": symbolic is not None,
+    }  # fmt: skip
+    register_op(type(f"Unary_{name}", (UnaryOp,), declared)())
+
+
+def _symbolic_abs(x: SymExpr) -> SymExpr | None:
+    if PROVER.can_prove_le(0, x):
+        return x
+    return -x if PROVER.can_prove_le(x, 0) else None
+
+
+def _symbolic_sign(x: SymExpr) -> SymExpr | None:
+    if PROVER.can_prove_lt(0, x):
+        return sym(1)
+    return sym(-1) if PROVER.can_prove_lt(x, 0) else sym(0) if PROVER.can_prove_equal(x, 0) else None
+
+
+def _symbolic_not(x: SymExpr) -> bool | None:
+    return None if as_int(x) is None else not as_int(x)
+
+
+_ERF = np.vectorize(math.erf, otypes=[np.float64])
+
+unary("neg", "-x", "neg", np.negative, accepts=NUMBER, symbolic=lambda x: -x)
+unary("abs", "|x|", "abs", np.abs, accepts=NUMBER, symbolic=_symbolic_abs)
+unary("sign", "-1, 0 or 1 with the sign of x", "sign", np.sign, accepts=NUMBER, symbolic=_symbolic_sign)
+unary("sqrt", "The square root.", "sqrt", np.sqrt, positive=True)
+unary("rsqrt", "1 / sqrt(x)", lambda x: 1.0 / x.unary("sqrt"), lambda x: 1 / np.sqrt(x), positive=True)
+unary("reciprocal", "1 / x", lambda x: 1.0 / x, lambda x: 1 / x)
+unary("floor", "The greatest integer <= x.", "floor", np.floor)
+unary("ceil", "The least integer >= x.", "ceil", np.ceil)
+unary("round", "The nearest integer, halves to even.", "round", np.round)
+unary("exp", "e to the power x", "exp", np.exp)
+unary("log", "The natural logarithm.", "log", np.log, positive=True)
+unary("log1p", "log(1 + x), exact for small x", "log1p", np.log1p, positive=True)
+unary("expm1", "exp(x) - 1, exact for small x", "expm1", np.expm1)
+unary("sin", "The sine of x in radians.", "sin", np.sin)
+unary("cos", "The cosine of x in radians.", "cos", np.cos)
+unary("tan", "The tangent of x in radians.", "tan", np.tan, positive=True)
+unary("asin", "The inverse sine.", "asin", np.arcsin, positive=True)
+unary("acos", "The inverse cosine.", "acos", np.arccos, positive=True)
+unary("atan", "The inverse tangent.", "atan", np.arctan)
+unary("sinh", "The hyperbolic sine.", "sinh", np.sinh)
+unary("cosh", "The hyperbolic cosine.", "cosh", np.cosh)
+unary("asinh", "The inverse hyperbolic sine.", "asinh", np.arcsinh)
+unary("acosh", "The inverse hyperbolic cosine; NaN below 1.", "acosh", np.arccosh)
+unary("atanh", "The inverse hyperbolic tangent.", "atanh", np.arctanh, positive=True)
+unary("tanh", "The hyperbolic tangent.", "tanh", np.tanh)
+unary("erf", "The error function.", "erf", _ERF)
+unary("logical_not", "not x", "not", np.logical_not, accepts=BOOL, symbolic=_symbolic_not)
+unary("bitwise_not", "Every bit of x inverted.", "bitwise_not", np.invert, accepts=INTEGER, symbolic=lambda x: -x - 1)
+unary("isnan", "Whether x is not a number.", "isnan", np.isnan, result="bool")
+
+
+def _isinf(x: Scalar, *, detect_negative: bool, detect_positive: bool) -> Scalar:
+    if detect_negative and detect_positive:
+        return x.unary("isinf")
+    if not detect_negative and not detect_positive:
+        return x.differs(x) & ~x.differs(x)
+    return x.equals(float("inf") if detect_positive else float("-inf"))
+
+
+def _isinf_numpy(x: Any, *, detect_negative: bool, detect_positive: bool) -> Any:
+    return (np.isneginf(x) & detect_negative) | (np.isposinf(x) & detect_positive)
+
+
+unary(
+    "isinf", "Whether x is an infinity of a sign that is to be detected.", _isinf, _isinf_numpy, result="bool",
+    attrs={"detect_negative": Attr("bool", True), "detect_positive": Attr("bool", True)},
+)  # fmt: skip
+
+
+@register
+class CastOp(Op):
+    """x as another dtype. Float to integer truncates towards zero and saturates; to bool tests x != 0; integers wrap."""
+
+    name = "cast"
+    operands = ("x",)
+    attrs = {"dtype": Attr("dtype")}
+    is_symbolic = True
+
+    def infer(self, x: Expr, *, dtype: DType) -> Type:
+        ty = self.tensor(x, "x")
+        if dtype not in ANY:
+            self.fail(f"unknown dtype {dtype!r}; it must be one of {', '.join(ANY)}")
+        return TensorType(ty.shape, dtype, ty.rank)
+
+    def lower(self, x: Buffer, *, out: Buffer, dtype: DType) -> Stmt:
+        return compute(out, lambda *i: x[i] if x.dtype == dtype else Cast(x[i], dtype))
+
+    def reference(self, x: Any, *, dtype: DType) -> Any:
+        return cast_array(x, dtype)
+
+    def evaluate_symbolic(self, x: Any, *, dtype: DType) -> Any:
+        return map_symbolic(_symbolic_bool if dtype == "bool" else lambda v: v, x)
+
+    def samples(self) -> Iterable[Sample]:
+        for source, target in (("float32", "int64"), ("int64", "float32"), ("float32", "float16"), ("float32", "bool"),
+                               ("bool", "float32"), ("int64", "int8"), ("float32", "uint8"), ("float32", "float64")):  # fmt: skip
+            yield Sample((("n", 3),), {"dtype": target}, (source,))
+
+
+def _symbolic_bool(x: SymExpr) -> bool | None:
+    if PROVER.can_prove_ne(x, 0):
+        return True
+    return False if PROVER.can_prove_equal(x, 0) else None
+
+
+def cast_array(x: Any, dtype: DType) -> Any:
+    """The NumPy meaning of `Cast`."""
+    target = dtypes.to_numpy(dtype)
+    source = dtypes.from_numpy(x.dtype)
+    if dtype == "bool":
+        return x != 0
+    if source is None or not dtypes.is_float(source) or not dtypes.is_integer(dtype):
+        with np.errstate(all="ignore"):
+            return x.astype(target)
+    wide, info = x.astype(np.float64), np.iinfo(target)
+    with np.errstate(all="ignore"):
+        inside = np.where(np.isfinite(wide) & (wide > float(info.min)) & (wide < float(info.max)), wide, 0).astype(target)
+    low = np.where(wide <= float(info.min), target.type(info.min), inside)
+    return np.where(wide >= float(info.max), target.type(info.max), low)
+
+
+@register
+class Where(Op):
+    """a where cond holds, else b; the three are broadcast together."""
+
+    name = "where"
+    operands = ("cond", "a", "b")
+    is_symbolic = True
+
+    def infer(self, cond: Expr, a: Expr, b: Expr) -> Type:
+        types = [self.tensor(x, name) for x, name in zip((cond, a, b), self.operands, strict=True)]
+        check_dtype(self, types[0], BOOL, "cond")
+        if types[1].dtype != types[2].dtype:
+            self.fail(f"a has dtype {types[1].dtype} and b {types[2].dtype}; cast one of them")
+        return TensorType.of(broadcast_shapes(*(t.shape or () for t in types), fail=self.fail), types[1].dtype)
+
+    def lower(self, cond: Buffer, a: Buffer, b: Buffer, *, out: Buffer) -> Stmt:
+        pick: Callable[..., Value] = lambda c, x, y: Select(c, x, y)  # noqa: E731
+        return compute_broadcast("where", out, (cond, a, b), pick)
+
+    def reference(self, cond: Any, a: Any, b: Any) -> Any:
+        return np.where(cond, a, b)
+
+    def evaluate_symbolic(self, cond: Any, a: Any, b: Any) -> Any:
+        return map_symbolic(_symbolic_where, cond, a, b)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", 3), ("n", 3), ("n", 3)), dtypes=("bool", "float32", "float32"))
+        yield Sample((("n", 1), (3,), ()), dtypes=("bool", "int64", "int64"))
+
+
+def _symbolic_where(cond: SymExpr, a: SymExpr, b: SymExpr) -> SymExpr | None:
+    known = as_int(cond)
+    if known is None:
+        return a if a is b else None
+    return a if known else b

@@ -1,0 +1,194 @@
+"""Matrix products: matmul with NumPy's rules, and integer products with zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.dtypes import DType
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Op, Sample, get_op, register, shape_value
+from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_checks, broadcast_index, broadcast_shapes, format_shape
+from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index
+from relaxlite.ir.program import Allocate, Buffer, Check, Stmt, compute, reduce, seq
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
+from relaxlite.ir.types import TensorType, Type
+
+
+def accumulator(dtype: DType) -> DType:
+    """The dtype that sums of this dtype are kept in: half-precision floats accumulate in float32."""
+    return "float32" if dtype in HALF else dtype
+
+
+def accumulate(out: Buffer, extents: Iterable[IntLike], value: Callable[..., Scalar]) -> Stmt:
+    """out[i...] = sum over r... of value(i..., r...), which has dtype `accumulator(out.dtype)`."""
+    dtype = accumulator(out.dtype)
+    zero = identity("add", dtype)
+    if dtype == out.dtype:
+        return reduce(out, extents, "add", zero, lambda *i: value(*i).value)
+    total = Buffer(f"{out.name}_sum", out.shape, dtype)
+    summed = reduce(total, extents, "add", zero, lambda *i: value(*i).value)
+    rounded = compute(out, lambda *i: Scalar(total[i]).cast(out.dtype).value)
+    return Allocate(total, seq(summed, rounded))
+
+
+def equality_checks(message: str, *pairs: tuple[IntLike, IntLike]) -> tuple[Check, ...]:
+    """Run-time checks of the pairs that are not proven equal; none in the usual case."""
+    return tuple(
+        Check(index(a).equals(index(b)).value, f"{message}: {a} against {b}")
+        for a, b in pairs
+        if not PROVER.can_prove_equal(sym(a), sym(b))
+    )
+
+
+def emit_op(bb: BlockBuilder, name: str, *operands: Any, **attrs: Any) -> Expr:
+    """Bind a call of the op of this name."""
+    return bb.emit(get_op(name)(*operands, **attrs))
+
+
+def emit_reshape(bb: BlockBuilder, x: Expr, shape: Iterable[IntLike]) -> Expr:
+    return emit_op(bb, "reshape", x, shape_value(shape))
+
+
+def in_accumulator(x: Any) -> Any:
+    """A NumPy array in the dtype that its sums are kept in."""
+    return x.astype(dtypes.to_numpy(accumulator(dtypes.from_numpy(x.dtype) or "float32")))
+
+
+class _Product(Op):
+    """What matmul and matmul_integer share: NumPy's shape rule and the index of each operand."""
+
+    def product_shape(self, a: TensorType, b: TensorType) -> Shape:
+        assert a.shape is not None and b.shape is not None
+        if not a.shape or not b.shape:
+            self.fail(f"operands must have at least one dimension, got a {a} and b {b}")
+        if PROVER.can_prove_ne(a.shape[-1], _inner(b.shape)):
+            self.fail(
+                f"the inner dimensions differ: a is {format_shape(a.shape)} and b is {format_shape(b.shape)}; the last "
+                f"dimension of a must equal the {'second to last' if len(b.shape) > 1 else 'only'} dimension of b"
+            )
+        batch = broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return batch + a.shape[-2:-1] + (b.shape[-1:] if len(b.shape) > 1 else ())
+
+
+def _inner(b: Shape) -> SymExpr:
+    return b[-2] if len(b) > 1 else b[-1]
+
+
+def _lower_product(name: str, a: Buffer, b: Buffer, out: Buffer, value: Callable[..., Scalar]) -> Stmt:
+    """out[batch..., i, j] = sum over k of value(a[..., i, k], b[..., k, j], i..., j...)."""
+    rows, cols = len(a.shape) > 1, len(b.shape) > 1
+    rank = len(out.shape) - rows - cols
+    batch = out.shape[:rank]
+
+    def term(*i: SymVar) -> Scalar:
+        at, row, col, k = i[:rank], i[rank : rank + rows], i[rank + rows : -1], i[-1:]
+        left = a[broadcast_index(a.shape[:-2], at, batch) + row + k]
+        right = b[broadcast_index(b.shape[:-2], at, batch) + k + col]
+        return value(Scalar(left), Scalar(right), at, row, col)
+
+    inner = equality_checks(f"{name}: the inner dimensions differ", (a.shape[-1], _inner(b.shape)))
+    outer = broadcast_checks(name, a.shape[:-2], b.shape[:-2])
+    return seq(*inner, *outer, accumulate(out, a.shape[-1:], term))
+
+
+@register
+class Matmul(_Product):
+    """The matrix product a @ b with NumPy's rules: batch dimensions broadcast, a 1-D operand is a row or a column.
+
+    Half-precision floats are summed in float32 and rounded once; integers wrap.
+    """
+
+    name = "matmul"
+    operands = ("a", "b")
+
+    def infer(self, a: Expr, b: Expr) -> Type:
+        x, y = self.tensor(a, "a"), self.tensor(b, "b")
+        if x.dtype != y.dtype or x.dtype == "bool":
+            self.fail(f"operands must have one numeric dtype, got {x.dtype} and {y.dtype}; cast one of them")
+        return TensorType.of(self.product_shape(x, y), x.dtype)
+
+    def lower(self, a: Buffer, b: Buffer, *, out: Buffer) -> Stmt:
+        wide = accumulator(out.dtype)
+        return _lower_product(self.name, a, b, out, lambda x, y, *_: x.cast(wide) * y.cast(wide))
+
+    def reference(self, a: Any, b: Any) -> Any:
+        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(a.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("m", "k"), ("k", "n")))
+        yield Sample((("b", 1, "m", 5), (2, 5, "n")))
+        yield Sample(((2, "m", "k"), ("k",)))
+        yield Sample((("k",), ("b", "k", 3)))
+        yield Sample((("k",), ("k",)))
+        yield Sample((("m", "k"), ("k", 4)), dtypes=("float16", "float16"), tolerance=2e-3)
+        yield Sample((("m", 3), (3, "n")), dtypes=("bfloat16", "bfloat16"), tolerance=2e-2)
+        yield Sample((("m", 3), (3, "n")), dtypes=("int32", "int32"))
+
+
+_BYTES = ("int8", "uint8")
+
+
+@register
+class MatmulInteger(_Product):
+    """(a - a_zero) @ (b - b_zero) of 8-bit integers, in int32.
+
+    a_zero is a scalar or one value per row of a (m,), b_zero a scalar or one value per column of b (n,); both may also
+    have the rank of their operand, with 1 in the contracted dimension. b_zero needs a_zero before it.
+    """
+
+    name = "matmul_integer"
+    operands = ("a", "b", "a_zero?", "b_zero?")
+
+    def infer(self, a: Expr, b: Expr, a_zero: Expr | None = None, b_zero: Expr | None = None) -> Type:
+        x, y = self.tensor(a, "a"), self.tensor(b, "b")
+        if x.dtype not in _BYTES or y.dtype not in _BYTES:
+            self.fail(f"operands must be int8 or uint8, got {x.dtype} and {y.dtype}")
+        for operand, zero, what in ((x, a_zero, "a_zero"), (y, b_zero, "b_zero")):
+            if zero is not None and self.tensor(zero, what).dtype != operand.dtype:
+                self.fail(f"{what} must have the dtype of its operand, {operand.dtype}, got {zero.ty}")
+        return TensorType.of(self.product_shape(x, y), "int32")
+
+    def lower(
+        self, a: Buffer, b: Buffer, a_zero: Buffer | None = None, b_zero: Buffer | None = None, *, out: Buffer
+    ) -> Stmt:
+        batch = out.shape[: max(len(a.shape), len(b.shape)) - 2]
+
+        def term(x: Scalar, y: Scalar, at: Shape, row: Shape, col: Shape) -> Scalar:
+            left, right = x.cast("int32"), y.cast("int32")
+            if a_zero is not None:
+                left = left - _zero_point(a_zero, at, batch, (*row, sym(0)), row)
+            if b_zero is not None:
+                right = right - _zero_point(b_zero, at, batch, (sym(0), *col), col)
+            return left * right
+
+        return _lower_product(self.name, a, b, out, term)
+
+    def reference(self, a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
+        left, right = a.astype(np.int32), b.astype(np.int32)
+        if a_zero is not None:
+            left = left - (a_zero[:, None] if a_zero.ndim == 1 and a_zero.size != 1 else a_zero).astype(np.int32)
+        if b_zero is not None:
+            right = right - b_zero.astype(np.int32)
+        return np.asarray(np.matmul(left, right))
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("m", "k"), ("k", "n")), dtypes=("uint8", "int8"))
+        yield Sample((("m", "k"), ("k", "n"), (), ()), dtypes=("uint8", "int8", "uint8", "int8"))
+        yield Sample((("b", 5, "k"), ("k", 4), (5,), (4,)), dtypes=("int8", "uint8", "int8", "uint8"))
+        yield Sample(((2, 3, "k"), (2, "k", 4), (2, 3, 1), (2, 1, 4)), dtypes=("uint8",) * 4)
+
+
+def _zero_point(zero: Buffer, at: Shape, batch: Shape, matrix: Shape, vector: Shape) -> Scalar:
+    """A zero point per tensor, per row or column, or per row or column of each matrix of the batch."""
+    if all(as_int(d) == 1 for d in zero.shape):
+        where: Shape = (sym(0),) * len(zero.shape)
+    elif len(zero.shape) == 1:
+        where = vector
+    else:
+        where = broadcast_index(zero.shape[:-2], at, batch) + matrix
+    return Scalar(zero[where]).cast("int32")

@@ -1,0 +1,187 @@
+"""Convolutions over any number of spatial dimensions, layout N C spatial...
+
+`conv` has no bias: an `add` after it is fused. Its padding is a shape operand (begins, then ends), so that "same"
+padding of a symbolic size is an expression of that size. Padding becomes an op of its own, which leaves a nest without
+conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
+from relaxlite.ir.ops.linalg import accumulate, accumulator, equality_checks, in_accumulator
+from relaxlite.ir.ops.scalars import Scalar
+from relaxlite.ir.program import Buffer, Stmt, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.types import TensorType, Type
+
+Ints = tuple[int, ...]
+
+
+def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
+    """How many elements a dilated window spans."""
+    return (sym(kernel) - 1) * dilation + 1
+
+
+def is_zero(pads: Shape) -> bool:
+    return all(as_int(p) == 0 for p in pads)
+
+
+class _Convolution(Op):
+    """What the convolutions share: attributes and their checks."""
+
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "strides": Attr("ints", None), "dilations": Attr("ints", None), "groups": Attr("int", 1),
+    }  # fmt: skip
+
+    def shapes(self, x: Expr, w: Expr, pads: Expr) -> tuple[Shape, Shape, Shape]:
+        """The shapes of x and w and the values of pads, of ranks that fit."""
+        xs, ws, padding = self.tensor(x, "x").shape or (), self.tensor(w, "w").shape or (), self.shape(pads, "pads")
+        if len(xs) < 3 or len(ws) != len(xs):
+            self.fail(f"x must be (n, c, spatial...) and w of the same rank, got x {x.ty} and w {w.ty}")
+        if len(padding) != 2 * (len(xs) - 2):
+            self.fail(f"pads must be {len(xs) - 2} begins, then as many ends, got {format_shape(padding)}")
+        return xs, ws, padding
+
+    def per_axis(self, values: Ints | None, count: int, what: str) -> Ints:
+        """strides or dilations, 1 where not given."""
+        made = (1,) * count if values is None else values
+        if len(made) != count or any(v < 1 for v in made):
+            self.fail(f"{what} must be {count} positive integers, got {made}")
+        return made
+
+    def check_channels(self, channels: SymExpr, expected: SymExpr, groups: int, filters: SymExpr) -> None:
+        if groups < 1 or PROVER.can_prove_ne(filters % groups, 0):
+            self.fail(f"groups={groups} must be positive and divide the {filters} channels of w")
+        if PROVER.can_prove_ne(channels, expected):
+            self.fail(f"x has {channels} channels, but w takes {expected} (groups={groups})")
+
+    def common_dtype(self, x: Expr, w: Expr) -> str:
+        left, right = self.tensor(x).dtype, self.tensor(w).dtype
+        if left != right or left == "bool":
+            self.fail(f"x and w must have one numeric dtype, got {left} and {right}; cast one of them")
+        return left
+
+    def window_dims(
+        self, x: Shape, kernel: Shape, pads: Shape, strides: Ints | None, dilations: Ints | None
+    ) -> Shape:
+        """The spatial sizes of the result; a size that is too small only at run time gives a negative one there."""
+        strides = self.per_axis(strides, len(x), "strides")
+        dilations = self.per_axis(dilations, len(x), "dilations")
+        dims = []
+        for k, size in enumerate(x):
+            dim = (size + pads[k] + pads[len(x) + k] - window_extent(kernel[k], dilations[k])) // strides[k] + 1
+            if PROVER.can_prove_lt(dim, 0):
+                self.fail(f"spatial dimension {k} of x has size {size}, less than the window of {kernel[k]}")
+            dims.append(dim)
+        return tuple(dims)
+
+
+@register
+class Conv(_Convolution):
+    """The convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
+
+    pads: begins then ends of the spatial dimensions. Half-precision floats are summed in float32.
+    """
+
+    name = "conv"
+    operands = ("x", "w", "pads")
+
+    def infer(
+        self, x: Expr, w: Expr, pads: Expr, *, strides: Ints | None, dilations: Ints | None, groups: int
+    ) -> Type:
+        xs, ws, padding = self.shapes(x, w, pads)
+        dtype = self.common_dtype(x, w)
+        self.check_channels(xs[1], ws[1] * groups, groups, ws[0])
+        dims = self.window_dims(xs[2:], ws[2:], padding, strides, dilations)
+        return TensorType.of((xs[0], ws[0], *dims), dtype)
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        x, w, pads = call.args
+        values = self.shape(pads)
+        if is_zero(values):
+            return None
+        attrs: dict[str, Any] = dict(call.attrs)
+        padded = pad_spatial(bb, x, values, Constant.of(0, self.tensor(x).dtype))
+        return self(padded, w, (0,) * len(values), **attrs)
+
+    def lower(self, x: Buffer, w: Buffer, pads: Shape, *, out: Buffer, **window: Any) -> Stmt:
+        wide = accumulator(out.dtype)
+        return lower_windows(self.name, x, w, out, window, lambda a, b, _: a.cast(wide) * b.cast(wide))
+
+    def reference(self, x: Any, w: Any, pads: Ints, **window: Any) -> Any:
+        return correlate(in_accumulator(x), in_accumulator(w), pads, **window).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        shape = ("float32", "float32", "shape")
+        half = ("float16", "float16", "shape")
+        yield Sample((("n", 3, "h", "w"), (4, 3, 1, 1), (0, 0, 0, 0)), dtypes=shape)
+        yield Sample((("n", 2, "h", "w"), (4, 2, 3, 3), (1, 1, 1, 1)), {"strides": (2, 1)}, shape)
+        yield Sample((("n", 4, "h", 9), (6, 2, 2, 3), (1, 2, 0, 1)), {"groups": 2, "dilations": (1, 2)}, shape)
+        yield Sample((("n", 3, "h", "w"), (3, 1, 3, 3), (1, 1, 1, 1)), {"groups": 3}, shape)
+        yield Sample((("n", "c", "h"), (2, "c", 1), ("p", "p")), dtypes=shape)
+        yield Sample(((1, 2, "d", "h", "w"), (3, 2, 2, 1, 3), (1, 0, 1, 0, 0, 1)), {"strides": (1, 2, 2)}, shape)
+        yield Sample((("n", 2, "l"), (3, 2, 3), (1, 1)), dtypes=half, tolerance=4e-3)
+
+
+def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr) -> Expr:
+    """x with its spatial dimensions padded (begins, then ends) by a scalar."""
+    count = len(pads) // 2
+    before, after = ShapeValue((sym(0), sym(0), *pads[:count])), ShapeValue((sym(0), sym(0), *pads[count:]))
+    return bb.emit(get_op("pad")(x, before, after, value))
+
+
+def lower_windows(
+    name: str,
+    x: Buffer,
+    w: Buffer,
+    out: Buffer,
+    window: Mapping[str, Any],
+    term: Callable[[Scalar, Scalar, SymExpr], Scalar],
+) -> Stmt:
+    """out[n, oc, o...] = sum over channels and kernel of term(x element, w element, oc), without padding.
+
+    Loops of extent 1 are left out, so that a 1x1 convolution is a matrix product and a depthwise one has only taps.
+    """
+    count, groups = len(x.shape) - 2, window["groups"]
+    strides, dilations = window["strides"] or (1,) * count, window["dilations"] or (1,) * count
+    reduced = [axis for axis in range(1, count + 2) if as_int(w.shape[axis]) != 1]
+
+    def value(*i: SymVar) -> Scalar:
+        n, oc, o = i[0], i[1], i[2 : 2 + count]
+        taps = [sym(0)] * (count + 2)
+        for axis, at in zip(reduced, i[2 + count :], strict=True):
+            taps[axis] = at
+        channel = taps[1] if groups == 1 else oc // (w.shape[0] // groups) * w.shape[1] + taps[1]
+        window_at = [o[k] * strides[k] + taps[2 + k] * dilations[k] for k in range(count)]
+        in_x, in_w = (n, channel, *window_at), (oc, *taps[1:])
+        return term(Scalar(x[in_x]), Scalar(w[in_w]), oc)
+
+    pairs = [(x.shape[1], w.shape[1] * groups), (w.shape[0] % groups, sym(0))]
+    checks = equality_checks(f"{name}: the channels of x and w do not fit", *pairs)
+    return seq(*checks, accumulate(out, [w.shape[axis] for axis in reduced], value))
+
+
+def correlate(x: Any, w: Any, pads: Ints, *, strides: Ints | None, dilations: Ints | None, groups: int) -> Any:
+    """The convolution in NumPy: one product of matrices for each kernel tap."""
+    count = x.ndim - 2
+    strides, dilations = strides or (1,) * count, dilations or (1,) * count
+    x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:count], pads[count:], strict=True)])
+    dims = [(x.shape[k + 2] - (w.shape[k + 2] - 1) * dilations[k] - 1) // strides[k] + 1 for k in range(count)]
+    grouped = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    filters = w.reshape(groups, w.shape[0] // groups, *w.shape[1:])
+    result = np.zeros((x.shape[0], groups, filters.shape[1], *dims), x.dtype)
+    for tap in np.ndindex(*w.shape[2:]):
+        begins = [tap[k] * dilations[k] for k in range(count)]
+        ends = [begins[k] + dims[k] * strides[k] for k in range(count)]
+        window = tuple(slice(b, e, s) for b, e, s in zip(begins, ends, strides, strict=True))
+        taken = grouped[(slice(None),) * 3 + window]
+        result += np.einsum("goi,ngi...->ngo...", filters[(slice(None),) * 3 + tap], taken)
+    return result.reshape(x.shape[0], w.shape[0], *dims)

@@ -1,0 +1,325 @@
+"""Normalizations. Those over the last axis are one program whose row loop is shared by all stages.
+
+    for each row:  statistics into local scalars, one loop over the row each;  then one loop that writes the row
+
+Other axes are moved or flattened into the last one by decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Expr, ShapeValue
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
+from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, in_accumulator
+from relaxlite.ir.ops.reduce import normalize_axis
+from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, loops, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
+from relaxlite.ir.types import Type
+
+Element = Callable[[SymExpr], Scalar]
+
+
+class Row:
+    """One row of a program: x[i..., :] -> out[i..., :], computed in `accumulator(x.dtype)`."""
+
+    def __init__(self, x: Buffer, out: Buffer, i: tuple[SymVar, ...]) -> None:
+        self.x, self.out, self.i = x, out, i
+        self.dtype = accumulator(x.dtype)
+        self.size = x.shape[-1]
+        self.locals: list[Buffer] = []
+        self.stages: list[Stmt] = []
+
+    def __call__(self, j: SymExpr) -> Scalar:
+        """Element j of the row of x."""
+        where = (*self.i, j)
+        return Scalar(self.x[where]).cast(self.dtype)
+
+    def written(self, j: SymExpr) -> Scalar:
+        """Element j of the row of out, written by an earlier stage."""
+        where = (*self.i, j)
+        return Scalar(self.out[where])
+
+    @property
+    def count(self) -> Scalar:
+        """How many elements the row has."""
+        known = as_int(self.size)
+        return index(self.size).cast(self.dtype) if known is None else Scalar(literal(known, self.dtype))
+
+    def let(self, name: str, value: Scalar) -> Scalar:
+        """A new local scalar of this value."""
+        local = Buffer(name, (), self.dtype, "local")
+        self.locals.append(local)
+        self.stages.append(Store(local, (), value.value))
+        return Scalar(local[()])
+
+    def fold(self, name: str, combine: str, value: Element) -> Scalar:
+        """A new local scalar: combine over j of value(j)."""
+        found = self.let(name, Scalar(identity(combine, self.dtype)))  # type: ignore[arg-type]
+        local = self.locals[-1]
+        self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
+        return found
+
+    def write(self, value: Element) -> None:
+        """out[i..., j] = value(j)"""
+
+        def store(j: SymVar) -> Stmt:
+            return Store(self.out, (*self.i, j), value(j).cast(self.out.dtype).value)
+
+        self.stages.append(loops("j", (self.size,), store))
+
+    def finish(self) -> Stmt:
+        body = seq(*self.stages)
+        for local in reversed(self.locals):
+            body = Allocate(local, body)
+        return body
+
+
+def row_program(x: Buffer, out: Buffer, make: Callable[[Row], None]) -> Stmt:
+    """For each row of x, what `make` adds to it."""
+
+    def row(*i: SymVar) -> Stmt:
+        made = Row(x, out, i)
+        make(made)
+        return made.finish()
+
+    return loops("iklmn", x.shape[:-1], row)
+
+
+class _AxisOp(Op):
+    """A row op along any axis: the axis becomes the last one by a reshape or a transpose."""
+
+    operands = ("x",)
+    attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1)}
+
+    def infer(self, x: Expr, *, axis: int, **attrs: Any) -> Type:
+        ty = self.tensor(x, "x")
+        if not dtypes.is_float(ty.dtype):
+            self.fail(f"x must be of a float dtype, got {ty.dtype}")
+        normalize_axis(self, axis, len(ty.shape or ()))
+        return ty
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        (x,) = call.args
+        shape = self.tensor(x).shape or ()
+        attrs: dict[str, Any] = {**call.attrs, "axis": -1}
+        axis = normalize_axis(self, int(call.attrs["axis"]), len(shape))  # type: ignore[arg-type]
+        if axis == len(shape) - 1:
+            return None
+        if all(as_int(d) == 1 for d in shape[axis + 1 :]):
+            row = bb.emit(self(emit_reshape(bb, x, shape[: axis + 1]), **attrs))
+            return get_op("reshape")(row, ShapeValue(shape))
+        order = [k for k in range(len(shape)) if k != axis] + [axis]
+        row = bb.emit(self(emit_op(bb, "transpose", x, axes=order), **attrs))
+        return get_op("transpose")(row, axes=[order.index(k) for k in range(len(shape))])
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", "m"),))
+        yield Sample(((2, "n", 3, "m"),))
+        yield Sample(((2, "n", 3),), {"axis": 1})
+        yield Sample((("n", 5, 1, 1),), {"axis": 1})
+        yield Sample((("n", 5),), dtypes=("float16",), tolerance=2e-3)
+
+
+def in_wide(function: Callable[[Any], Any], x: Any) -> Any:
+    """function(x in the accumulator's dtype), rounded to the dtype of x."""
+    with np.errstate(all="ignore"):
+        return np.asarray(function(in_accumulator(x))).astype(x.dtype)
+
+
+@register
+class Softmax(_AxisOp):
+    """exp(x) / sum(exp(x)) along an axis, shifted by the maximum so that nothing overflows."""
+
+    name = "softmax"
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
+        def stages(row: Row) -> None:
+            top = row.fold("max", "max", row)
+
+            def exponential(j: SymExpr) -> Scalar:
+                return (row(j) - top).exp()
+
+            keeps = row.dtype == out.dtype  # half precision is too coarse to keep the exponentials in
+            if keeps:
+                row.write(exponential)
+            value: Element = row.written if keeps else exponential
+            scale = row.let("scale", 1.0 / row.fold("sum", "add", value))
+            row.write(lambda j: value(j) * scale)
+
+        return row_program(x, out, stages)
+
+    def reference(self, x: Any, *, axis: int) -> Any:
+        return in_wide(lambda v: _exps(v, axis) / np.sum(_exps(v, axis), axis=axis, keepdims=True), x)
+
+
+@register
+class LogSoftmax(_AxisOp):
+    """log(softmax(x)) along an axis."""
+
+    name = "log_softmax"
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
+        def stages(row: Row) -> None:
+            top = row.fold("max", "max", row)
+            total = row.fold("sum", "add", lambda j: (row(j) - top).exp())
+            log = row.let("log", total.unary("log"))
+            row.write(lambda j: row(j) - top - log)
+
+        return row_program(x, out, stages)
+
+    def reference(self, x: Any, *, axis: int) -> Any:
+        def log_softmax(v: Any) -> Any:
+            top = np.max(v, axis=axis, keepdims=True, initial=-np.inf)
+            return v - top - np.log(np.sum(np.exp(v - top), axis=axis, keepdims=True))
+
+        return in_wide(log_softmax, x)
+
+
+def _exps(x: Any, axis: int) -> Any:
+    return np.exp(x - np.max(x, axis=axis, keepdims=True, initial=-np.inf))
+
+
+@register
+class LpNormalize(_AxisOp):
+    """x / (its p-norm along an axis), p = 1 or 2; 0 where the norm is 0."""
+
+    name = "lp_normalize"
+    attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "p": Attr("int", 2, (1, 2))}
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int, p: int) -> Stmt:
+        def stages(row: Row) -> None:
+            total = row.fold("sum", "add", lambda j: row(j).abs() if p == 1 else row(j) * row(j))
+            norm = row.let("norm", total if p == 1 else total.unary("sqrt"))
+            divisor = row.let("divisor", select(norm.equals(0.0), 1.0, norm))
+            row.write(lambda j: row(j) / divisor)
+
+        return row_program(x, out, stages)
+
+    def reference(self, x: Any, *, axis: int, p: int) -> Any:
+        def normalize(v: Any) -> Any:
+            norm = np.sum(np.abs(v) ** p, axis=axis, keepdims=True) ** (1 / p)
+            return v / np.where(norm == 0, 1, norm)
+
+        return in_wide(normalize, x)
+
+    def samples(self) -> Iterable[Sample]:
+        yield from super().samples()
+        yield Sample((("n", 4),), {"p": 1})
+        yield Sample((("n", 4),), make={0: lambda shape, rng: np.zeros(shape, np.float32)})
+
+
+class _TailNorm(Op):
+    """A normalization over all axes from `axis` on, with a scale (and bias) of the shape of those axes."""
+
+    attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "epsilon": Attr("float", 1e-5)}
+
+    def infer(self, x: Expr, *weights: Expr, axis: int, epsilon: float) -> Type:
+        ty = self.tensor(x, "x")
+        shape = ty.shape or ()
+        tail = shape[normalize_axis(self, axis, len(shape)) :]
+        for weight, name in zip(weights, ("scale", "bias"), strict=False):
+            wt = self.tensor(weight, name)
+            found = wt.shape or ()
+            if len(found) != len(tail) or any(map(PROVER.can_prove_ne, found, tail)):
+                self.fail(f"{name} must have the normalized shape {format_shape(tail)}, got {format_shape(found)}")
+            if not dtypes.is_float(wt.dtype) or not dtypes.is_float(ty.dtype):
+                self.fail(f"x and {name} must be of float dtypes, got {ty.dtype} and {wt.dtype}")
+        return ty
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        shape = self.tensor(call.args[0]).shape or ()
+        attrs: dict[str, Any] = {**call.attrs, "axis": -1}
+        axis = normalize_axis(self, int(call.attrs["axis"]), len(shape))  # type: ignore[arg-type]
+        if axis == len(shape) - 1:
+            return None
+        flat = product(shape[axis:])
+        weights = [emit_reshape(bb, weight, (flat,)) for weight in call.args[1:]]
+        rows = bb.emit(self(emit_reshape(bb, call.args[0], (*shape[:axis], flat)), *weights, **attrs))
+        return get_op("reshape")(rows, ShapeValue(shape))
+
+    def checks(self, x: Buffer, *weights: Buffer | None) -> Iterable[Stmt]:
+        pairs = [(x.shape[-1], w.shape[0]) for w in weights if w is not None]
+        return equality_checks(f"{self.name}: scale or bias does not have the size of the rows of x", *pairs)
+
+
+def weigh(row: Row, value: Scalar, scale: Buffer, bias: Buffer | None, at: Shape) -> Scalar:
+    """value * scale[at] + bias[at]"""
+    scaled = value * Scalar(scale[at]).cast(row.dtype)
+    return scaled if bias is None else scaled + Scalar(bias[at]).cast(row.dtype)
+
+
+def standardize(row: Row, epsilon: float) -> Element:
+    """(x - mean) / sqrt(variance + epsilon), its statistics computed in two passes over the row."""
+    mean = row.let("mean", row.fold("sum", "add", row) / row.count)
+    squares = row.fold("squares", "add", lambda j: (row(j) - mean) * (row(j) - mean))
+    scale = row.let("rstd", 1.0 / (squares / row.count + epsilon).unary("sqrt"))
+    return lambda j: (row(j) - mean) * scale
+
+
+def standardized(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
+    return (x - x.mean(axis=axes, keepdims=True)) / np.sqrt(x.var(axis=axes, keepdims=True) + x.dtype.type(epsilon))
+
+
+@register
+class LayerNorm(_TailNorm):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the axes from `axis` on."""
+
+    name = "layer_norm"
+    operands = ("x", "scale", "bias?")
+
+    def lower(
+        self, x: Buffer, scale: Buffer, bias: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float
+    ) -> Stmt:
+        def stages(row: Row) -> None:
+            value = standardize(row, epsilon)
+            row.write(lambda j: weigh(row, value(j), scale, bias, (j,)))
+
+        return seq(*self.checks(x, scale, bias), row_program(x, out, stages))
+
+    def reference(self, x: Any, scale: Any, bias: Any = None, *, axis: int, epsilon: float) -> Any:
+        tail = tuple(range(axis % x.ndim, x.ndim))
+        shift = 0 if bias is None else in_accumulator(bias)
+        return in_wide(lambda v: standardized(v, tail, epsilon) * in_accumulator(scale) + shift, x)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", "m"), ("m",), ("m",)), tolerance=1e-4)
+        yield Sample((("b", "n", 5), (5,)))
+        yield Sample((("b", 2, "n", 4), (2, "n", 4), (2, "n", 4)), {"axis": 1, "epsilon": 0.1})
+        yield Sample((("n", 6), (6,), (6,)), dtypes=("float16",) * 3, tolerance=5e-3)
+
+
+@register
+class RmsNorm(_TailNorm):
+    """x / sqrt(mean(x ** 2) + epsilon) * scale, over the axes from `axis` on."""
+
+    name = "rms_norm"
+    operands = ("x", "scale")
+
+    def lower(self, x: Buffer, scale: Buffer, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
+        def stages(row: Row) -> None:
+            squares = row.fold("squares", "add", lambda j: row(j) * row(j))
+            factor = row.let("rms", 1.0 / (squares / row.count + epsilon).unary("sqrt"))
+            row.write(lambda j: weigh(row, row(j) * factor, scale, None, (j,)))
+
+        return seq(*self.checks(x, scale), row_program(x, out, stages))
+
+    def reference(self, x: Any, scale: Any, *, axis: int, epsilon: float) -> Any:
+        tail = tuple(range(axis % x.ndim, x.ndim))
+
+        def normalize(v: Any) -> Any:
+            return v / np.sqrt(np.mean(v * v, axis=tail, keepdims=True) + v.dtype.type(epsilon)) * in_accumulator(scale)
+
+        return in_wide(normalize, x)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", "m"), ("m",)))
+        yield Sample((("b", "n", 5), ("n", 5)), {"axis": -2, "epsilon": 1e-3})
+        yield Sample((("n", 6), (6,)), dtypes=("bfloat16", "bfloat16"), tolerance=2e-2)

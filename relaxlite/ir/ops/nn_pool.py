@@ -1,0 +1,326 @@
+"""Pooling over windows of any number of spatial dimensions, layout N C spatial... Global pooling is a reduction.
+
+`pads` is a shape operand (begins, then ends). Elements outside x are skipped by lazy selects, and only along the
+dimensions that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Attr, Op, Sample, register
+from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
+from relaxlite.ir.ops.linalg import accumulator, in_accumulator
+from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Stmt, Value, compute, reduce, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
+from relaxlite.ir.types import TensorType, TupleType, Type
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A window sliding over the spatial dimensions of x."""
+
+    size: Shape  # of x, spatial dimensions only
+    pads: Shape
+    kernel: Ints
+    strides: Ints
+    dilations: Ints
+    ceil_mode: bool
+
+    @staticmethod
+    def of(shape: Shape, pads: Shape, attrs: Mapping[str, Any]) -> Window:
+        kernel = attrs["kernel"]
+        ones = (1,) * len(kernel)
+        strides, dilations = attrs["strides"] or ones, attrs["dilations"] or ones
+        return Window(shape[2:], pads, kernel, strides, dilations, attrs["ceil_mode"])
+
+    @property
+    def reduced(self) -> list[int]:
+        """The axes with more than one tap."""
+        return [k for k, extent in enumerate(self.kernel) if extent != 1]
+
+    def begin(self, k: int) -> SymExpr:
+        return self.pads[k]
+
+    def end(self, k: int) -> SymExpr:
+        return self.pads[len(self.kernel) + k]
+
+    def may_overrun(self, k: int) -> bool:
+        """Whether the last window may reach beyond x along axis k, other than into a known zero padding."""
+        return as_int(self.end(k)) != 0 or (self.ceil_mode and self.strides[k] != 1)
+
+    def out_dim(self, k: int) -> SymExpr:
+        """The number of windows: with ceil_mode also those that fit in part, unless they begin in the end padding."""
+        stride, extent = self.strides[k], (self.kernel[k] - 1) * self.dilations[k] + 1
+        padded = self.size[k] + self.begin(k) + self.end(k)
+        if not self.ceil_mode or stride == 1:
+            return (padded - extent) // stride + 1
+        fitting = ceildiv(padded - extent, stride) + 1
+        beginning = ceildiv(self.size[k] + self.begin(k), stride)
+        return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, beginning)
+
+    def at(self, i: Shape) -> tuple[Shape, list[Scalar]]:
+        """The element of x under a tap of a window (i = n, c, o..., taps...), and the conditions that there is one."""
+        outer = 2 + len(self.kernel)
+        o, full = i[2:outer], [sym(0)] * len(self.kernel)
+        for k, tap in zip(self.reduced, i[outer:], strict=True):
+            full[k] = tap
+        where, conditions = list(i[:2]), []
+        for k, tap in enumerate(full):
+            position = o[k] * self.strides[k] + tap * self.dilations[k] - self.begin(k)
+            where.append(position)
+            if as_int(self.begin(k)) != 0:
+                conditions.append(index(position) >= 0)
+            if self.may_overrun(k):
+                conditions.append(index(position) < index(self.size[k]))
+        return tuple(where), conditions
+
+    def count(self, o: Shape, *, include_pad: bool) -> SymExpr:
+        """How many taps of window `o` lie in x, or in x and its padding."""
+        counts = []
+        for k, extent in enumerate(self.kernel):
+            limit = self.size[k] + (self.end(k) if include_pad else 0)
+            start, dilation = o[k] * self.strides[k] - self.begin(k), self.dilations[k]
+            is_partial = self.ceil_mode and self.strides[k] != 1
+            is_cut = is_partial if include_pad else self.may_overrun(k)
+            last = smin(extent, ceildiv(limit - start, dilation)) if is_cut else sym(extent)
+            skips = not include_pad and as_int(self.begin(k)) != 0
+            counts.append(last - smax(0, ceildiv(-start, dilation)) if skips else last)
+        return product(counts)
+
+    def reduce(self, out: Buffer, x: Buffer, combine: str, value: Callable[[Scalar], Scalar]) -> Stmt:
+        """out[n, c, o...] = combine over the window of value(x element)."""
+        start = identity(combine, out.dtype)  # type: ignore[arg-type]
+
+        def tap(*i: SymVar) -> Value:
+            where, conditions = self.at(i)
+            found = value(Scalar(x[where]))
+            return select(all_of(conditions), found, Scalar(start)).value if conditions else found.value
+
+        return reduce(out, [self.kernel[k] for k in self.reduced], combine, start, tap)
+
+
+class _Pool(Op):
+    """What the pools share: attributes, their checks and the shape rule."""
+
+    operands = ("x", "pads")
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "kernel": Attr("ints"), "strides": Attr("ints", None), "dilations": Attr("ints", None),
+        "ceil_mode": Attr("bool", False),
+    }  # fmt: skip
+    accepts: ClassVar[tuple[str, ...]] = dtypes.FLOATS
+
+    def infer(self, x: Expr, pads: Expr, **attrs: Any) -> Type:
+        xt, padding = self.tensor(x, "x"), self.shape(pads, "pads")
+        shape = xt.shape or ()
+        count = len(attrs["kernel"])
+        if count == 0 or len(shape) != count + 2:
+            self.fail(f"x must be (n, c, spatial...) with as many spatial sizes as kernel={attrs['kernel']}, got {xt}")
+        if len(padding) != 2 * count:
+            self.fail(f"pads must be {count} begins, then as many ends, got {format_shape(padding)}")
+        for name in ("kernel", "strides", "dilations"):
+            values = attrs[name] or (1,) * count
+            if len(values) != count or any(v < 1 for v in values):
+                self.fail(f"{name} must be {count} positive integers, got {values}")
+        if xt.dtype not in self.accepts:
+            self.fail(f"x must be one of {', '.join(self.accepts)}, got {xt.dtype}")
+        window = Window.of(shape, padding, attrs)
+        dims = [window.out_dim(k) for k in range(count)]
+        for k, dim in enumerate(dims):
+            if PROVER.can_prove_lt(dim, 0):
+                size, extent = window.size[k], window.kernel[k]
+                self.fail(f"spatial dimension {k} of x has size {size}, less than the window of {extent}")
+        return self.result_type(TensorType.of((shape[0], shape[1], *dims), xt.dtype))
+
+    def result_type(self, ty: TensorType) -> Type:
+        return ty
+
+    def samples(self) -> Iterable[Sample]:
+        kinds, partial = ("float32", "shape"), {"ceil_mode": True}
+        yield Sample((("n", 2, 5, "w"), (0, 0, 0, 0)), {"kernel": (2, 1)}, kinds)
+        yield Sample((("n", 2, "h", "w"), (1, 1, 1, 1)), {"kernel": (3, 3), "strides": (2, 2)}, kinds)
+        yield Sample((("n", 1, "h", "w"), (1, 0, 1, 1)), {"kernel": (3, 2), "strides": (2, 3), **partial}, kinds)
+        yield Sample((("n", 1, "l"), (3, 0)), {"kernel": (2,), "dilations": (3,)}, kinds)
+        yield Sample((("n", 2, 4, 6, 5), (0,) * 6), {"kernel": (2, 2, 2), "strides": (2, 2, 2), **partial}, kinds)
+        yield Sample((("n", 2, "l"), (0, 0)), {"kernel": (1,), "strides": (2,)}, kinds)
+        yield Sample((("n", 2, "l"), (1, 1)), {"kernel": (3,)}, ("float16", "shape"), tolerance=2e-3)
+
+
+@register
+class MaxPool(_Pool):
+    """The maximum of each window; padding never wins."""
+
+    name = "max_pool"
+    accepts = (*dtypes.FLOATS, *dtypes.INTEGERS)
+
+    def lower(self, x: Buffer, pads: Shape, *, out: Buffer, **attrs: Any) -> Stmt:
+        return Window.of(x.shape, pads, attrs).reduce(out, x, "max", lambda v: v)
+
+    def reference(self, x: Any, pads: Ints, **attrs: Any) -> Any:
+        low = identity("max", dtypes.from_numpy(x.dtype) or "float32").value
+        return np.max(np.stack(list(_taps(x, pads, attrs, low))), axis=0)
+
+    def samples(self) -> Iterable[Sample]:
+        yield from super().samples()
+        yield Sample((("n", 2, "l"), (1, 1)), {"kernel": (2,)}, ("uint8", "shape"))
+
+
+@register
+class MaxPoolWithIndices(_Pool):
+    """(max_pool, the index of the first maximum of each window in x, flattened, as int64).
+
+    storage_order 1 counts the spatial dimensions of an index column-major.
+    """
+
+    name = "max_pool_with_indices"
+    attrs: ClassVar[Mapping[str, Attr]] = {**_Pool.attrs, "storage_order": Attr("int", 0, (0, 1))}
+    accepts = MaxPool.accepts
+
+    def result_type(self, ty: TensorType) -> Type:
+        return TupleType((ty, TensorType(ty.shape, "int64", ty.rank)))
+
+    def lower(self, x: Buffer, pads: Shape, *, out: tuple[Buffer, Buffer], storage_order: int, **attrs: Any) -> Stmt:
+        window, (values, indices) = Window.of(x.shape, pads, attrs), out
+        last = literal(np.iinfo(np.int64).max, "int64")
+
+        def place(*i: SymVar) -> Value:
+            where, conditions = window.at(i)
+            element = Scalar(x[where])
+            hit = element.equals(Scalar(values[i[: len(x.shape)]]))
+            if dtypes.is_float(x.dtype):
+                hit = hit | element.unary("isnan")
+            found = select(hit, index(_flatten(where, x.shape)), Scalar(last))
+            return select(all_of(conditions), found, Scalar(last)).value if conditions else found.value
+
+        extents = [window.kernel[k] for k in window.reduced]
+        stages = [window.reduce(values, x, "max", lambda v: v), reduce(indices, extents, "min", last, place)]
+        if storage_order == 1:
+            stages.append(compute(indices, lambda *i: _column_major(Scalar(indices[i]), x.shape[2:]).value))
+        return seq(*stages)
+
+    def reference(self, x: Any, pads: Ints, *, storage_order: int, **attrs: Any) -> Any:
+        low = identity("max", dtypes.from_numpy(x.dtype) or "float32").value
+        images = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *(1,) * (x.ndim - 2))
+        pixels = np.prod(x.shape[2:], dtype=np.int64)
+        positions = images * pixels + np.arange(pixels).reshape(x.shape[2:], order="F" if storage_order else "C")
+        values = np.stack(list(_taps(x, pads, attrs, low)))
+        inside = np.stack(list(_taps(np.ones(x.shape, bool), pads, attrs, False)))
+        places = np.stack(list(_taps(positions, pads, attrs, 0)))
+        best = values.max(axis=0)
+        first = np.argmax((values == best) & inside, axis=0)[None]
+        return best, np.take_along_axis(places, first, axis=0)[0]
+
+    def samples(self) -> Iterable[Sample]:
+        yield from _Pool.samples(self)
+        yield Sample((("n", 2, "h", 3), (1, 1, 1, 1)), {"kernel": (2, 2), "storage_order": 1}, ("float32", "shape"))
+
+
+def _flatten(where: Iterable[SymExpr], shape: Shape) -> SymExpr:
+    flat = sym(0)
+    for i, size in zip(where, shape, strict=True):
+        flat = flat * size + i
+    return flat
+
+
+def _column_major(flat: Scalar, spatial: Shape) -> Scalar:
+    """A row-major flat index with its spatial part counted column-major instead."""
+    image = product(spatial)
+    rest = flat.binary("floormod", index(image))
+    result, weight = flat - rest, image
+    for size in reversed(spatial):
+        weight = weight // size
+        result = result + rest.binary("floormod", index(size)) * index(weight)
+        rest = rest.binary("floordiv", index(size))
+    return result
+
+
+class _SumPool(_Pool):
+    """A pool that sums f(x) over each window, then finishes the sum."""
+
+    def lower_sum(
+        self, x: Buffer, window: Window, out: Buffer, f: Callable[[Scalar], Scalar], g: Callable[..., Scalar]
+    ) -> Stmt:
+        """out = g(sum of f(x), o...), summed in `accumulator(out.dtype)`."""
+        wide = accumulator(out.dtype)
+        total = out if wide == out.dtype else Buffer(f"{out.name}_sum", out.shape, wide)
+        summed = window.reduce(total, x, "add", lambda v: f(v.cast(wide)))
+        finished = compute(out, lambda *i: g(Scalar(total[i]), i[2:]).cast(out.dtype).value)
+        return seq(summed, finished) if total is out else Allocate(total, seq(summed, finished))
+
+
+@register
+class AvgPool(_SumPool):
+    """The mean of each window: of its elements in x, or with count_include_pad also of the zeros of the padding."""
+
+    name = "avg_pool"
+    attrs: ClassVar[Mapping[str, Attr]] = {**_Pool.attrs, "count_include_pad": Attr("bool", False)}
+
+    def lower(self, x: Buffer, pads: Shape, *, out: Buffer, count_include_pad: bool, **attrs: Any) -> Stmt:
+        window = Window.of(x.shape, pads, attrs)
+
+        def mean(total: Scalar, o: Shape) -> Scalar:
+            count = window.count(o, include_pad=count_include_pad)
+            known = as_int(count)
+            return total / (index(count).cast(total.dtype) if known is None else known)
+
+        return self.lower_sum(x, window, out, lambda v: v, mean)
+
+    def reference(self, x: Any, pads: Ints, *, count_include_pad: bool, **attrs: Any) -> Any:
+        wide = in_accumulator(x)
+        total = sum(_taps(wide, pads, attrs, 0))
+        counts = sum(_taps(np.ones_like(wide), pads, attrs, int(count_include_pad), 0))
+        return (total / counts).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        for sample in super().samples():
+            yield sample
+            yield replace(sample, attrs={**sample.attrs, "count_include_pad": True})
+
+
+@register
+class LpPool(_SumPool):
+    """(sum of |x| ** p) ** (1 / p) over each window."""
+
+    name = "lp_pool"
+    attrs: ClassVar[Mapping[str, Attr]] = {**_Pool.attrs, "p": Attr("int", 2)}
+
+    def lower(self, x: Buffer, pads: Shape, *, out: Buffer, p: int, **attrs: Any) -> Stmt:
+        def power(v: Scalar) -> Scalar:
+            return v * v if p == 2 else v.abs() if p == 1 else v.abs().binary("pow", p)
+
+        def root(v: Scalar, _: Shape) -> Scalar:
+            return v.unary("sqrt") if p == 2 else v if p == 1 else v.binary("pow", 1 / p)
+
+        return self.lower_sum(x, Window.of(x.shape, pads, attrs), out, power, root)
+
+    def reference(self, x: Any, pads: Ints, *, p: int, **attrs: Any) -> Any:
+        total = sum(_taps(np.abs(in_accumulator(x)) ** p, pads, attrs, 0))
+        return (np.asarray(total) ** (1 / p)).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        for p, sample in zip((2, 1, 3, 2, 1, 2, 2), super().samples(), strict=True):
+            yield replace(sample, attrs={**sample.attrs, "p": p}, tolerance=max(2e-5, sample.tolerance))
+
+
+def _taps(x: Any, pads: Ints, attrs: Mapping[str, Any], padding: Any, beyond: Any = None) -> Iterator[Any]:
+    """For each tap of the kernel, the elements under it in every window: of x, of its padding, or beyond both."""
+    window = Window.of(tuple(map(sym, x.shape)), tuple(map(sym, pads)), attrs)
+    rank = len(window.kernel)
+    dims = [int(window.out_dim(k)) for k in range(rank)]
+    spans = [(dims[k] - 1) * window.strides[k] + (window.kernel[k] - 1) * window.dilations[k] + 1 for k in range(rank)]
+    x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)], constant_values=padding)
+    missing = [(0, max(0, spans[k] - x.shape[2 + k])) for k in range(rank)]
+    x = np.pad(x, [(0, 0), (0, 0), *missing], constant_values=padding if beyond is None else beyond)
+    for tap in np.ndindex(*window.kernel):
+        begins = [tap[k] * window.dilations[k] for k in range(rank)]
+        where = [slice(b, b + n * s, s) for b, n, s in zip(begins, dims, window.strides, strict=True)]
+        yield x[(slice(None),) * 2 + tuple(where)]

@@ -1,0 +1,394 @@
+"""Reductions over axes, arg-reductions and running sums.
+
+`axes=None` reduces every axis, `axes=()` none. Half-precision floats are accumulated in float32. An empty reduction yields
+the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.dtypes import DType
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import AttrValue, Call, Expr
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register, register_op
+from relaxlite.ir.ops.elementwise import BOOL, FLOAT, NUMBER, check_dtype
+from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.program import reduce as reduce_loops
+from relaxlite.ir.symbolic import SymExpr, product, smax, smin, sym
+from relaxlite.ir.types import TensorType, Type
+
+REDUCTION_ATTRS = {"axes": Attr("ints", None), "keepdims": Attr("bool", False)}
+
+
+def normalize_axes(op: Op, axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
+    """Axes in 0..rank-1, in order; None means all of them."""
+    if axes is None:
+        return tuple(range(rank))
+    for axis in axes:
+        if not -rank <= axis < rank:
+            op.fail(f"axis {axis} does not exist in a tensor of rank {rank}")
+    found = tuple(sorted(axis % rank for axis in axes))
+    if len(set(found)) != len(found):
+        op.fail(f"axes {axes} name the same axis twice")
+    return found
+
+
+def normalize_axis(op: Op, axis: int, rank: int) -> int:
+    return normalize_axes(op, (axis,), rank)[0]
+
+
+def reduced_shape(shape: tuple[SymExpr, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[SymExpr, ...]:
+    kept = [(sym(1) if k in axes else dim) for k, dim in enumerate(shape) if keepdims or k not in axes]
+    return tuple(kept)
+
+
+def reduce_axes(
+    out: Buffer, x: Buffer, axes: tuple[int, ...], keepdims: bool, combine: str, value: Callable[..., Value],
+    init: Value | None = None,
+) -> Stmt:  # fmt: skip
+    """out = combine of value(*indices of x) over the axes."""
+    rank = len(x.shape)
+    outer = len(out.shape)
+
+    def at_indices(*i: SymExpr) -> Value:
+        kept, inner = list(i[:outer]), list(i[outer:])
+        where = []
+        for axis in range(rank):
+            if axis in axes:
+                where.append(inner.pop(0))
+                if keepdims:
+                    kept.pop(0)
+            else:
+                where.append(kept.pop(0))
+        return value(*where)
+
+    start = init if init is not None else identity(combine, out.dtype)  # type: ignore[arg-type]
+    return reduce_loops(out, [x.shape[a] for a in axes], combine, start, at_indices)
+
+
+class ReduceOp(Op):
+    """Base of the rows: `combine` over the axes, `finish` on the result (given how many elements were combined)."""
+
+    operands = ("x",)
+    attrs = REDUCTION_ATTRS
+    accepts: ClassVar[tuple[DType, ...]]
+    combine: ClassVar[str]
+    numpy: ClassVar[Callable[..., Any]]
+    symbolic: ClassVar[Callable[[Any], Any] | None]
+    finish: ClassVar[Callable[..., Scalar] | None]
+
+    def infer(self, x: Expr, *, axes: tuple[int, ...] | None, keepdims: bool) -> Type:
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, self.accepts)
+        shape = ty.shape or ()
+        return TensorType.of(reduced_shape(shape, normalize_axes(self, axes, len(shape)), keepdims), ty.dtype)
+
+    def lower(self, x: Buffer, *, out: Buffer, axes: tuple[int, ...] | None, keepdims: bool) -> Stmt:
+        over = normalize_axes(self, axes, len(x.shape))
+        wide = "float32" if x.dtype in HALF else x.dtype
+        direct = wide == x.dtype and self.finish is None
+        total = out if direct else Buffer("total", out.shape, wide)
+        nest = reduce_axes(total, x, over, keepdims, self.combine, lambda *i: Scalar(x[i]).cast(wide).value)
+        if direct:
+            return nest
+        count = product(x.shape[a] for a in over)
+        finish = type(self).finish or (lambda v, n: v)
+        last = compute(out, lambda *i: finish(Scalar(total[i]), count).cast(out.dtype).value)
+        return Allocate(total, seq(nest, last))
+
+    def reference(self, x: Any, *, axes: tuple[int, ...] | None, keepdims: bool) -> Any:
+        wide = x.astype(np.float32) if x.dtype.name in HALF else x
+        over = tuple(range(x.ndim)) if axes is None else axes
+        with np.errstate(all="ignore"):
+            return np.asarray(type(self).numpy(wide, axis=over, keepdims=keepdims)).astype(x.dtype)
+
+    def evaluate_symbolic(self, x: Any, *, axes: tuple[int, ...] | None, keepdims: bool) -> Any:
+        function = type(self).symbolic
+        if function is None:
+            return None
+        over = normalize_axes(self, axes, x.ndim)
+        kept = [a for a in range(x.ndim) if a not in over]
+        rows = x.transpose((*kept, *over)).reshape([x.shape[a] for a in kept] + [math.prod(x.shape[a] for a in over)])
+        out = np.empty(rows.shape[:-1], dtype=object)
+        for at in np.ndindex(out.shape):
+            out[at] = function(rows[at])
+        return np.expand_dims(out, over) if keepdims else out
+
+    def samples(self) -> Iterable[Sample]:
+        dtype = "float32" if "float32" in self.accepts else "bool"
+        several: tuple[dict[str, AttrValue], ...] = ({}, {"axes": (-1,)}, {"axes": (0, 2), "keepdims": True}, {"axes": ()})
+        for attrs in several:
+            yield Sample((("n", 2, "m"),), attrs, (dtype,), tolerance=1e-4)
+        if "float16" in self.accepts:
+            yield Sample(((2, "n"),), {"axes": (1,)}, ("float16",), tolerance=1e-2)
+        if "int32" in self.accepts:
+            yield Sample((("n", 3),), {"axes": (0,)}, ("int32",))
+
+
+def reduction(
+    name: str,
+    doc: str,
+    combine: str,
+    numpy: Callable[..., Any],
+    accepts: tuple[DType, ...],
+    *,
+    finish: Callable[[Scalar, SymExpr], Scalar] | None = None,
+    symbolic: Callable[[Any], Any] | None = None,
+) -> None:
+    """Declare one row."""
+    declared = {
+        "name": name, "__doc__": doc, "combine": combine, "accepts": accepts, "numpy": staticmethod(numpy),
+        "finish": None if finish is None else staticmethod(finish), "is_symbolic": symbolic is not None,
+        "symbolic": None if symbolic is None else staticmethod(symbolic),
+    }  # fmt: skip
+    register_op(type(f"Reduce_{name}", (ReduceOp,), declared)())
+
+
+def _divide(total: Scalar, count: SymExpr) -> Scalar:
+    """Integers divide towards zero; the mean of no integers is 0."""
+    if dtypes.is_float(total.dtype):
+        return total / index(count, total.dtype)
+    return total.binary("truncdiv", index(smax(count, 1), total.dtype))
+
+
+def _mean(x: Any, *, axis: tuple[int, ...], keepdims: bool) -> Any:
+    total = np.sum(x, axis=axis, keepdims=keepdims)
+    count = int(np.prod([x.shape[a] for a in axis]))
+    if np.issubdtype(x.dtype, np.integer):
+        return np.sign(total) * (np.abs(total) // max(count, 1))
+    return total / x.dtype.type(count)
+
+
+def _extreme(function: Callable[..., Any], combine: str) -> Callable[..., Any]:
+    def evaluate(x: Any, *, axis: tuple[int, ...], keepdims: bool) -> Any:
+        start = identity(combine, str(x.dtype)).value  # type: ignore[arg-type]
+        return function(x, axis=axis, keepdims=keepdims, initial=x.dtype.type(start))
+
+    return evaluate
+
+
+def _fold(function: Callable[[Any, Any], SymExpr]) -> Callable[[Any], Any]:
+    return lambda row: functools.reduce(function, row)
+
+
+reduction("sum", "The sum over axes.", "add", np.sum, NUMBER, symbolic=lambda row: sum(row, sym(0)))
+reduction("prod", "The product over axes.", "mul", np.prod, NUMBER, symbolic=product)
+reduction("max", "The maximum over axes; NaN wins.", "max", _extreme(np.max, "max"), NUMBER, symbolic=_fold(smax))
+reduction("min", "The minimum over axes; NaN wins.", "min", _extreme(np.min, "min"), NUMBER, symbolic=_fold(smin))
+reduction("mean", "The arithmetic mean over axes; NaN of nothing.", "add", _mean, NUMBER, finish=_divide)
+reduction("all", "Whether every element over axes is true.", "and", np.all, BOOL)
+reduction("any", "Whether some element over axes is true.", "or", np.any, BOOL)
+
+
+class _ComposedReduction(Op):
+    """A reduction made of others: `compose(bb, x, axes=..., keepdims=...)`."""
+
+    operands = ("x",)
+    attrs = REDUCTION_ATTRS
+    accepts: ClassVar[tuple[DType, ...]] = NUMBER
+    compose: ClassVar[Callable[..., Expr]]
+    numpy: ClassVar[Callable[..., Any]]
+    infer = ReduceOp.infer  # type: ignore[assignment]
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr:
+        return type(self).compose(bb, call.args[0], **call.attrs)
+
+    def reference(self, x: Any, *, axes: tuple[int, ...] | None, keepdims: bool) -> Any:
+        wide = x.astype(np.float32) if x.dtype.name in HALF else x
+        over = tuple(range(x.ndim)) if axes is None else axes
+        with np.errstate(all="ignore"):
+            return np.asarray(type(self).numpy(wide, axis=over, keepdims=keepdims)).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", 2, "m"),), {"axes": (-1,)}, tolerance=1e-4)
+        yield Sample((("n", 3),), {"axes": None, "keepdims": True}, tolerance=1e-4)
+
+
+def _composed(
+    name: str, doc: str, compose: Callable[..., Expr], numpy: Callable[..., Any], accepts: tuple[DType, ...] = NUMBER
+) -> None:
+    declared = {
+        "name": name, "__doc__": doc, "compose": staticmethod(compose), "numpy": staticmethod(numpy), "accepts": accepts,
+    }  # fmt: skip
+    register_op(type(f"Composed_{name}", (_ComposedReduction,), declared)())
+
+
+def _emit(bb: BlockBuilder, op: str, *operands: Any, **attrs: Any) -> Expr:
+    return bb.emit(get_op(op)(*operands, **attrs))
+
+
+def _sum_of(op: str, twice: bool = False) -> Callable[..., Expr]:
+    def compose(bb: BlockBuilder, x: Expr, **attrs: Any) -> Expr:
+        return _emit(bb, "sum", _emit(bb, op, x, x) if twice else _emit(bb, op, x), **attrs)
+
+    return compose
+
+
+def _l2(bb: BlockBuilder, x: Expr, **attrs: Any) -> Expr:
+    return _emit(bb, "sqrt", _emit(bb, "sum", _emit(bb, "multiply", x, x), **attrs))
+
+
+def _log_sum(bb: BlockBuilder, x: Expr, **attrs: Any) -> Expr:
+    return _emit(bb, "log", _emit(bb, "sum", x, **attrs))
+
+
+def _log_sum_exp(bb: BlockBuilder, x: Expr, *, axes: tuple[int, ...] | None, keepdims: bool) -> Expr:
+    """log(sum(exp(x - m))) + m with m = max(x), 0 where that is infinite."""
+    assert isinstance(x.ty, TensorType)
+    top = _emit(bb, "max", x, axes=axes, keepdims=True)
+    zero = np.zeros((), dtypes.to_numpy(x.ty.dtype))
+    m = _emit(bb, "where", _emit(bb, "isinf", top), zero, top)
+    sums = _emit(bb, "log", _emit(bb, "sum", _emit(bb, "exp", _emit(bb, "subtract", x, m)), axes=axes, keepdims=True))
+    total = _emit(bb, "add", sums, m)
+    if keepdims:
+        return total
+    over = normalize_axes(get_op("log_sum_exp"), axes, x.ty.rank or 0)
+    return _emit(bb, "squeeze", total, axes=over)
+
+
+def _log_sum_exp_numpy(x: Any, **where: Any) -> Any:
+    return np.log(np.sum(np.exp(x.astype(np.float64)), **where))
+
+
+_composed("l1_norm", "The sum of |x| over axes.", _sum_of("abs"), lambda x, **w: np.sum(np.abs(x), **w))
+_composed("sum_square", "The sum of x * x over axes.", _sum_of("multiply", twice=True), lambda x, **w: np.sum(x * x, **w))
+_composed("l2_norm", "The square root of the sum of x * x over axes.", _l2, lambda x, **w: np.sqrt(np.sum(x * x, **w)), FLOAT)
+_composed("log_sum", "log(sum(x)) over axes", _log_sum, lambda x, **w: np.log(np.sum(x, **w)), FLOAT)
+_composed("log_sum_exp", "log(sum(exp(x))) over axes, without overflow", _log_sum_exp, _log_sum_exp_numpy, FLOAT)
+
+
+class _ArgReduce(Op):
+    """The position of the best element: first its value is found, then where it stands."""
+
+    operands = ("x",)
+    attrs = {"axis": Attr("int", 0), "keepdims": Attr("bool", False), "select_last_index": Attr("bool", False)}
+    combine: ClassVar[str]
+
+    def infer(self, x: Expr, *, axis: int, keepdims: bool, select_last_index: bool) -> Type:
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, NUMBER)
+        shape = ty.shape or ()
+        return TensorType.of(reduced_shape(shape, (normalize_axis(self, axis, len(shape)),), keepdims), "int64")
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int, keepdims: bool, select_last_index: bool) -> Stmt:
+        axis = normalize_axis(self, axis, len(x.shape))
+        best = Buffer("best", reduced_shape(x.shape, (axis,), keepdims), x.dtype)
+
+        def position(*i: SymExpr) -> Value:
+            kept = tuple((sym(0) if keepdims else None) if k == axis else e for k, e in enumerate(i))
+            value, top = Scalar(x[i]), Scalar(best[tuple(e for e in kept if e is not None)])
+            is_best = value.equals(top)
+            if dtypes.is_float(x.dtype):  # a NaN is best, as in NumPy
+                is_best = is_best | value.unary("isnan")
+            return select(is_best, index(i[axis]), index(-1 if select_last_index else x.shape[axis])).value
+
+        start = literal(-1, "int64") if select_last_index else index(x.shape[axis]).value
+        return Allocate(best, seq(
+            reduce_axes(best, x, (axis,), keepdims, self.combine, lambda *i: x[i]),
+            reduce_axes(out, x, (axis,), keepdims, "max" if select_last_index else "min", position, start),
+        ))  # fmt: skip
+
+    def reference(self, x: Any, *, axis: int, keepdims: bool, select_last_index: bool) -> Any:
+        if x.dtype.name == "bfloat16":
+            x = x.astype(np.float32)
+        function = np.argmax if self.combine == "max" else np.argmin
+        if not select_last_index:
+            return np.asarray(function(x, axis=axis, keepdims=keepdims), dtype=np.int64)
+        last: Any = x.shape[axis] - 1 - function(np.flip(x, axis), axis=axis, keepdims=keepdims)
+        return np.asarray(last, dtype=np.int64)
+
+    def samples(self) -> Iterable[Sample]:
+        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            return rng.integers(0, 3, shape).astype(np.float32)
+
+        for attrs in ({"axis": 1}, {"axis": -1, "keepdims": True}, {"axis": 1, "select_last_index": True}):
+            yield Sample((("n", 5, 2),), attrs, make={0: draw})
+        yield Sample(((2, 4),), {"axis": 0}, ("int64",))
+
+
+@register
+class ArgMax(_ArgReduce):
+    """The position of the maximum along an axis (int64); of several, the first, or the last."""
+
+    name = "argmax"
+    combine = "max"
+
+
+@register
+class ArgMin(_ArgReduce):
+    """The position of the minimum along an axis (int64); of several, the first, or the last."""
+
+    name = "argmin"
+    combine = "min"
+
+
+class _Scan(Op):
+    """A running reduction along one axis."""
+
+    operands = ("x",)
+    attrs = {"axis": Attr("int"), "exclusive": Attr("bool", False), "reverse": Attr("bool", False)}
+    is_symbolic = True
+    combine: ClassVar[str]
+
+    def infer(self, x: Expr, *, axis: int, exclusive: bool, reverse: bool) -> Type:
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, NUMBER)
+        normalize_axis(self, axis, ty.rank or 0)
+        return ty
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int, exclusive: bool, reverse: bool) -> Stmt:
+        axis = normalize_axis(self, axis, len(x.shape))
+        extent = x.shape[axis]
+        total = Buffer.of("total", (1,), "float32" if x.dtype in HALF else x.dtype, "local")
+        zero = (sym(0),)
+
+        def row(*outer: SymExpr) -> Stmt:
+            def step(t: SymExpr) -> Stmt:
+                at = (*outer[:axis], extent - 1 - t if reverse else t, *outer[axis:])
+                combine = Store(total, zero, Scalar(x[at]).cast(total.dtype).value, self.combine)
+                store = Store(out, at, Scalar(total[0]).cast(out.dtype).value)
+                return seq(store, combine) if exclusive else seq(combine, store)
+
+            start = identity(self.combine, total.dtype)  # type: ignore[arg-type]
+            return Allocate(total, seq(Store(total, zero, start), loops("t", (extent,), step)))
+
+        return loops("ijklmn", (*x.shape[:axis], *x.shape[axis + 1 :]), row)
+
+    def reference(self, x: Any, *, axis: int, exclusive: bool, reverse: bool) -> Any:
+        wide = x.astype(np.float32) if x.dtype.name in HALF else x
+        wide = np.flip(wide, axis) if reverse else wide
+        function, start = (np.cumsum, 0) if self.combine == "add" else (np.cumprod, 1)
+        if exclusive:
+            first, rest = np.split(np.roll(wide, 1, axis), [1], axis)
+            wide = np.concatenate([np.full_like(first, start), rest], axis)
+        found = function(wide, axis=axis)
+        return (np.flip(found, axis) if reverse else found).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        for attrs in ({"axis": 0}, {"axis": -1, "exclusive": True}, {"axis": 1, "reverse": True, "exclusive": True}):
+            yield Sample((("n", 3),), attrs, tolerance=1e-4)
+        yield Sample(((4, "n"),), {"axis": 1}, ("int64",))
+
+
+@register
+class CumSum(_Scan):
+    """The running sum along an axis; `exclusive` leaves the element itself out, `reverse` runs from the end."""
+
+    name = "cumsum"
+    combine = "add"
+
+
+@register
+class CumProd(_Scan):
+    """The running product along an axis; `exclusive` leaves the element itself out, `reverse` runs from the end."""
+
+    name = "cumprod"
+    combine = "mul"

@@ -1,0 +1,190 @@
+"""Scalar formulas in Python syntax: `Scalar` wraps a loop-level `Value` and gives it operators.
+
+    x = Scalar(buffer[i, j])
+    compute(out, lambda *i: (0.5 * x * (1 + (x * 0.70710678).erf())).value)
+
+Numbers take the dtype of the other operand. `/` is true division; integers use `truncdiv`, `floordiv`, `floormod`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal as OneOf
+from typing import TypeAlias
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.dtypes import DType
+from relaxlite.ir.program import Binary, Cast, Compare, IndexValue, Literal, Select, Unary, Value
+from relaxlite.ir.symbolic import IntLike, SymExpr, sym
+
+Number: TypeAlias = "int | float | bool"
+Operand: TypeAlias = "Scalar | int | float | bool | SymExpr"
+
+HALF: tuple[DType, ...] = ("float16", "bfloat16")  # computed in float32, rounded once at the end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scalar:
+    """A scalar value under construction; `value` is the IR node. Operators build new ones."""
+
+    value: Value
+
+    @property
+    def dtype(self) -> DType:
+        return self.value.dtype
+
+    def wrap(self, other: Operand) -> Value:
+        """`other` as a value of this one's dtype."""
+        if isinstance(other, Scalar):
+            return other.value
+        return IndexValue(other, self.dtype) if isinstance(other, SymExpr) else literal(other, self.dtype)
+
+    def binary(self, op: str, other: Operand) -> Scalar:
+        return Scalar(Binary(op, self.value, self.wrap(other)))
+
+    def _reversed(self, op: str, other: Operand) -> Scalar:
+        return Scalar(Binary(op, self.wrap(other), self.value))
+
+    def unary(self, op: str) -> Scalar:
+        return Scalar(Unary(op, self.value))
+
+    def compare(self, op: str, other: Operand) -> Scalar:
+        return Scalar(Compare(op, self.value, self.wrap(other)))
+
+    def cast(self, dtype: DType) -> Scalar:
+        return self if dtype == self.dtype else Scalar(Cast(self.value, dtype))
+
+    def __add__(self, other: Operand) -> Scalar:
+        return self.binary("add", other)
+
+    def __radd__(self, other: Operand) -> Scalar:
+        return self._reversed("add", other)
+
+    def __sub__(self, other: Operand) -> Scalar:
+        return self.binary("sub", other)
+
+    def __rsub__(self, other: Operand) -> Scalar:
+        return self._reversed("sub", other)
+
+    def __mul__(self, other: Operand) -> Scalar:
+        return self.binary("mul", other)
+
+    def __rmul__(self, other: Operand) -> Scalar:
+        return self._reversed("mul", other)
+
+    def __truediv__(self, other: Operand) -> Scalar:
+        return self.binary("div", other)
+
+    def __rtruediv__(self, other: Operand) -> Scalar:
+        return self._reversed("div", other)
+
+    def __neg__(self) -> Scalar:
+        return self.unary("neg")
+
+    def __lt__(self, other: Operand) -> Scalar:
+        return self.compare("lt", other)
+
+    def __le__(self, other: Operand) -> Scalar:
+        return self.compare("le", other)
+
+    def __gt__(self, other: Operand) -> Scalar:
+        return self.compare("gt", other)
+
+    def __ge__(self, other: Operand) -> Scalar:
+        return self.compare("ge", other)
+
+    def equals(self, other: Operand) -> Scalar:
+        return self.compare("eq", other)
+
+    def differs(self, other: Operand) -> Scalar:
+        return self.compare("ne", other)
+
+    def __and__(self, other: Operand) -> Scalar:
+        return self.binary("and", other)
+
+    def __or__(self, other: Operand) -> Scalar:
+        return self.binary("or", other)
+
+    def __invert__(self) -> Scalar:
+        """Logical not."""
+        return self.unary("not")
+
+    def minimum(self, other: Operand) -> Scalar:
+        return self.binary("min", other)
+
+    def maximum(self, other: Operand) -> Scalar:
+        return self.binary("max", other)
+
+    def exp(self) -> Scalar:
+        return self.unary("exp")
+
+    def expm1(self) -> Scalar:
+        return self.unary("expm1")
+
+    def log1p(self) -> Scalar:
+        return self.unary("log1p")
+
+    def tanh(self) -> Scalar:
+        return self.unary("tanh")
+
+    def erf(self) -> Scalar:
+        return self.unary("erf")
+
+    def abs(self) -> Scalar:
+        return self.unary("abs")
+
+
+def literal(value: Number, dtype: DType) -> Literal:
+    """A constant of a dtype."""
+    if dtype == "bool":
+        return Literal(bool(value), dtype)
+    return Literal(float(value) if dtypes.is_float(dtype) else int(value), dtype)
+
+
+def index(expr: IntLike, dtype: DType = "int64") -> Scalar:
+    """A symbolic integer as data."""
+    return Scalar(IndexValue(sym(expr), dtype))
+
+
+def select(cond: Scalar, then: Operand, other: Operand) -> Scalar:
+    """then if cond else other; at least one of the two is a Scalar."""
+    like = then if isinstance(then, Scalar) else other
+    assert isinstance(like, Scalar)
+    return Scalar(Select(cond.value, like.wrap(then), like.wrap(other)))
+
+
+def all_of(conditions: list[Scalar]) -> Scalar:
+    """The conjunction; True when there are none."""
+    if not conditions:
+        return Scalar(Literal(True, "bool"))
+    result = conditions[0]
+    for condition in conditions[1:]:
+        result = result & condition
+    return result
+
+
+def in_float32(x: Value, formula: Callable[[Scalar], Scalar]) -> Value:
+    """formula(x); on half-precision floats computed in float32 and rounded once."""
+    if x.dtype not in HALF:
+        return formula(Scalar(x)).value
+    return formula(Scalar(Cast(x, "float32"))).cast(x.dtype).value
+
+
+def limits(dtype: DType) -> tuple[Number, Number]:
+    """The least and the greatest value of a dtype; infinities for floats."""
+    if dtype == "bool":
+        return False, True
+    if dtypes.is_float(dtype):
+        return float("-inf"), float("inf")
+    info = np.iinfo(dtypes.to_numpy(dtype))
+    return int(info.min), int(info.max)
+
+
+def identity(combine: OneOf["add", "mul", "max", "min", "and", "or"], dtype: DType) -> Literal:
+    """The value that a reduction starts from and that an empty reduction yields."""
+    low, high = limits(dtype)
+    start: dict[str, Number] = {"add": 0, "mul": 1, "max": low, "min": high, "and": True, "or": False}
+    return literal(start[combine], dtype)

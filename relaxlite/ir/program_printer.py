@@ -1,0 +1,246 @@
+"""Tensor programs as text: valid Python syntax, one statement per line.
+
+    n = symbol("n", lower=1)
+    @program(symbols=(n,), outputs=1)
+    def softmax(x: Buffer((n, 64), "float32"), y: Buffer((n, 64), "float32")):
+        for i in parallel(n):
+            with allocate((1,), "float32", "local") as top:
+                top[0] = float32(-inf)
+                for j in serial(64):
+                    combine("max", top[0], x[i, j])
+                for j in vectorized(64):
+                    t = exp(x[i, j] - top[0])
+                    y[i, j] = t if t > float32(0.0) else float32(0.0)
+
+`float32(1.0)` of a number is a literal, of a value a cast; `index(i + 1)` is a symbolic integer as data; `then if cond
+else other` is a lazy Select; `+= *= &= |=` and `combine("max", ...)` are stores that combine; `assert` is a Check;
+`with let_index(value) as k` a LetIndex. `t = value` gives a name to a value that is used more than once or nests deep:
+it does not say when it is computed.
+"""
+
+from __future__ import annotations
+
+from relaxlite.ir.program import (
+    Allocate, Barrier, Binary, Buffer, Cast, Check, Compare, For, IfThenElse, IndexValue, Intrinsic, LetIndex, Literal, Load,
+    Select, Seq, Stmt, Store, TensorProgram, Unary, Value,
+)  # fmt: skip
+from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.text import (
+    Names, Writer, attr_items, fact_items, header, name_items, number_text, quote, tuple_text,
+)  # fmt: skip
+from relaxlite.ir.visitor import value_children
+
+# Operators and their precedence in Python; what has no operator is printed as a function call.
+BINARY_SIGNS = {
+    "or": ("|", 6), "xor": ("^", 7), "and": ("&", 8), "shift_left": ("<<", 9), "shift_right": (">>", 9), "add": ("+", 10),
+    "sub": ("-", 10), "mul": ("*", 11), "div": ("/", 11), "floordiv": ("//", 11), "floormod": ("%", 11), "pow": ("**", 13),
+}  # fmt: skip
+COMPARE_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+UNARY_SIGNS = {"neg": ("-", 12), "bitwise_not": ("~", 12), "not": ("not ", 4)}
+COMBINE_SIGNS = {"add": "+=", "mul": "*=", "and": "&=", "or": "|="}
+PROGRAM_KEYWORDS = ("symbols", "outputs", "name", "attrs")
+_ATOM, _COMPARE, _SELECT, _ANY = 14, 5, 2, 0
+_MAX_HEIGHT = 16  # of one line's nesting; Python's own tokenizer ends at 200 parentheses
+
+
+def print_program(name: str, program: TensorProgram) -> str:
+    """A tensor program as text."""
+    writer = ProgramWriter(Names())
+    writer.program(name, name, program)
+    return writer.text()
+
+
+def print_stmt(stmt: Stmt) -> str:
+    """A statement as text, for messages."""
+    writer = ProgramWriter(Names())
+    writer.stmt(stmt)
+    return "\n".join(writer.lines)
+
+
+def print_value(value: Value) -> str:
+    """A value as text, for messages."""
+    return ProgramWriter(Names()).value(value)
+
+
+class ProgramWriter(Writer):
+    """Writes programs, statements and values."""
+
+    def __init__(self, names: Names) -> None:
+        super().__init__(names)
+        self._uses: dict[int, int] = {}  # by id, within one statement
+        self._named: dict[int, str] = {}  # values of one statement that have a name
+        self._temporaries: list[str] = []
+
+    def program(self, name: str, ident: str, program: TensorProgram) -> None:
+        symbols = tuple_text([self.symbol(s) for s in program.symbols])
+        params = [f"{self._bind(b)}: Buffer({self._buffer_items(b)})" for b in program.params]
+        items = [f"symbols={symbols}", f"outputs={program.num_outputs}", *name_items(name, shown=ident)]
+        self.emit(f"@program({', '.join(items + attr_items(program.attrs, PROGRAM_KEYWORDS))})")
+        self.emit(header(f"def {ident}", params, ":"))
+        with self.indented():
+            self.stmt(program.body)
+
+    def _bind(self, buffer: Buffer) -> str:
+        return self.names.get(buffer) or self.names.bind(buffer, buffer.name)
+
+    def _buffer_items(self, buffer: Buffer) -> str:
+        items = [self.dims(buffer.shape), quote(buffer.dtype)]
+        items += [] if buffer.scope == "global" else [quote(buffer.scope)]
+        return ", ".join(items + name_items(buffer.name))
+
+    # statements
+
+    def stmt(self, stmt: Stmt) -> None:
+        if isinstance(stmt, Seq):
+            for inner in stmt.stmts:
+                self.stmt(inner)
+        elif isinstance(stmt, For):
+            items = [self.expr(stmt.extent), *name_items(stmt.var.name), *fact_items(stmt.var)]
+            with self.names.scoped(stmt.var, stmt.var.name) as var:
+                self._nest(f"for {var} in {stmt.kind}({', '.join(items)}):", stmt.body)
+        elif isinstance(stmt, LetIndex):
+            value, done = self._top(stmt.value)
+            items = [value, *name_items(stmt.var.name), *fact_items(stmt.var)]
+            with self.names.scoped(stmt.var, stmt.var.name) as var:
+                self._nest(f"with let_index({', '.join(items)}) as {var}:", stmt.body, done)
+        elif isinstance(stmt, Allocate):
+            items = [self._buffer_items(stmt.buffer)]
+            with self.names.scoped(stmt.buffer, stmt.buffer.name) as name:
+                self._nest(f"with allocate({', '.join(items)}) as {name}:", stmt.body)
+        elif isinstance(stmt, IfThenElse):
+            self._if(stmt)
+        elif isinstance(stmt, Barrier):
+            self.emit("barrier()")
+        else:
+            self._simple(stmt)
+
+    def _simple(self, stmt: Store | Check) -> None:
+        if isinstance(stmt, Check):
+            cond, done = self._top(stmt.cond)
+            self.emit(f"assert {cond}, {quote(stmt.message)}")
+        else:
+            target = self._element(stmt.buffer, stmt.indices)
+            value, done = self._top(stmt.value)
+            sign = "=" if stmt.combine is None else COMBINE_SIGNS.get(stmt.combine)
+            if sign is None:
+                self.emit(f"combine({quote(stmt.combine or '')}, {target}, {value})")
+            else:
+                self.emit(f"{target} {sign} {value}")
+        self._release(done)
+
+    def _nest(self, head: str, body: Stmt, temporaries: tuple[str, ...] = ()) -> None:
+        self.emit(head)
+        self._release(temporaries)
+        with self.indented():
+            self.stmt(body)
+
+    def _if(self, stmt: IfThenElse) -> None:
+        cond, done = self._top(stmt.cond)
+        self._branches("if", cond, done, stmt)
+
+    def _branches(self, word: str, cond: str, done: tuple[str, ...], stmt: IfThenElse) -> None:
+        self._nest(f"{word} {cond}:", stmt.then, done)
+        if not isinstance(stmt.other, IfThenElse):
+            if stmt.other is not None:
+                self._nest("else:", stmt.other)
+            return
+        cond, done = self._top(stmt.other.cond)
+        before = self.take_first()
+        if not before:
+            self._branches("elif", cond, done, stmt.other)
+            return
+        self.emit("else:")
+        with self.indented():
+            self.first(*before)
+            self._branches("if", cond, done, stmt.other)
+
+    # values
+
+    def _top(self, value: Value) -> tuple[str, tuple[str, ...]]:
+        """The text of a statement's value, and the names given to parts of it: free again after the statement."""
+        self._uses = _count_uses(value)
+        text, _, _ = self._value(value)
+        done = tuple(self._temporaries)
+        self._named, self._temporaries = {}, []
+        return text, done
+
+    def _release(self, temporaries: tuple[str, ...]) -> None:
+        for name in temporaries:
+            self.names.release(name)
+
+    def value(self, value: Value) -> str:
+        """The text of a value by itself."""
+        return self._top(value)[0]
+
+    def _value(self, value: Value) -> tuple[str, int, int]:
+        """Text, precedence, height."""
+        named = self._named.get(id(value))
+        if named is not None:
+            return named, _ATOM, 0
+        if isinstance(value, Literal):
+            return f"{value.dtype}({number_text(value.value)})", _ATOM, 0
+        if isinstance(value, Load):
+            return self._element(value.buffer, value.indices), _ATOM, 0
+        if isinstance(value, IndexValue):
+            dtype = "" if value.dtype == "int64" else f", {quote(value.dtype)}"
+            return f"index({self.expr(value.index)}{dtype})", _ATOM, 0
+        text, precedence, height = self._compound(value)
+        if self._uses[id(value)] == 1 and height < _MAX_HEIGHT:
+            return text, precedence, height
+        name = self.names.fresh("t")
+        self.first(f"{name} = {text}")
+        self._named[id(value)] = name
+        self._temporaries.append(name)
+        return name, _ATOM, 0
+
+    def _element(self, buffer: Buffer, indices: tuple[SymExpr, ...]) -> str:
+        return f"{self._bind(buffer)}[{', '.join(map(self.expr, indices)) or '()'}]"
+
+    def _compound(self, value: Unary | Binary | Compare | Select | Cast | Intrinsic) -> tuple[str, int, int]:
+        if isinstance(value, Select):
+            (then, cond, other), height = self._operands((value.then, value.cond, value.other), (_SELECT,) * 3)
+            return f"{then} if {cond} else {other}", _SELECT - 1, height
+        if isinstance(value, Compare) and value.op in COMPARE_SIGNS:
+            (a, b), height = self._operands((value.a, value.b), (_COMPARE + 1, _COMPARE + 1))
+            return f"{a} {COMPARE_SIGNS[value.op]} {b}", _COMPARE, height
+        if isinstance(value, Binary) and value.op in BINARY_SIGNS:
+            sign, level = BINARY_SIGNS[value.op]
+            least = (_ATOM, _ATOM) if sign == "**" else (level, level + 1)
+            (a, b), height = self._operands((value.a, value.b), least)
+            return f"{a} {sign} {b}", level, height
+        if isinstance(value, Unary) and value.op in UNARY_SIGNS:
+            sign, level = UNARY_SIGNS[value.op]
+            (x,), height = self._operands((value.x,), (level,))
+            return f"{sign}{x}", level, height
+        return self._function(value)
+
+    def _function(self, value: Unary | Binary | Compare | Cast | Intrinsic) -> tuple[str, int, int]:
+        children = value_children(value)
+        args, height = self._operands(children, (_ANY,) * len(children))
+        if isinstance(value, Cast):
+            return f"{value.dtype}({args[0]})", _ATOM, height
+        if isinstance(value, Intrinsic):
+            parts = [quote(value.name), *args, f"dtype={quote(value.dtype)}"]
+            return f"intrinsic({', '.join(parts)})", _ATOM, height
+        return f"{value.op}({', '.join(args)})", _ATOM, height
+
+    def _operands(self, values: tuple[Value, ...], least: tuple[int, ...]) -> tuple[list[str], int]:
+        """The operands' texts, in parentheses where their precedence is below `least`; and the height above them."""
+        texts, height = [], 0
+        for value, minimum in zip(values, least, strict=True):
+            text, precedence, inner = self._value(value)
+            texts.append(f"({text})" if precedence < minimum else text)
+            height = max(height, inner)
+        return texts, height + 1
+
+
+def _count_uses(root: Value) -> dict[int, int]:
+    """How many operands refer to each value object (1 for the root)."""
+    uses = {id(root): 1}
+    stack: list[Value] = [root]
+    while stack:
+        for child in value_children(stack.pop()):
+            uses[id(child)] = uses.get(id(child), 0) + 1
+            if uses[id(child)] == 1:
+                stack.append(child)
+    return uses

@@ -1,0 +1,263 @@
+"""What the two parsers share: errors that show the place, names in scope, literals, symbolic integers, types.
+
+Text is read through Python's own `ast`; nothing in it is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+from relaxlite import dtypes
+from relaxlite.errors import ParseError
+from relaxlite.ir.expr import Attrs, AttrValue
+from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, floormod, smax, smin, sym
+from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
+
+T = TypeVar("T")
+_WORDS = {"nan": float("nan"), "inf": float("inf")}
+_TYPE_NAMES = ("Tensor", "Shape", "Tuple", "Func", "Object")
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The arguments of a call in the text; what is taken out of `keywords` is understood."""
+
+    call: ast.Call
+    positional: list[ast.expr]
+    keywords: dict[str, ast.expr] = field(default_factory=dict)
+
+    def take(self, name: str) -> ast.expr | None:
+        return self.keywords.pop(name, None)
+
+
+class Reader:
+    """Reads parts of text; `scope` holds what names mean at this point of a definition."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+        self.scope: dict[str, object] = {}
+
+    def fail(self, node: ast.AST, message: str, *, near: tuple[str, Iterable[str]] | None = None) -> NoReturn:
+        """`near`: a word and what could have been meant by it."""
+        raise place_error(self.lines, getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message + _hint(near))
+
+    # names
+
+    def define(self, node: ast.AST, name: str, value: T) -> T:
+        if name in self.scope:
+            self.fail(node, f"{name} is defined already")
+        self.scope[name] = value
+        return value
+
+    def lookup(self, node: ast.Name, kind: type[T], what: str) -> T:
+        found = self.scope.get(node.id)
+        if isinstance(found, kind):
+            return found
+        if found is not None:
+            self.fail(node, f"{node.id} is no {what}")
+        candidates = [name for name, value in self.scope.items() if isinstance(value, kind)]
+        self.fail(node, f"unknown {what} {node.id}", near=(node.id, candidates))
+
+    def arguments(self, call: ast.Call) -> Arguments:
+        keywords = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                self.fail(keyword.value, "`**` has no meaning here")
+            keywords[keyword.arg] = keyword.value
+        return Arguments(call, call.args, keywords)
+
+    def finish(self, arguments: Arguments, counts: tuple[int, ...], what: str) -> None:
+        """Refuse what has not been taken, and any other count of positional arguments."""
+        for name, node in arguments.keywords.items():
+            self.fail(node, f"{what} has no argument {name}")
+        if len(arguments.positional) not in counts:
+            expected = " or ".join(map(str, counts))
+            self.fail(arguments.call, f"{what} takes {expected} positional arguments, got {len(arguments.positional)}")
+
+    # literals
+
+    def literal(self, node: ast.expr) -> AttrValue:
+        if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool | int | float | str)):
+            return node.value
+        if isinstance(node, ast.Name) and node.id in _WORDS:
+            return _WORDS[node.id]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and is_number(node.operand):
+            return -self.literal(node.operand)  # type: ignore[operator]
+        if isinstance(node, ast.Tuple):
+            return tuple(self.literal(item) for item in node.elts)
+        self.fail(node, "expected a literal: a number, a string, True, False, None, or a tuple of these")
+
+    def integer(self, node: ast.expr) -> int:
+        value = self.literal(node)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        self.fail(node, "expected an integer")
+
+    def string(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        self.fail(node, "expected a string")
+
+    def optional_string(self, node: ast.expr | None) -> str | None:
+        return None if node is None else self.string(node)
+
+    def dtype(self, node: ast.expr) -> str:
+        name = self.string(node)
+        if name not in dtypes.ALL:
+            self.fail(node, f"unknown dtype {name!r}", near=(name, dtypes.ALL))
+        return name
+
+    def items(self, node: ast.expr) -> list[ast.expr]:
+        if isinstance(node, ast.Tuple):
+            return node.elts
+        self.fail(node, "expected a tuple; one element is written (n,)")
+
+    def attrs(self, arguments: Arguments) -> dict[str, AttrValue]:
+        """Every keyword that is left, and what stands in `attrs={...}`."""
+        found: dict[str, AttrValue] = {}
+        awkward = arguments.take("attrs")
+        if awkward is not None:
+            if not isinstance(awkward, ast.Dict):
+                self.fail(awkward, "attrs must be a dictionary: attrs={'name': value}")
+            for key, value in zip(awkward.keys, awkward.values, strict=True):
+                found[self.string(key if key is not None else awkward)] = self.literal(value)
+        for name, node in arguments.keywords.items():
+            found[name] = self.literal(node)
+        arguments.keywords = {}
+        return found
+
+    # symbolic integers
+
+    def expr(self, node: ast.expr) -> SymExpr:
+        if isinstance(node, ast.Name):
+            return self.lookup(node, SymVar, "symbol")
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return sym(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self.expr(node.operand)
+        if isinstance(node, ast.BinOp):
+            return self._binary(node, self.expr(node.left), self.expr(node.right))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+            self.finish(self.arguments(node), (2,), node.func.id)
+            make = smin if node.func.id == "min" else smax
+            return make(self.expr(node.args[0]), self.expr(node.args[1]))
+        self.fail(node, "expected a symbolic integer: symbols, integers, + - * // %, min(a, b), max(a, b)")
+
+    def _binary(self, node: ast.BinOp, a: SymExpr, b: SymExpr) -> SymExpr:
+        if isinstance(node.op, ast.Add):
+            return a + b
+        if isinstance(node.op, ast.Sub):
+            return a - b
+        if isinstance(node.op, ast.Mult):
+            return a * b
+        if not isinstance(node.op, ast.FloorDiv | ast.Mod):
+            self.fail(node, "symbolic integers have only + - * // and %")
+        if b.is_const and b.const == 0:
+            self.fail(node, "division by zero")
+        return floordiv(a, b) if isinstance(node.op, ast.FloorDiv) else floormod(a, b)
+
+    def exprs(self, node: ast.expr) -> tuple[SymExpr, ...]:
+        return tuple(self.expr(item) for item in self.items(node))
+
+    def symbol_statement(self, stmt: ast.stmt) -> bool:
+        """Take in `n = symbol("n", lower=..., upper=..., divisor=...)`; False for any other statement."""
+        if not isinstance(stmt, ast.Assign) or not is_call(stmt.value, "symbol"):
+            return False
+        arguments = self.arguments(stmt.value)  # type: ignore[arg-type]
+        if len(arguments.positional) != 1:
+            self.fail(stmt, 'a symbol is declared as n = symbol("n")')
+        name = self.string(arguments.positional.pop())
+        self.define(stmt, self.target(stmt), self.new_symbol(arguments, name))
+        return True
+
+    def new_symbol(self, arguments: Arguments, name: str) -> SymVar:
+        """A symbol with the facts that the keywords give."""
+        lower, upper, divisor = (arguments.take(fact) for fact in ("lower", "upper", "divisor"))
+        self.finish(arguments, (0,), "a symbol's declaration")
+        try:
+            return SymVar(
+                name,
+                lower=0 if lower is None else self._bound(lower),
+                upper=None if upper is None else self._bound(upper),
+                divisor=1 if divisor is None else self.integer(divisor),
+            )
+        except ValueError as error:
+            self.fail(arguments.call, str(error))
+
+    def _bound(self, node: ast.expr) -> int | None:
+        return None if isinstance(node, ast.Constant) and node.value is None else self.integer(node)
+
+    def target(self, stmt: ast.Assign) -> str:
+        if len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
+            return stmt.targets[0].id
+        self.fail(stmt, "only one plain name can be assigned")
+
+    # types
+
+    def type(self, node: ast.expr) -> Type:
+        if isinstance(node, ast.Name) and node.id == "Object":
+            return ObjectType()
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            self.fail(node, f"expected a type: {', '.join(_TYPE_NAMES)}")
+        arguments, kind = self.arguments(node), node.func.id
+        if kind == "Tensor":
+            return self._tensor_type(arguments)
+        if kind == "Shape":
+            rank = arguments.take("rank")
+            self.finish(arguments, (0, 1) if rank is None else (0,), kind)
+            if arguments.positional:
+                return ShapeType.of(self.exprs(arguments.positional[0]))
+            return ShapeType(None, None if rank is None else self.integer(rank))
+        if kind == "Tuple":
+            self.finish(arguments, (len(arguments.positional),), kind)
+            return TupleType(tuple(self.type(item) for item in arguments.positional))
+        if kind == "Func":
+            self.finish(arguments, (2,), kind)
+            params, result = arguments.positional
+            return FuncType(tuple(self.type(item) for item in self.items(params)), self.type(result))
+        self.fail(node, f"unknown type {kind}", near=(kind, _TYPE_NAMES))
+
+    def _tensor_type(self, arguments: Arguments) -> TensorType:
+        dtype, rank = arguments.take("dtype"), arguments.take("rank")
+        if dtype is None:
+            self.finish(arguments, (2,), "Tensor")
+            shape, dtype = arguments.positional
+            return TensorType.of(self.exprs(shape), self.dtype(dtype))
+        self.finish(arguments, (0,), "Tensor of unknown shape")
+        return TensorType(None, self.dtype(dtype), None if rank is None else self.integer(rank))
+
+
+def is_call(node: ast.AST | None, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return is_number(node.operand)
+    if isinstance(node, ast.Name):
+        return node.id in _WORDS
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def make_attrs_of(values: Mapping[str, AttrValue]) -> Attrs:
+    return Attrs(values)
+
+
+def _hint(near: tuple[str, Iterable[str]] | None) -> str:
+    if near is None:
+        return ""
+    found = difflib.get_close_matches(near[0], list(near[1]), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def place_error(lines: list[str], line: int, byte_offset: int, message: str) -> ParseError:
+    """An error that shows the line of text and points into it. `line` counts from 1."""
+    text = lines[line - 1] if 0 < line <= len(lines) else ""
+    column = len(text.encode("utf-8", "replace")[:byte_offset].decode("utf-8", "replace"))
+    error = ParseError(f"line {line}, column {column + 1}: {message}\n    {text}\n    {' ' * column}^")
+    error.lineno, error.offset, error.text = line, column + 1, text
+    return error

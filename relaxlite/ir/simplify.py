@@ -1,0 +1,182 @@
+"""Rules that shorten a symbolic integer under facts: each equation stands in the comment of its rule.
+
+The rules know no facts. They ask a `Facts` (the Analyzer is the one implementation); where it cannot tell they decline.
+Every rule keeps the value for each assignment that satisfies the facts, wherever the expression has a value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeAlias
+
+from relaxlite.ir.intervals import Interval
+from relaxlite.ir.symbolic import (
+    FloorDiv,
+    FloorMod,
+    Max,
+    Min,
+    Pair,
+    SymExpr,
+    divide_monomial,
+    floordiv,
+    floormod,
+    map_atoms,
+    monomial_expr,
+    rebuild_pair,
+    sym,
+)
+
+Residue: TypeAlias = tuple[int, int]  # (g, r): the value is r modulo g; g == 0: it is r
+
+
+class Facts(Protocol):
+    """What a rule may ask."""
+
+    def simplify(self, expr: SymExpr) -> SymExpr: ...
+    def replacement(self, atom: SymExpr) -> SymExpr | None: ...
+    def interval(self, expr: SymExpr) -> Interval: ...
+    def residue(self, expr: SymExpr) -> Residue: ...
+    def can_prove_nonneg(self, expr: SymExpr) -> bool: ...
+
+
+def apply_rules(expr: SymExpr, facts: Facts) -> SymExpr:
+    return _recombine(map_atoms(expr, lambda atom: _simplify_atom(atom, facts)), facts)
+
+
+def without_mod(expr: SymExpr) -> SymExpr:
+    """a % b == a - (a // b)*b, everywhere: a form for proofs, not for people."""
+
+    def expand(atom: SymExpr) -> SymExpr:
+        if not isinstance(atom, Pair):
+            return atom
+        a, b = without_mod(atom.a), without_mod(atom.b)
+        return a - floordiv(a, b) * b if isinstance(atom, FloorMod) else rebuild_pair(atom, a, b)
+
+    return map_atoms(expr, expand)
+
+
+def _simplify_atom(atom: SymExpr, facts: Facts) -> SymExpr:
+    known = facts.replacement(atom)
+    if known is not None:
+        return known
+    lower, upper = facts.interval(atom)
+    if lower is not None and lower == upper:
+        return sym(lower)
+    if not isinstance(atom, Pair):
+        return atom
+    return _apply_to_atoms(rebuild_pair(atom, facts.simplify(atom.a), facts.simplify(atom.b)), facts)
+
+
+def _apply_to_atoms(expr: SymExpr, facts: Facts) -> SymExpr:
+    """One rule on each atom, taking the operands as they are."""
+
+    def change(atom: SymExpr) -> SymExpr:
+        if isinstance(atom, FloorDiv):
+            return _simplify_div(atom, facts)
+        if isinstance(atom, FloorMod):
+            return _simplify_mod(atom, facts)
+        return _simplify_extremum(atom, facts) if isinstance(atom, Min | Max) else atom
+
+    return map_atoms(expr, change)
+
+
+def _simplify_div(atom: FloorDiv, facts: Facts) -> SymExpr:
+    a, b = atom.a, atom.b
+    if _is_remainder(a, b, facts):  # a // b == 0 for 0 <= a < b
+        return sym(0)
+    if not b.is_const:
+        if isinstance(a, FloorDiv) and facts.can_prove_nonneg(b):  # (x // p) // q == x // (p*q) for q > 0
+            return _apply_to_atoms(floordiv(a.a, a.b * b), facts)
+        return atom
+    split = _split_small(a, b.const, facts)  # (g*x + k*g + r) // (g*q) == (g*x + k*g) // (g*q) for 0 <= r < g
+    return _apply_to_atoms(floordiv(split[0], b), facts) if split is not None else atom
+
+
+def _simplify_mod(atom: FloorMod, facts: Facts) -> SymExpr:
+    a, b = atom.a, atom.b
+    if _is_remainder(a, b, facts):  # a % b == a for 0 <= a < b
+        return a
+    if not b.is_const:
+        return atom
+    modulus, rest = facts.residue(a)
+    if modulus % b.const == 0:
+        return sym(rest % b.const)
+    outer = sym(a.const)
+    for monomial, coef in a.terms:  # (c*(x % p)) % b == (c*x) % b where b divides c*p
+        inner = monomial[0]
+        is_absorbed = len(monomial) == 1 and isinstance(inner, FloorMod) and floormod(inner.b * coef, b) == 0
+        outer += inner.a * coef if is_absorbed and isinstance(inner, FloorMod) else monomial_expr(monomial, coef)
+    if outer is not a:
+        return _apply_to_atoms(floormod(outer, b), facts)
+    split = _split_small(a, b.const, facts)  # (g*x + k*g + r) % (g*q) == (g*x + k*g) % (g*q) + r for 0 <= r < g
+    return _apply_to_atoms(floormod(split[0], b), facts) + split[1] if split is not None else atom
+
+
+def _simplify_extremum(atom: Min | Max, facts: Facts) -> SymExpr:
+    low, high = (atom.a, atom.b) if isinstance(atom, Min) else (atom.b, atom.a)
+    if facts.can_prove_nonneg(high - low):
+        return atom.a
+    return atom.b if facts.can_prove_nonneg(low - high) else atom
+
+
+def _is_remainder(a: SymExpr, b: SymExpr, facts: Facts) -> bool:
+    """0 <= a < b."""
+    return facts.can_prove_nonneg(a) and facts.can_prove_nonneg(b - 1 - a)
+
+
+def _split_small(a: SymExpr, b: int, facts: Facts) -> tuple[SymExpr, SymExpr] | None:
+    """a == big + small with a common divisor g of big and b, and 0 <= small < g; None where there is no such g."""
+    divisors = [_divisor(monomial_expr(*term), facts) for term in a.terms]
+    for g in sorted({math.gcd(d, b) for d in divisors} - {1}, reverse=True):
+        big = sym(0)
+        for (monomial, coef), d in zip(a.terms, divisors, strict=True):
+            if d % g == 0:
+                big += monomial_expr(monomial, coef)
+        small = a - big
+        lower, upper = facts.interval(small)
+        if lower is not None and upper is not None and lower // g == upper // g:
+            whole = lower // g * g
+            if small != whole:
+                return big + whole, small - whole
+    return None
+
+
+def _divisor(expr: SymExpr, facts: Facts) -> int:
+    modulus, rest = facts.residue(expr)
+    return math.gcd(modulus, rest)
+
+
+def _recombine(expr: SymExpr, facts: Facts) -> SymExpr:
+    """(a // b)*b + a % b == a, in whichever direction is shorter: also (n // 4)*4 -> n where 4 divides n."""
+    candidates = [
+        (monomial, coef, atom)
+        for monomial, coef in expr.terms
+        for atom in monomial
+        if isinstance(atom, FloorDiv | FloorMod)
+    ]
+    for monomial, coef, atom in candidates:
+        factor = monomial_expr(divide_monomial(monomial, (atom,)) or (), coef)
+        new = _by_definition(atom, factor, facts)
+        if new is None:
+            continue
+        shorter = expr - atom * factor + new
+        if _size(shorter) < _size(expr):
+            return _recombine(shorter, facts)
+    return expr
+
+
+def _by_definition(atom: FloorDiv | FloorMod, factor: SymExpr, facts: Facts) -> SymExpr | None:
+    """atom * factor, in terms of the other of quotient and remainder; None for a quotient that keeps a fraction."""
+    a, b = atom.a, atom.b
+    if isinstance(atom, FloorMod):
+        return (a - _apply_to_atoms(floordiv(a, b), facts) * b) * factor
+    if floormod(factor, b) != 0:
+        return None
+    return (a - _apply_to_atoms(floormod(a, b), facts)) * floordiv(factor, b)
+
+
+def _size(expr: SymExpr) -> int:
+    """How much there is to read."""
+    atoms = [atom for monomial, _ in expr.terms for atom in monomial]
+    inner = sum(_size(atom.a) + _size(atom.b) for atom in atoms if isinstance(atom, Pair))
+    return inner + len(atoms) + len(expr.terms) + (expr.const != 0)

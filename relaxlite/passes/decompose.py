@@ -1,0 +1,24 @@
+"""Replace ops that are made of others (Op.decompose) until none is left."""
+
+from __future__ import annotations
+
+from relaxlite.ir.expr import Call, Expr, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.visitor import Rewriter, map_functions
+
+
+def decompose(module: IRModule) -> IRModule:
+    """What a decomposition emits may itself be decomposed: repeat until nothing changes."""
+    while (after := map_functions(module, lambda f: _Decompose(module).function(f))) is not module:
+        module = after
+    return module
+
+
+class _Decompose(Rewriter):
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op):
+            return None
+        if type(value.callee).decompose is Op.decompose:
+            return None
+        return value.callee.decompose(self.bb, value)

@@ -1,0 +1,98 @@
+"""Common subexpressions and dead bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from relaxlite.ir.expr import (
+    Binding, Block, Body, Call, Constant, Expr, If, Let, Loop, MatchShape, ShapeValue, Tuple, TupleGetItem, Var,
+)  # fmt: skip
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.visitor import Rewriter, map_functions, used_vars
+
+
+def eliminate_common(module: IRModule) -> IRModule:
+    """Bind equal pure expressions once. Does not look across the bodies of If and Loop."""
+    return map_functions(module, lambda f: _EliminateCommon().function(f))
+
+
+class _EliminateCommon(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[Hashable, Var] = {}
+
+    def body(self, body: Body) -> Body:
+        outer = self._seen
+        self._seen = dict(outer)  # what dominates the body may be reused in it; what is bound inside ends with it
+        result = super().body(body)
+        self._seen = outer
+        return result
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if isinstance(value, Call) and (not isinstance(value.callee, Op) or not value.callee.is_pure):
+            return None
+        key = _key(value)
+        if key is None:
+            return None
+        found = self._seen.setdefault(key, var)
+        return None if found is var or found.ty != var.ty else found
+
+
+def _key(value: Expr) -> Hashable:
+    if isinstance(value, Call):
+        return (value.callee, tuple(map(_operand_key, value.args)), value.attrs, value.sym_args, value.ty)
+    if isinstance(value, TupleGetItem):
+        return ("item", _operand_key(value.value), value.index)
+    return tuple(map(_operand_key, value.fields)) if isinstance(value, Tuple) else None
+
+
+def _operand_key(operand: Expr) -> Hashable:
+    if isinstance(operand, Constant) and operand.value.size <= 16:
+        return (operand.ty, operand.value.tobytes())
+    return operand.values if isinstance(operand, ShapeValue) else operand
+
+
+def eliminate_dead(module: IRModule) -> IRModule:
+    """Drop bindings that nothing uses, and aliases (y = x). Run-time shape checks stay."""
+    return map_functions(module, lambda f: replace(f, body=body) if (body := _live_body(f.body)) is not f.body else f)
+
+
+def _live_body(body: Body) -> Body:
+    live: set[Var] = set(used_vars(body.result))
+    blocks: list[Block] = []
+    changed = False
+    for block in reversed(body.blocks):
+        kept: list[Binding] = []
+        for binding in reversed(block.bindings):
+            new = _live_binding(binding, live)
+            changed |= new is not binding
+            if new is not None:
+                kept.append(new)
+                live.update(used_vars(new.value if isinstance(new, Let) else new.source))
+        if kept:
+            blocks.append(Block(tuple(reversed(kept)), block.is_dataflow))
+    return Body(tuple(reversed(blocks)), body.result) if changed else body
+
+
+def _live_binding(binding: Binding, live: set[Var]) -> Binding | None:
+    if isinstance(binding, MatchShape):
+        return binding
+    value = binding.value
+    if binding.var not in live and _is_removable(value):
+        return None
+    if isinstance(value, If):
+        then_body, else_body = _live_body(value.then_body), _live_body(value.else_body)
+        if then_body is not value.then_body or else_body is not value.else_body:
+            return Let(binding.var, replace(value, then_body=then_body, else_body=else_body))
+    if isinstance(value, Loop) and (body := _live_body(value.body)) is not value.body:
+        return Let(binding.var, replace(value, body=body))
+    return binding
+
+
+def _is_removable(value: Expr) -> bool:
+    """A loop may not end, so it stays; a call of a program in destination-passing form fills its operands."""
+    if isinstance(value, Call):
+        return value.callee.is_pure if isinstance(value.callee, Op) else bool(getattr(value.ty, "fields", True))
+    return not isinstance(value, Loop)

@@ -1,0 +1,69 @@
+"""Evaluate calls of pure ops whose operands are all constants, by their NumPy references."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue, Tuple, TupleGetItem, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.symbolic import as_int
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, map_functions
+
+SMALL_BYTES = 1 << 16  # results up to this size are always worth a constant
+GROWTH = 2  # larger ones only if they are at most this many times the operands: an Expand of a scalar stays a loop
+
+
+def fold_constants(module: IRModule) -> IRModule:
+    return map_functions(module, lambda f: _FoldConstants().function(f))
+
+
+class _FoldConstants(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._tuples: dict[Var, tuple[Constant, ...]] = {}
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if isinstance(value, TupleGetItem) and isinstance(value.value, Var) and value.value in self._tuples:
+            return self._tuples[value.value][value.index]
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not value.callee.is_pure:
+            return None
+        operands = [_concrete(arg) for arg in value.args]
+        if any(o is None for o in operands) or not _is_worth(value, operands):
+            return None
+        with np.errstate(all="ignore"):
+            result = value.callee.reference(*operands, **value.attrs)
+        if isinstance(result, tuple):
+            self._tuples[var] = tuple(_constant(r, t) for r, t in zip(result, value.ty.fields, strict=True))  # type: ignore[union-attr]
+            return Tuple(self._tuples[var])
+        return _constant(result, value.ty)
+
+
+def _concrete(arg: Expr) -> Any:
+    if isinstance(arg, Constant):
+        return arg.value
+    if isinstance(arg, ShapeValue):
+        values = tuple(as_int(v) for v in arg.values)
+        return None if None in values else values
+    return None
+
+
+def _constant(result: Any, ty: object) -> Constant:
+    assert isinstance(ty, TensorType)
+    return Constant.of(np.asarray(result).astype(dtypes.to_numpy(ty.dtype), copy=False))
+
+
+def _is_worth(call: Call, operands: list[Any]) -> bool:
+    if type(call.callee).reference is Op.reference:
+        return False
+    types = call.ty.fields if hasattr(call.ty, "fields") else (call.ty,)
+    if not all(isinstance(t, TensorType) and t.shape is not None and all(d.is_const for d in t.shape) for t in types):
+        return False
+    size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)  # type: ignore[union-attr]
+    given = sum(o.nbytes for o in operands if isinstance(o, np.ndarray))
+    return size <= max(SMALL_BYTES, GROWTH * given)

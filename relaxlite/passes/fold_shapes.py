@@ -1,0 +1,64 @@
+"""Evaluate the subgraphs that compute shapes.
+
+Where the elements of a small integer tensor are known symbolically (BlockBuilder.known_value), the whole subgraph that
+computes it (Shape -> Gather -> Add -> Concat ...) becomes one `shape_to_tensor` of symbolic integers, or a constant.
+What only fed shapes is then dead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Call, Constant, Expr, MatchShape, ShapeValue, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.symbolic import sym
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, map_functions
+
+
+def fold_shapes(module: IRModule) -> IRModule:
+    return map_functions(module, lambda f: _FoldShapes().function(f))
+
+
+class _FoldShapes(Rewriter):
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not isinstance(value.ty, TensorType):
+            return None
+        if value.callee.name in ("shape_to_tensor", "cast", "reshape") and self._is_from_shape(value):
+            return None
+        known = self.bb.evaluate(value)
+        if known is None:
+            return None
+        flat = tuple(sym(v) for v in known.reshape(-1))
+        if all(v.is_const for v in flat):
+            data = np.array([v.const for v in flat], dtype=np.int64).reshape(known.shape)
+            return Constant.of(data.astype(dtypes.to_numpy(value.ty.dtype)))
+        if value.ty.dtype not in ("int32", "int64"):
+            return None
+        return self._materialize(flat, known.shape, value.ty.dtype)
+
+    def _is_from_shape(self, call: Call) -> bool:
+        return call.callee.name == "shape_to_tensor" or isinstance(call.args[0], Var) and call.args[0] in self._made
+
+    def _materialize(self, values: tuple[object, ...], shape: tuple[int, ...], dtype: str) -> Expr:
+        result: Expr = ops.shape_to_tensor(ShapeValue(values))  # type: ignore[arg-type]
+        if shape != (len(values),):
+            result = ops.reshape(self._emit(result), shape)
+        if dtype != "int64":
+            result = ops.cast(self._emit(result), dtype=dtype)
+        return result
+
+    def _emit(self, expr: Expr) -> Var:
+        var = self.bb.emit(expr)
+        self._made.add(var)
+        return var
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[Var] = set()
+
+    def match_shape(self, binding: MatchShape) -> Expr | None:
+        return None

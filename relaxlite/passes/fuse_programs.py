@@ -1,0 +1,180 @@
+"""Merge the loops of composite functions (fuse_ops) into one tensor program each.
+
+1. The programs' stages are laid out one after another over shared intermediate buffers.
+2. Injective intermediates are inlined: a load of one becomes the value that was stored there.
+3. A reduction's elementwise consumer moves into the reduction's spatial loops; the intermediate becomes one local element:
+
+    for i, j:                          for i, j:
+        t[i, j] = 0                        local t[]
+        for k: t[i, j] += a*b      =>      t[] = 0
+    for i, j:                              for k: t[] += a*b
+        out[i, j] = f(t[i, j])             out[i, j] = f(t[])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from relaxlite.errors import PassError
+from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.program import (
+    Allocate, Buffer, Check, LetIndex, Load, Seq, Stmt, Store, TensorProgram, Value, seq,
+)  # fmt: skip
+from relaxlite.ir.types import ShapeType, TensorType
+from relaxlite.ir.visitor import ProgramRewriter, Rewriter, Substitute, program_symbols, stores
+from relaxlite.passes.legalize import ProgramTable
+from relaxlite.passes.loop_pattern import injective_store, perfect_nest, reduction_of, top_stages
+
+
+def fuse_programs(module: IRModule) -> IRModule:
+    composites = {n: f for n, f in module.functions().items() if f.attrs.get("composite")}
+    definitions: dict[str, Definition] = {n: d for n, d in module.items() if n not in composites}
+    table = ProgramTable(definitions)
+    fused: dict[str, tuple[GlobalVar, TensorProgram]] = {}
+    for name, function in composites.items():
+        program = merge(function, module)
+        fused[name] = (table.add(name, program), program)
+    for name, function in module.functions().items():
+        if name not in composites:
+            definitions[name] = _CallFused(composites, fused).function(function)
+    return module.updated({**{n: None for n in composites if n not in definitions}, **definitions})
+
+
+class _CallFused(Rewriter):
+    def __init__(self, composites: dict[str, Function], fused: dict[str, tuple[GlobalVar, TensorProgram]]) -> None:
+        super().__init__()
+        self._composites, self._fused = composites, fused
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar) or value.callee.name not in self._fused:
+            return None
+        callee, program = self._fused[value.callee.name]
+        *args, shape = value.args
+        declared = self._composites[value.callee.name].params[-1].ty
+        assert isinstance(shape, ShapeValue) and isinstance(declared, ShapeType) and declared.values is not None
+        bound = dict(zip(declared.values, shape.values, strict=True))
+        sym_args = tuple(bound[s] for s in program.symbols)
+        return Call(callee, tuple(args), value.attrs, sym_args, value.ty, value.loc)
+
+
+def merge(function: Function, module: IRModule) -> TensorProgram:
+    """One program that computes what a composite function computes."""
+    buffers: dict[Expr, Buffer] = {p: _buffer(p) for p in function.params[:-1]}
+    stages: list[Stmt] = []
+    result = function.body.result
+    for binding in function.body.bindings():
+        assert isinstance(binding, Let) and isinstance(binding.value, Call)
+        buffers[binding.var] = _buffer(binding.var)
+        stages.extend(_instantiate(binding.value, buffers, binding.var, module))
+    inputs, output = tuple(buffers[p] for p in function.params[:-1]), buffers[result]
+    intermediates = [b for b in buffers.values() if b not in inputs and b is not output]
+    stages = _inline(stages, intermediates)
+    stages = _merge_epilogue(stages, output)
+    body = seq(*stages)
+    params = (*inputs, output)
+    left = {b for s in stores(body) for b in (s.buffer,)} - set(params)
+    if any(b.scope == "global" for b in left):
+        raise PassError(f"fusion left intermediate buffers {[b.name for b in left]} in {output.name}")
+    return TensorProgram(params, program_symbols(params, body), body)
+
+
+def _buffer(var: Var) -> Buffer:
+    assert isinstance(var.ty, TensorType) and var.ty.shape is not None
+    return Buffer(var.name, var.ty.shape, var.ty.dtype)
+
+
+def _instantiate(call: Call, buffers: dict[Expr, Buffer], out: Var, module: IRModule) -> tuple[Stmt, ...]:
+    assert isinstance(call.callee, GlobalVar)
+    program = module[call.callee.name]
+    assert isinstance(program, TensorProgram)
+    symbols = dict(zip(program.symbols, call.sym_args, strict=True))
+    actual = dict(zip(program.params, (*(buffers[a] for a in call.args), buffers[out]), strict=True))
+    return top_stages(replace(program, body=Substitute(symbols, actual, fresh=True).stmt(program.body)))
+
+
+def _inline(stages: list[Stmt], intermediates: list[Buffer]) -> list[Stmt]:
+    """Inline every intermediate that one injective stage computes, in order of definition."""
+    for buffer in intermediates:
+        writers = [s for s in stages if any(store.buffer is buffer for store in stores(s))]
+        if len(writers) != 1 or injective_store(perfect_nest(writers[0])) is None:
+            continue
+        inliner = _Inline(buffer, writers[0])
+        stages = [inliner.stmt(s) for s in stages if s is not writers[0]]
+    return stages
+
+
+class _Inline(ProgramRewriter):
+    """Replaces loads of a buffer by the value its producer stores; the producer's data-dependent indices and checks are
+    bound round the consuming store."""
+
+    def __init__(self, buffer: Buffer, producer: Stmt) -> None:
+        super().__init__()
+        self._buffer = buffer
+        self._nest = perfect_nest(producer)
+        self._values: dict[object, Value] = {}
+        self._wrappers: list[Callable[[Stmt], Stmt]] = []
+
+    def _value(self, value: Value) -> Value:
+        if not isinstance(value, Load) or value.buffer is not self._buffer:
+            return super()._value(value)
+        if value.indices not in self._values:
+            self._values[value.indices] = self._produce(value)
+        return self._values[value.indices]
+
+    def _produce(self, load: Load) -> Value:
+        at = dict(zip(self._nest.vars, load.indices, strict=True))
+        body = Substitute(at, fresh=True).stmt(self._nest.body)
+        while not isinstance(body, Store):
+            if isinstance(body, LetIndex):
+                self._wrappers.append(lambda inner, let=body: LetIndex(let.var, let.value, inner))
+                body = body.body
+            else:
+                assert isinstance(body, Seq)
+                self._wrappers.append(lambda inner, checks=body.stmts[:-1]: seq(*checks, inner))
+                body = body.stmts[-1]
+        return body.value
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        if not isinstance(stmt, Store | LetIndex | Check):
+            return super().stmt(stmt)
+        outer, self._wrappers, self._values, self._done = self._wrappers, [], {}, {}
+        new = super().stmt(stmt)
+        for wrap in reversed(self._wrappers):
+            new = wrap(new)
+        self._wrappers = outer
+        return new
+
+
+def _merge_epilogue(stages: list[Stmt], output: Buffer) -> list[Stmt]:
+    """Move the stage that writes `output` into the spatial loops of the reduction that it reads, if there is one."""
+    final = next(s for s in reversed(stages) if any(store.buffer is output for store in stores(s)))
+    for anchor in stages:
+        reduction = reduction_of(anchor)
+        if reduction is None or anchor is final:
+            continue
+        whole = reduction.init.buffer
+        element = Buffer(whole.name, (), whole.dtype, "local")
+        nest = perfect_nest(final)
+        spatial = dict(zip(nest.vars, (loop.var for loop in reduction.spatial), strict=True))
+        epilogue = _ToElement(whole, element).stmt(Substitute(spatial).stmt(nest.body))
+        inner: Stmt = Store(element, (), reduction.update.value, reduction.update.combine)
+        for loop in reversed(reduction.reduced):
+            inner = replace(loop, body=inner)
+        merged: Stmt = Allocate(element, seq(Store(element, (), reduction.init.value), inner, epilogue))
+        for loop in reversed(reduction.spatial):
+            merged = replace(loop, body=merged)
+        return [merged if s is final else s for s in stages if s is not anchor]
+    return stages
+
+
+class _ToElement(ProgramRewriter):
+    def __init__(self, whole: Buffer, element: Buffer) -> None:
+        super().__init__()
+        self._whole, self._element = whole, element
+
+    def _value(self, value: Value) -> Value:
+        if isinstance(value, Load) and value.buffer is self._whole:
+            return Load(self._element, ())
+        return super()._value(value)

@@ -1,0 +1,111 @@
+"""Turn calls of ops into calls of tensor programs (value form). Equal programs are shared."""
+
+from __future__ import annotations
+
+from relaxlite.errors import PassError
+from relaxlite.ir.equality import structural_equal, structural_hash
+from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, ShapeValue, Var
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.program import Buffer, Literal, Load, TensorProgram, Value
+from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.types import TensorType, TupleType
+from relaxlite.ir.visitor import ProgramRewriter, Rewriter, program_symbols
+
+RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins later, not to loops
+
+
+class ProgramTable:
+    """Programs by content: adding one that is there already gives the name it has."""
+
+    def __init__(self, definitions: dict[str, Definition]) -> None:
+        self._definitions = definitions
+        self._by_hash: dict[object, list[str]] = {}
+        for name, definition in definitions.items():
+            if isinstance(definition, TensorProgram):
+                self._by_hash.setdefault(structural_hash(definition), []).append(name)
+
+    def add(self, hint: str, program: TensorProgram) -> GlobalVar:
+        same = self._by_hash.setdefault(structural_hash(program), [])
+        for name in same:
+            other = self._definitions[name]
+            if isinstance(other, TensorProgram) and structural_equal(other, program):
+                return GlobalVar(name)
+        name, count = hint, 0
+        while name in self._definitions:
+            count += 1
+            name = f"{hint}_{count}"
+        self._definitions[name] = program
+        same.append(name)
+        return GlobalVar(name)
+
+
+def legalize(module: IRModule) -> IRModule:
+    definitions: dict[str, Definition] = dict(module)
+    table = ProgramTable(definitions)
+    for name, function in module.functions().items():
+        definitions[name] = _Legalize(table).function(function)
+    return module.updated(definitions)
+
+
+class _Legalize(Rewriter):
+    def __init__(self, table: ProgramTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op):
+            return None
+        op = value.callee
+        if op.name in RUNTIME_OPS or "." in op.name:
+            return None
+        if not op.has_lowering:
+            raise PassError(f"op {op.name} (at {value.loc}) has neither a lowering nor a decomposition")
+        program, args = lower_call(value)
+        callee = self._table.add(op.name, program)
+        return Call(callee, args, sym_args=program.symbols, ty=value.ty, loc=value.loc)
+
+
+def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:
+    """The program that computes a call of an op, and the operands that remain: constants of one element become
+    literals, a tensor passed twice one parameter, shapes symbolic arguments."""
+    op = call.callee
+    assert isinstance(op, Op)
+    by_arg: dict[Expr, Buffer] = {}
+    literals: dict[Buffer, Value] = {}
+    operands: list[Buffer | tuple[SymExpr, ...]] = []
+    for k, arg in enumerate(call.args):
+        if isinstance(arg, ShapeValue):
+            operands.append(arg.values)
+            continue
+        if arg not in by_arg:
+            assert isinstance(arg.ty, TensorType) and arg.ty.shape is not None
+            by_arg[arg] = Buffer(_name(op, k), arg.ty.shape, arg.ty.dtype)
+            if isinstance(arg, Constant) and arg.value.size == 1:
+                literals[by_arg[arg]] = Literal(arg.value.reshape(-1)[0].item(), arg.ty.dtype)
+        operands.append(by_arg[arg])
+    fields = call.ty.fields if isinstance(call.ty, TupleType) else (call.ty,)
+    outs = tuple(Buffer(f"out{k}" if k else "out", f.shape, f.dtype) for k, f in enumerate(fields))  # type: ignore[union-attr, arg-type]
+    body = op.lower(*operands, out=outs if isinstance(call.ty, TupleType) else outs[0], **call.attrs)
+    if literals:
+        body = _InlineLiterals(literals).stmt(body)
+    kept = tuple(arg for arg, buffer in by_arg.items() if buffer not in literals)
+    params = (*(by_arg[arg] for arg in kept), *outs)
+    return TensorProgram(params, program_symbols(params, body), body, len(outs)), kept
+
+
+def _name(op: Op, k: int) -> str:
+    last = op.operands[-1]
+    name = op.operands[k] if k < len(op.operands) else f"{last}{k - len(op.operands) + 1}"
+    return name.strip("*?")
+
+
+class _InlineLiterals(ProgramRewriter):
+    def __init__(self, literals: dict[Buffer, Value]) -> None:
+        super().__init__()
+        self._literals = literals
+
+    def _value(self, value: Value) -> Value:
+        if isinstance(value, Load) and value.buffer in self._literals:
+            return self._literals[value.buffer]
+        return super()._value(value)

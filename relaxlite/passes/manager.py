@@ -1,0 +1,67 @@
+"""Running passes: a pass is a named pure function IRModule -> IRModule; the manager verifies, times and dumps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relaxlite import config
+from relaxlite.errors import PassError, RelaxliteError
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.printer import print_module
+from relaxlite.ir.verifier import verify
+from relaxlite.target import Target
+
+
+@dataclass(slots=True)
+class PassContext:
+    """What passes may ask (`target`) and what they leave behind (`timings` in seconds, `notes` on decisions)."""
+
+    target: Target
+    verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
+    dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
+    timings: list[tuple[str, float]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _path(value: object) -> Path | None:
+    return Path(str(value)) if value else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """`stage` names the rules that hold after the pass (ir/verifier.py)."""
+
+    name: str
+    run: Callable[[IRModule, PassContext], IRModule]
+    stage: str
+    doc: str = ""
+
+
+def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:
+    """The module after all passes. Raises PassError naming the pass that failed."""
+    for number, step in enumerate(passes):
+        start = time.perf_counter()
+        try:
+            module = step.run(module, context)
+        except RelaxliteError as error:
+            error.add_note(f"in pass {step.name}") if hasattr(error, "add_note") else None
+            raise
+        except Exception as error:
+            raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
+        context.timings.append((step.name, time.perf_counter() - start))
+        if context.verify:
+            _verify_after(module, step)
+        if context.dump_dir is not None:
+            context.dump_dir.mkdir(parents=True, exist_ok=True)
+            (context.dump_dir / f"{number:02d}_{step.name}.py").write_text(print_module(module))
+    return module
+
+
+def _verify_after(module: IRModule, step: Pass) -> None:
+    try:
+        verify(module, step.stage)
+    except RelaxliteError as error:
+        raise PassError(f"after pass {step.name}: {error}") from error

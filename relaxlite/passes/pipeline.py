@@ -1,0 +1,61 @@
+"""The table of contents of compilation: every pass, in order, and what holds after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from relaxlite.ir.module import IRModule
+from relaxlite.passes.decompose import decompose
+from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
+from relaxlite.passes.fold_constants import fold_constants
+from relaxlite.passes.fold_shapes import fold_shapes
+from relaxlite.passes.fuse_ops import fuse_ops
+from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.legalize import legalize
+from relaxlite.passes.lower_dps import lower_dps
+from relaxlite.passes.lower_shapes import lower_shapes
+from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.plan_memory import plan_memory
+from relaxlite.passes.reachable import drop_unused
+from relaxlite.passes.schedule_cpu import schedule_cpu
+from relaxlite.passes.simplify_algebra import simplify_algebra
+
+
+def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
+    """A pass that needs nothing but the module."""
+    return Pass(name, lambda module, context: run(module), stage)
+
+
+def default_pipeline() -> tuple[Pass, ...]:
+    """From graph operators to what codegen takes.
+
+    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart
+    C  lower and fuse     ops become loop nests; nests that belong together become one
+    D  schedule           loops are tiled, vectorized and run in parallel for the target
+    E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
+    """
+    return (
+        # A
+        _pure("fold_shapes", fold_shapes, "graph"),
+        _pure("decompose", decompose, "graph"),
+        _pure("fold_constants", fold_constants, "graph"),
+        _pure("simplify_algebra", simplify_algebra, "graph"),
+        _pure("fold_constants_again", fold_constants, "graph"),
+        _pure("eliminate_common", eliminate_common, "graph"),
+        _pure("eliminate_dead", eliminate_dead, "graph"),
+        # C
+        _pure("legalize", legalize, "lowered"),
+        Pass("fuse_ops", fuse_ops, "lowered"),
+        _pure("fuse_programs", fuse_programs, "lowered"),
+        _pure("drop_unused", drop_unused, "lowered"),
+        # D
+        Pass("schedule", schedule_cpu, "lowered"),
+        # E
+        _pure("lower_dps", lower_dps, "dps"),
+        _pure("eliminate_dead_again", eliminate_dead, "dps"),
+        _pure("plan_memory", plan_memory, "dps"),
+        _pure("lower_shapes", lower_shapes, "vm"),
+    )
+
+
+PASSES: dict[str, Pass] = {step.name: step for step in default_pipeline()}

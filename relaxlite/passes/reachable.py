@@ -1,0 +1,39 @@
+"""Which definitions of a module are used."""
+
+from __future__ import annotations
+
+from relaxlite.ir.expr import Call, Function, GlobalVar, Let
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.visitor import bodies, operands
+
+
+def reachable(module: IRModule, entry: str) -> set[str]:
+    """The names of all definitions that `entry` calls, directly or not, itself included."""
+    found: set[str] = set()
+    pending = [entry]
+    while pending:
+        name = pending.pop()
+        if name in found or name not in module:
+            continue
+        found.add(name)
+        definition = module[name]
+        if isinstance(definition, Function):
+            pending.extend(_called(definition))
+    return found
+
+
+def drop_unused(module: IRModule) -> IRModule:
+    """Remove definitions that "main" does not reach."""
+    kept = reachable(module, "main")
+    return module.updated({name: None for name in module if name not in kept})
+
+
+def _called(function: Function) -> list[str]:
+    names: list[str] = []
+    for body in bodies(function):
+        for binding in body.bindings():
+            value = binding.value if isinstance(binding, Let) else binding.source
+            if isinstance(value, Call) and isinstance(value.callee, GlobalVar):
+                names.append(value.callee.name)
+            names.extend(o.name for o in operands(value) if isinstance(o, GlobalVar))
+    return names

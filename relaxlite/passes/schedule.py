@@ -1,0 +1,182 @@
+"""Schedule primitives: rewrites of loops that cannot change what a program computes.
+
+Each takes and returns statements; the conditions under which it is exact stand in its docstring and are the caller's to
+check where they cannot be read off the loops. The rules that choose primitives are in schedule_cpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from relaxlite.ir.program import (
+    Allocate, Buffer, Check, Compare, For, IfThenElse, IndexValue, LetIndex, Literal, Load, LoopKind, Seq, Stmt, Store,
+    Value, seq,
+)  # fmt: skip
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
+from relaxlite.ir.visitor import ProgramRewriter, Substitute, stmt_indices
+
+
+def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
+    """(main, inner variable, start of the rest, count of the rest).
+
+    for i in n: body   =>   for io in n // factor: for ii in factor: body(io*factor + ii)
+                            and n % factor iterations are left, from n // factor * factor on (see `rest`).
+    """
+    outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=factor - 1)
+    body = Substitute({loop.var: outer * factor + inner}, fresh=True).stmt(loop.body)
+    main = For(outer, loop.extent // factor, For(inner, sym(factor), body, loop.kind), loop.kind)
+    return main, inner, loop.extent // factor * factor, loop.extent % factor
+
+
+def rest_of(loop: For, start: SymExpr, count: SymExpr, kind: LoopKind = "serial") -> Stmt:
+    """The iterations from `start` on: a loop of `count`."""
+    var = SymVar(f"{loop.var.name}t")
+    return For(var, count, Substitute({loop.var: start + var}, fresh=True).stmt(loop.body), kind)
+
+
+def masked_rest(loop: For, start: SymExpr, lanes: int) -> Stmt:
+    """The iterations from `start` to the end, at most `lanes` of them, as one masked vector step."""
+    var = SymVar(f"{loop.var.name}t", upper=lanes - 1)
+    body = Substitute({loop.var: start + var}, fresh=True).stmt(loop.body)
+    return For(var, sym(lanes), IfThenElse(less(start + var, loop.extent), body), "vectorized")
+
+
+def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
+    """The statement, guarded by count > 0; nothing if count is 0 for sure."""
+    value = as_int(count)
+    if value is not None:
+        return (stmt,) if value > 0 else ()
+    return (IfThenElse(less(0, count), stmt),)
+
+
+def less(a: IntLike, b: IntLike) -> Value:
+    return Compare("lt", IndexValue(sym(a)), IndexValue(sym(b)))
+
+
+def fuse(outer: For, inner: For) -> For:
+    """for i in n: for j in m: body  =>  for t in n*m: body(t // m, t % m). `inner` is the whole body of `outer` and its
+    extent does not depend on i."""
+    var = SymVar(f"{outer.var.name}{inner.var.name}")
+    at = {outer.var: var // inner.extent, inner.var: var % inner.extent}
+    return For(var, outer.extent * inner.extent, Substitute(at, fresh=True).stmt(inner.body), outer.kind)
+
+
+def nest(loops: Sequence[For], body: Stmt) -> Stmt:
+    """The loops round a body, outermost first."""
+    for loop in reversed(loops):
+        body = replace(loop, body=body)
+    return body
+
+
+def hoist_lets(stmt: Stmt) -> Stmt:
+    """Move data-dependent indices (and their checks) out of loops that they do not depend on."""
+    return _HoistLets().stmt(stmt)
+
+
+class _HoistLets(ProgramRewriter):
+    def stmt(self, stmt: Stmt) -> Stmt:
+        stmt = super().stmt(stmt)
+        if not isinstance(stmt, For) or stmt.kind != "serial":
+            return stmt
+        body = stmt.body
+        if isinstance(body, LetIndex) and stmt.var not in _symbols(LetIndex(body.var, body.value, Seq(()))):
+            return LetIndex(body.var, body.value, self.stmt(replace(stmt, body=body.body)))
+        if isinstance(body, Seq) and isinstance(body.stmts[0], Check) and stmt.var not in _symbols(body.stmts[0]):
+            return seq(body.stmts[0], self.stmt(replace(stmt, body=seq(*body.stmts[1:]))))
+        return stmt
+
+
+def _symbols(stmt: Stmt) -> set[SymVar]:
+    return {v for expr in stmt_indices(stmt) for v in expr.free_vars()}
+
+
+def distribute(loops: Sequence[For], block: Allocate, guard: Value | None = None) -> Allocate:
+    """Move loops from around a block of one local element into each of its statements, innermost:
+
+    for i: { t[]; t = init; for k: t += v(i, k); use(t) }
+        =>  t[n]; for i: t[i] = init;  for k: for i: t[i] += v(i, k);  for i: use(t[i])
+
+    Exact when iterations of `loops` are independent. `guard` masks every iteration (a tail).
+    """
+    element = block.buffer
+    wide = Buffer(element.name, tuple(loop.extent for loop in loops), element.dtype, "local")
+    at = tuple(loop.var for loop in loops)
+    stmts = block.body.stmts if isinstance(block.body, Seq) else (block.body,)
+    body = [_sink(loops, _Widen(element, wide, at).stmt(s), guard) for s in stmts]
+    return Allocate(wide, seq(*body))
+
+
+def _sink(loops: Sequence[For], stmt: Stmt, guard: Value | None) -> Stmt:
+    if isinstance(stmt, For):
+        return replace(stmt, body=_sink(loops, stmt.body, guard))
+    leaf = nest(loops, stmt if guard is None or _is_init(stmt) else IfThenElse(guard, stmt))
+    return Substitute(fresh=True).stmt(leaf)
+
+
+def _is_init(stmt: Stmt) -> bool:
+    return isinstance(stmt, Store) and isinstance(stmt.value, Literal)
+
+
+class _Widen(ProgramRewriter):
+    """t[] becomes wide[at]."""
+
+    def __init__(self, element: Buffer, wide: Buffer, at: tuple[SymExpr, ...]) -> None:
+        super().__init__()
+        self._element, self._wide, self._at = element, wide, at
+
+    def _value(self, value: Value) -> Value:
+        if isinstance(value, Load) and value.buffer is self._element:
+            return Load(self._wide, self._at)
+        return super()._value(value)
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        new = super().stmt(stmt)
+        if isinstance(new, Store) and new.buffer is self._element:
+            return Store(self._wide, self._at, new.value, new.combine)
+        return new
+
+
+def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -> Stmt:
+    """Vectorize a loop that combines into one element:
+
+    for k in n: t[] += v(k)   =>   p[lanes*accumulators] = 0; for ko: for ki: p[ki] += v(ko*width + ki);
+                                   the rest, `lanes` at a time and masked; then t[] += p[ki] for all ki.
+
+    Exact up to the order of combination. `loop.body` is one Store with `combine`, whose indices do not use the variable.
+    """
+    store = loop.body
+    assert isinstance(store, Store) and store.combine is not None
+    width = lanes * accumulators
+    partial = Buffer(f"{store.buffer.name}_partial", (sym(width),), store.buffer.dtype, "local")
+
+    def step(extent: SymExpr, start: SymExpr, *, count: int, masked: bool) -> Stmt:
+        outer, part, lane = SymVar(f"{loop.var.name}o"), SymVar("u", upper=count - 1), SymVar("l", upper=lanes - 1)
+        at = start + outer * (lanes * count) + part * lanes + lane
+        value = Substitute({loop.var: at}, fresh=True).value(store.value)
+        body: Stmt = Store(partial, (part * lanes + lane,), value, store.combine)
+        if masked:
+            body = IfThenElse(less(at, loop.extent), body)
+        return For(outer, extent, For(part, sym(count), For(lane, sym(lanes), body, "vectorized"), "unrolled"))
+
+    main, rest = loop.extent // width * width, loop.extent % width
+    steps = [*when_positive(loop.extent // width, step(loop.extent // width, sym(0), count=accumulators, masked=False))]
+    steps += when_positive(rest, step((rest + lanes - 1) // lanes, main, count=1, masked=True))
+    return Allocate(partial, seq(_fill(partial, identity, lanes), *steps, _collect(store, partial, accumulators, lanes)))
+
+
+def _fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+    (width,) = partial.shape
+    part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
+    body = For(lane, sym(lanes), Store(partial, (part * lanes + lane,), identity), "vectorized")
+    return For(part, width // lanes, body, "unrolled")
+
+
+def _collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
+    """Add the accumulators up lane by lane, then across lanes."""
+    part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
+    higher = Load(partial, (part * lanes + lane + lanes,))
+    fold = For(lane, sym(lanes), Store(partial, (lane,), higher, store.combine), "vectorized")
+    last = SymVar("l", upper=lanes - 1)
+    total = For(last, sym(lanes), Store(store.buffer, store.indices, Load(partial, (last,)), store.combine), "vectorized")
+    return seq(*([For(part, sym(accumulators - 1), fold, "unrolled")] if accumulators > 1 else []), total)

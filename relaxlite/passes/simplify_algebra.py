@@ -1,0 +1,198 @@
+"""Algebraic rules on graph operators. Each rule states its equation; all are exact for every input, NaN included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.symbolic import as_int
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, map_functions
+
+Bindings: TypeAlias = Mapping[Var, Expr]
+Rule: TypeAlias = Callable[[Call, Bindings], "Expr | None"]
+
+
+def simplify_algebra(module: IRModule) -> IRModule:
+    return map_functions(module, lambda f: _Simplify().function(f))
+
+
+class _Simplify(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._bound: dict[Var, Expr] = {}
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        new: Expr | None = None
+        while isinstance(value, Call) and isinstance(value.callee, Op):
+            found = self._apply(value)
+            if found is None:
+                break
+            new = value = found
+        return new
+
+    def bind(self, var: Var, value: Expr) -> None:
+        super().bind(var, value)
+        target = self.env.get(var, var)
+        if isinstance(target, Var) and target is not value:
+            self._bound[target] = value
+
+    def _apply(self, call: Call) -> Expr | None:
+        for rule in RULES.get(call.callee.name, ()):
+            found = rule(call, self._bound)
+            if found is not None:
+                return found
+        return None
+
+
+def _scalar(expr: Expr) -> float | int | None:
+    """The one value of a constant that holds one value everywhere."""
+    if not isinstance(expr, Constant) or expr.value.size != 1:
+        return None
+    return expr.value.reshape(-1)[0].item()  # type: ignore[no-any-return]
+
+
+def _keeps(call: Call, operand: Expr) -> Expr | None:
+    """The operand, if it has the very type of the result."""
+    return operand if operand.ty == call.ty else None
+
+
+def add_zero(call: Call, bound: Bindings) -> Expr | None:
+    """x + 0 = x for integers. (For floats -0.0 + 0 = 0.0, so the constant must be -0.0.)"""
+    for x, c in (call.args, call.args[::-1]):
+        value = _scalar(c)
+        if value == 0 and (isinstance(value, int) or math.copysign(1, value) < 0):
+            return _keeps(call, x)
+    return None
+
+
+def subtract_zero(call: Call, bound: Bindings) -> Expr | None:
+    """x - 0 = x"""
+    value = _scalar(call.args[1])
+    plus = value == 0 and (isinstance(value, int) or math.copysign(1, value or 0.0) > 0)
+    return _keeps(call, call.args[0]) if plus else None
+
+
+def multiply_one(call: Call, bound: Bindings) -> Expr | None:
+    """x * 1 = x"""
+    for x, c in (call.args, call.args[::-1]):
+        if _scalar(c) == 1:
+            return _keeps(call, x)
+    return None
+
+
+def divide_one(call: Call, bound: Bindings) -> Expr | None:
+    """x / 1 = x"""
+    return _keeps(call, call.args[0]) if _scalar(call.args[1]) == 1 else None
+
+
+def divide_power_of_two(call: Call, bound: Bindings) -> Expr | None:
+    """x / 2**k = x * 2**-k, exact because both are powers of two"""
+    c = call.args[1]
+    if not isinstance(c, Constant) or c.ty.dtype not in ("float32", "float64") or c.value.size == 0:
+        return None
+    mantissa, exponent = np.frexp(c.value.astype(np.float64))
+    if not np.all(np.abs(mantissa) == 0.5) or np.max(np.abs(exponent)) > 60:
+        return None
+    return ops.multiply(call.args[0], Constant.of(1 / c.value, c.ty.dtype), loc=call.loc)
+
+
+def power_constant(call: Call, bound: Bindings) -> Expr | None:
+    """x ** 2 = x * x;  x ** 1 = x"""
+    exponent, x = _scalar(call.args[1]), call.args[0]
+    if exponent == 1:
+        return _keeps(call, x)
+    return ops.multiply(x, x, loc=call.loc) if exponent == 2 and x.ty == call.ty else None
+
+
+def cast_same(call: Call, bound: Bindings) -> Expr | None:
+    """cast(x, dtype of x) = x"""
+    return _keeps(call, call.args[0])
+
+
+def broadcast_same(call: Call, bound: Bindings) -> Expr | None:
+    """broadcast_to(x, shape of x) = x"""
+    return _keeps(call, call.args[0])
+
+
+def reshape_reshape(call: Call, bound: Bindings) -> Expr | None:
+    """reshape(x, shape of x) = x;  reshape(reshape(x, s), t) = reshape(x, t)"""
+    x, shape = call.args
+    if x.ty == call.ty:
+        return x
+    inner = bound.get(x) if isinstance(x, Var) else None
+    if isinstance(inner, Call) and isinstance(inner.callee, Op) and inner.callee.name == "reshape":
+        return ops.reshape(inner.args[0], shape, loc=call.loc)
+    return None
+
+
+def transpose_transpose(call: Call, bound: Bindings) -> Expr | None:
+    """transpose(x, identity) = x;  transpose(transpose(x, p), q) = transpose(x, p[q])"""
+    x, axes = call.args[0], call.attrs["axes"]
+    if not isinstance(axes, tuple):
+        return None
+    if axes == tuple(range(len(axes))):
+        return x
+    inner = bound.get(x) if isinstance(x, Var) else None
+    if isinstance(inner, Call) and isinstance(inner.callee, Op) and inner.callee.name == "transpose":
+        first = inner.attrs["axes"]
+        if isinstance(first, tuple):
+            return ops.transpose(inner.args[0], axes=tuple(first[a] for a in axes), loc=call.loc)  # type: ignore[index]
+    return _moves_only_ones(call, axes)
+
+
+def _moves_only_ones(call: Call, axes: tuple[object, ...]) -> Expr | None:
+    """transpose(x, axes) = reshape(x) when only dimensions of one change places"""
+    ty = call.args[0].ty
+    assert isinstance(ty, TensorType) and ty.shape is not None and isinstance(call.ty, TensorType) and call.ty.shape is not None
+    large = [a for a in axes if isinstance(a, int) and as_int(ty.shape[a]) != 1]
+    if large != sorted(large):
+        return None
+    return ops.reshape(call.args[0], ShapeValue(call.ty.shape), loc=call.loc)
+
+
+def concat_one(call: Call, bound: Bindings) -> Expr | None:
+    """concat(x) = x;  concat(x, empty) = concat(x)"""
+    if len(call.args) == 1:
+        return call.args[0]
+    axis = call.attrs["axis"]
+    kept = [a for a in call.args if not _is_empty(a, axis)]
+    if len(kept) == len(call.args) or not kept:
+        return None
+    return ops.concat(*kept, axis=axis, loc=call.loc)
+
+
+def _is_empty(expr: Expr, axis: object) -> bool:
+    ty = expr.ty
+    assert isinstance(ty, TensorType) and ty.shape is not None and isinstance(axis, int)
+    return as_int(ty.shape[axis]) == 0
+
+
+def slice_all(call: Call, bound: Bindings) -> Expr | None:
+    """slice(x, from 0, step 1, all) = x"""
+    begins, steps = call.args[1], call.attrs["steps"]
+    whole = isinstance(begins, ShapeValue) and all(as_int(b) == 0 for b in begins.values)
+    forward = steps is None or isinstance(steps, tuple) and all(s == 1 for s in steps)
+    return _keeps(call, call.args[0]) if whole and forward else None
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "add": (add_zero,),
+    "subtract": (subtract_zero,),
+    "multiply": (multiply_one,),
+    "divide": (divide_one, divide_power_of_two),
+    "power": (power_constant,),
+    "cast": (cast_same,),
+    "broadcast_to": (broadcast_same,),
+    "reshape": (reshape_reshape,),
+    "transpose": (transpose_transpose,),
+    "concat": (concat_one,),
+    "slice": (slice_all,),
+}

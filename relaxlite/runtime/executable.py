@@ -1,0 +1,416 @@
+"""What the compiler hands to the runtime: bytecode, kernels, weights and the signature, as plain data.
+
+docs/architecture.md ("Bytecode") is the specification of the instructions. Nothing here runs anything: `vm.py` does,
+and `artifact.py` stores it in a file. `validate` refuses bytecode that names anything that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import ArtifactError
+from relaxlite.version import __version__
+
+ENTRY = "main"
+
+ImmValue: TypeAlias = "int | str | tuple[ImmValue, ...] | None"
+Bound: TypeAlias = tuple[int | None, int | None, int]  # lower, upper, divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """An index into `ExecutableData.constants`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imm:
+    value: ImmValue
+
+
+Operand: TypeAlias = Reg | Const | Imm
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    dst: int  # -1: no result
+    callee: str  # "kernel:NAME", "func:NAME", "extern:SYMBOL" or "builtin:NAME"
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ret:
+    register: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goto:
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class If:
+    """Falls through when the one-element bool tensor in `register` is true, else jumps."""
+
+    register: int
+    else_target: int
+
+
+Instruction: TypeAlias = Call | Ret | Goto | If
+
+
+@dataclass(frozen=True, slots=True)
+class VMFunction:
+    name: str
+    params: tuple[str, ...]  # their values arrive in registers 0, 1, ...
+    num_registers: int
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInfo:
+    """A compiled tensor program. `checks[k - 1]` is the message of status k. The counts guard calls, where known."""
+
+    name: str
+    symbol: str  # in the object code
+    checks: tuple[str, ...] = ()
+    num_buffers: int | None = None
+    num_symbols: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An input or output of the model. A dimension is a constant or the text of a symbolic expression."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    bounds: Mapping[str, Bound] = field(default_factory=dict)  # of the symbols in `shape`
+
+    def __str__(self) -> str:
+        dims = ", ".join(str(dim) for dim in self.shape)
+        facts = [text for symbol, bound in self.bounds.items() if (text := bound_text(symbol, bound))]
+        return f"{self.name}: {self.dtype}[{dims}]" + (f" where {', '.join(facts)}" if facts else "")
+
+
+def bound_text(symbol: str, bound: Bound) -> str:
+    """What is known about a symbol, as in "1 <= n <= 512, n % 8 == 0"; empty when nothing beyond n >= 0 is."""
+    lower, upper, divisor = bound
+    below = f"{lower} <= " if lower else ""
+    above = f" <= {upper}" if upper is not None else ""
+    pieces = [f"{below}{symbol}{above}"] if below or above else []
+    if divisor > 1:
+        pieces.append(f"{symbol} % {divisor} == 0")
+    return ", ".join(pieces)
+
+
+def bound_problem(symbol: str, bound: Bound, value: int) -> str | None:
+    """How a value of a symbol breaks its bounds, if it does."""
+    lower, upper, divisor = bound
+    if lower is not None and value < lower:
+        return f"{symbol} = {value} is below its lower bound {lower}"
+    if upper is not None and value > upper:
+        return f"{symbol} = {value} exceeds its upper bound {upper}"
+    return f"{symbol} = {value} is not a multiple of {divisor}" if value % divisor else None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def bounds(self) -> dict[str, Bound]:
+        """Every symbol of the signature with its bounds, in order of first occurrence."""
+        merged: dict[str, Bound] = {}
+        for spec in (*self.inputs, *self.outputs):
+            for symbol, bound in spec.bounds.items():
+                merged.setdefault(symbol, bound)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What the object code needs of the machine that runs it."""
+
+    triple: str = ""
+    cpu: str = ""
+    features: tuple[str, ...] = ()  # LLVM's names, all required: "avx2", "avx512f", ...
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    producer: str = __version__
+    llvm: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # where the model came from
+    memory_plan: Mapping[str, Any] = field(default_factory=dict)  # the planner's summary
+    info: Mapping[str, Any] = field(default_factory=dict)  # free-form JSON, shown by `relaxlite inspect`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExecutableData:
+    functions: Mapping[str, VMFunction]  # must hold ENTRY, whose params are the signature's inputs
+    signature: Signature
+    kernels: Mapping[str, KernelInfo] = field(default_factory=dict)
+    object_code: bytes = b""
+    constants: tuple[np.ndarray, ...] = ()
+    target: TargetInfo = TargetInfo()
+    metadata: Metadata = Metadata()
+
+
+# What a builtin takes: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,
+# "n" Imm(int >= 0), "s" Imm(str), "t" Imm(dtype), "d" Imm(dim), "D" Imm(dims), "S" Imm(match_shape's spec).
+BUILTINS: dict[str, str] = {
+    "alloc_heap": "n",
+    "match_shape": "vhSs",
+    "alloc_tensor": "hDt",
+    "alloc_arena": "hd",
+    "view": "vhdDt",
+    "reshape": "vhD",
+    "tensor_to_shape": "v",
+    "make_tuple": "*",
+    "tuple_get": "vn",
+    "copy": "v",
+}
+
+
+def disassemble(data: ExecutableData) -> str:
+    """The whole program as text: signature, kernels, constants, functions."""
+    lines = ["inputs:", *(f"  {spec}" for spec in data.signature.inputs)]
+    lines += ["outputs:", *(f"  {spec}" for spec in data.signature.outputs)]
+    if data.constants:
+        lines.append("constants:")
+        lines += [f"  c{i}: {a.dtype}{list(a.shape)} ({a.nbytes} bytes)" for i, a in enumerate(data.constants)]
+    if data.kernels:
+        lines.append("kernels:")
+        lines += [f"  {kernel.name} -> {kernel.symbol}" for kernel in data.kernels.values()]
+    for function in data.functions.values():
+        lines += ["", *_disassemble_function(function)]
+    return "\n".join(lines) + "\n"
+
+
+def _disassemble_function(function: VMFunction) -> Iterator[str]:
+    params = ", ".join(f"r{i} {name}" for i, name in enumerate(function.params))
+    yield f"func {function.name}({params})  # {function.num_registers} registers"
+    width = len(str(max(len(function.instructions) - 1, 0)))
+    for at, instruction in enumerate(function.instructions):
+        yield f"  {at:>{width}}: {instruction_text(instruction)}"
+
+
+def instruction_text(instruction: Instruction) -> str:
+    match instruction:
+        case Call(dst, callee, operands):
+            call = f"{callee}({', '.join(map(_operand_text, operands))})"
+            return call if dst < 0 else f"r{dst} = {call}"
+        case Ret(register):
+            return f"ret r{register}"
+        case Goto(target):
+            return f"goto {target}"
+        case If(register, else_target):
+            return f"if r{register} else goto {else_target}"
+    raise TypeError(f"not an instruction: {instruction!r}")
+
+
+def _operand_text(operand: Operand) -> str:
+    match operand:
+        case Reg(index):
+            return f"r{index}"
+        case Const(index):
+            return f"c{index}"
+        case Imm(value):
+            return repr(value)
+    raise TypeError(f"not an operand: {operand!r}")
+
+
+def validate(data: ExecutableData) -> None:
+    """ArtifactError unless every register, constant, kernel, function, builtin and target that is named exists, no
+    register is read before it is written, immediates are well formed, and no function runs off its end."""
+    if ENTRY not in data.functions:
+        raise ArtifactError(f"there is no function '{ENTRY}'")
+    takes, given = data.functions[ENTRY].params, data.signature.inputs
+    if len(takes) != len(given):
+        raise ArtifactError(f"function '{ENTRY}' takes {len(takes)} values, but the signature has {len(given)} inputs")
+    for spec in (*data.signature.inputs, *data.signature.outputs):
+        if spec.dtype not in dtypes.ALL:
+            raise ArtifactError(f"'{spec.name}' in the signature has the unknown dtype '{spec.dtype}'")
+    for function in data.functions.values():
+        for at, instruction in enumerate(function.instructions):
+            problem = _problem(data, function, instruction)
+            if problem is not None:
+                raise ArtifactError(f"function '{function.name}', {at}: {instruction_text(instruction)}: {problem}")
+        _validate_flow(function)
+
+
+def _problem(data: ExecutableData, function: VMFunction, instruction: Instruction) -> str | None:
+    count, registers = len(function.instructions), function.num_registers
+    match instruction:
+        case Ret(register) if not 0 <= register < registers:
+            return f"there is no register r{register}"
+        case Goto(target) | If(_, target) if not 0 <= target < count:
+            return f"there is no instruction {target}"
+        case If(register, _) if not 0 <= register < registers:
+            return f"there is no register r{register}"
+        case Call(dst, callee, operands):
+            if not -1 <= dst < registers:
+                return f"there is no register r{dst}"
+            for operand in operands:
+                if isinstance(operand, Reg) and not 0 <= operand.index < registers:
+                    return f"there is no register r{operand.index}"
+                if isinstance(operand, Const) and not 0 <= operand.index < len(data.constants):
+                    return f"there is no constant c{operand.index}"
+            return _callee_problem(data, callee, operands)
+    return None
+
+
+def _callee_problem(data: ExecutableData, callee: str, operands: tuple[Operand, ...]) -> str | None:
+    kind, _, name = callee.partition(":")
+    if kind == "builtin":
+        return _builtin_problem(name, operands)
+    if kind == "kernel":
+        return _kernel_problem(data, name, operands)
+    if kind == "func":
+        if name not in data.functions:
+            return f"there is no function '{name}'"
+        takes = len(data.functions[name].params)
+        if len(operands) != takes:
+            return f"'{name}' takes {takes} values, got {len(operands)}"
+        return None if all(isinstance(o, Reg | Const) for o in operands) else "operands must be registers or constants"
+    return None if kind == "extern" and name else "unknown kind of callee"
+
+
+def _kernel_problem(data: ExecutableData, name: str, operands: tuple[Operand, ...]) -> str | None:
+    if name not in data.kernels:
+        return f"there is no kernel '{name}'"
+    if len(operands) < 2 or not _fits("h", operands[0]) or not _fits("n", operands[1]):
+        return "operands must be a heap, the first slot, then tensors"
+    if not all(_fits("v", operand) for operand in operands[2:]):
+        return "tensors must be registers or constants"
+    kernel = data.kernels[name]
+    if kernel.num_buffers is not None and kernel.num_buffers != len(operands) - 2:
+        return f"the kernel takes {kernel.num_buffers} tensors, got {len(operands) - 2}"
+    if kernel.num_symbols and operands[0] == Imm(None):
+        return f"the kernel has {kernel.num_symbols} symbols, but no heap is passed"
+    return None
+
+
+def _builtin_problem(name: str, operands: tuple[Operand, ...]) -> str | None:
+    if name not in BUILTINS:
+        return f"there is no builtin '{name}'"
+    kinds = BUILTINS[name]
+    if kinds == "*":
+        kinds = "v" * len(operands)
+    if len(kinds) != len(operands):
+        return f"takes {len(kinds)} operands, got {len(operands)}"
+    for position, (kind, operand) in enumerate(zip(kinds, operands, strict=True)):
+        if not _fits(kind, operand):
+            return f"operand {position} must be {_KIND_TEXT[kind]}"
+    return None
+
+
+_KIND_TEXT = {
+    "v": "a register or constant",
+    "h": "a heap register or None",
+    "n": "an immediate integer >= 0",
+    "s": "an immediate string",
+    "t": "an immediate dtype",
+    "d": "an immediate dim",
+    "D": "an immediate tuple of dims",
+    "S": "an immediate shape specification",
+}
+
+
+def _fits(kind: str, operand: Operand) -> bool:
+    if kind == "v":
+        return not isinstance(operand, Imm)
+    if not isinstance(operand, Imm):
+        return kind == "h" and isinstance(operand, Reg)
+    value = operand.value
+    match kind:
+        case "h":
+            return value is None
+        case "n":
+            return _is_int(value) and value >= 0  # type: ignore[operator]
+        case "s":
+            return isinstance(value, str)
+        case "t":
+            return isinstance(value, str) and value in dtypes.ALL
+        case "d":
+            return _is_int(value)
+        case "D":
+            return isinstance(value, tuple) and all(_is_int(dim) for dim in value)
+    return isinstance(value, tuple) and all(_is_dim_spec(dim) for dim in value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_dim_spec(dim: ImmValue) -> bool:
+    match dim:
+        case ("bind", int(slot), str(), None | int(), None | int(), int(divisor)):
+            return slot >= 0 and divisor >= 1
+        case ("check", int(slot), str()):
+            return slot >= 0
+        case ("const", int()):
+            return True
+    return False
+
+
+def _validate_flow(function: VMFunction) -> None:
+    """Each register is written on every path before it is read, and the end is never run over."""
+    count, registers = len(function.instructions), function.num_registers
+    if len(function.params) > registers:
+        raise ArtifactError(f"function '{function.name}': {len(function.params)} parameters, {registers} registers")
+    if count == 0 or not isinstance(function.instructions[-1], Ret | Goto):
+        raise ArtifactError(f"function '{function.name}' does not end in ret or goto")
+    everything = (1 << registers) - 1
+    written = [everything] * count  # a bit per register: surely written before this instruction
+    written[0] = (1 << len(function.params)) - 1
+    pending = [0]
+    seen = {0}
+    while pending:
+        at = pending.pop()
+        instruction, known = function.instructions[at], written[at]
+        for register in _reads(instruction):
+            if not known >> register & 1:
+                where = f"function '{function.name}', {at}: {instruction_text(instruction)}"
+                raise ArtifactError(f"{where}: r{register} is read before it is written")
+        if isinstance(instruction, Call) and instruction.dst >= 0:
+            known |= 1 << instruction.dst
+        for following in _successors(at, instruction):
+            merged = written[following] & known
+            if merged != written[following] or following not in seen:
+                written[following] = merged
+                seen.add(following)
+                pending.append(following)
+
+
+def _reads(instruction: Instruction) -> tuple[int, ...]:
+    match instruction:
+        case Call(_, _, operands):
+            return tuple(operand.index for operand in operands if isinstance(operand, Reg))
+        case Ret(register) | If(register, _):
+            return (register,)
+    return ()
+
+
+def _successors(at: int, instruction: Instruction) -> tuple[int, ...]:
+    match instruction:
+        case Ret():
+            return ()
+        case Goto(target):
+            return (target,)
+        case If(_, else_target):
+            return (at + 1, else_target)
+    return (at + 1,)

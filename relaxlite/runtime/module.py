@@ -1,0 +1,234 @@
+"""What a user holds: a compiled model that is called with arrays.
+
+    exe = load("model.rlx")
+    print(exe.inputs)                     # names, dtypes, symbolic shapes, bounds
+    logits = exe(tokens, mask=mask)       # one array, or a tuple in the model's order
+    named = exe.run({"input.ids": ids})   # by name, also where names are not identifiers
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
+from relaxlite.runtime import artifact, threadpool
+from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
+from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
+from relaxlite.runtime.vm import Kernel, VirtualMachine
+
+_UNBOUNDED: Bound = (0, None, 1)
+
+
+class Specs(tuple[TensorSpec, ...]):
+    """The inputs or outputs of a model; prints one per line."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) if self else "()"
+
+
+class Executable:
+    """A compiled model. May be called from several threads at once."""
+
+    def __init__(self, data: ExecutableData, *, threads: int | None = None) -> None:
+        if threads is not None:
+            threadpool.set_num_threads(threads)
+        self.data = data
+        self.inputs = Specs(data.signature.inputs)
+        self.outputs = Specs(data.signature.outputs)
+        self._vm = VirtualMachine(data)
+        self._names = tuple(spec.name for spec in self.inputs)
+        self._plans = [_InputPlan(spec) for spec in self.inputs]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on arrays, in its order or by name: one array, or a tuple of them in the model's order.
+
+        Arrays are anything with DLPack or the array interface, or lists of numbers. Raises InputError when they do not
+        fit the signature, ExecutionError when the model itself fails, OutOfMemoryError.
+        """
+        results = self._run(self._vm, self._by_position(args, kwargs))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Run the model on named arrays; its outputs by name."""
+        results = self._run(self._vm, self._by_position((), inputs))
+        return {spec.name: result for spec, result in zip(self.outputs, results, strict=True)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to one file, which `relaxlite.load` reads. Raises ArtifactError."""
+        artifact.save(self.data, path)
+
+    def profile(self, inputs: Mapping[str, Any] | Sequence[Any], *, runs: int = 10) -> Profile:
+        """Run the model some times and say where the time went, kernel by kernel. The first run is not counted."""
+        if runs < 1:
+            raise InvalidArgumentError(f"runs must be at least 1, got {runs}")
+        by_name = isinstance(inputs, Mapping)
+        values = self._by_position(() if by_name else inputs, inputs if by_name else {})  # type: ignore[arg-type]
+        clock = _KernelClock()
+        vm = VirtualMachine(self.data, kernels={n: clock.timed(n, k) for n, k in self._vm.kernels.items()})
+        self._run(vm, values)
+        clock.clear()
+        start = time.perf_counter_ns()
+        for _ in range(runs):
+            self._run(vm, values)
+        return clock.profile(runs, time.perf_counter_ns() - start)
+
+    def disassemble(self) -> str:
+        """The bytecode as text."""
+        return disassemble(self.data)
+
+    def release_memory(self) -> int:
+        """Give the memory of unused arenas back to the system; says how many bytes that were."""
+        return self._vm.release_memory()
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(map(str, self.outputs))
+        return f"Executable({', '.join(map(str, self.inputs))}) -> ({outputs})"
+
+    def _by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """The arguments in the model's order."""
+        names = self._names
+        if not kwargs and len(args) == len(names):
+            return args
+        takes = f"the model takes {len(names)} ({', '.join(names)})"
+        if len(args) > len(names):
+            raise InputError(f"got {len(args)} arguments; {takes}")
+        for name in kwargs:
+            if name not in names:
+                raise InputError(f"there is no argument '{name}'{_did_you_mean(name, names)}; {takes}")
+        given = dict(zip(names, args, strict=False))
+        if twice := [name for name in kwargs if name in given]:
+            raise InputError(f"argument '{twice[0]}' is given both by position and by name")
+        given.update(kwargs)
+        if missing := [name for name in names if name not in given]:
+            plural = "s" if len(missing) > 1 else ""
+            raise InputError(f"missing argument{plural} {', '.join(map(repr, missing))}; {takes}")
+        return [given[name] for name in names]
+
+    def _run(self, vm: VirtualMachine, values: Sequence[Any]) -> list[np.ndarray]:
+        symbols: dict[str, tuple[int, str]] = {}
+        tensors = [plan.take(value, symbols) for plan, value in zip(self._plans, values, strict=True)]
+        result = vm.run(ENTRY, tensors)
+        results = result if isinstance(result, tuple) else (result,)
+        if len(results) != len(self.outputs) or not all(isinstance(item, Tensor) for item in results):
+            raise ExecutionError(f"the model should give {len(self.outputs)} tensors, got {result!r}")
+        given: set[int] = set()
+        return [export_array(tensor, given) for tensor in results]
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bool = False) -> Executable:
+    """Open a saved model. Raises ArtifactError when the file is not one, is damaged, or needs another machine.
+
+    `threads`: how many threads work on one parallel loop, in the whole process. `verify`: check every byte of large
+    weights too, which reads the whole file.
+    """
+    return Executable(artifact.load(path, verify=verify), threads=threads)
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+class _InputPlan:
+    """The checks of one argument. Compound dimensions, as n*2 + 1, are left to the bytecode's match_shape."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec, self.what, self.dtype, self.rank = spec, f"argument '{spec.name}'", spec.dtype, len(spec.shape)
+        dims = list(enumerate(spec.shape))
+        self.constants = [(axis, dim) for axis, dim in dims if isinstance(dim, int)]
+        self.symbols = [(axis, dim) for axis, dim in dims if isinstance(dim, str) and dim.isidentifier()]
+
+    def take(self, value: Any, symbols: dict[str, tuple[int, str]]) -> Tensor:
+        """The argument as a tensor. `symbols`: values and where they come from, of this call so far."""
+        tensor = import_tensor(value, self.dtype, self.what)
+        shape = tensor.shape
+        if len(shape) != self.rank:
+            raise InputError(f"{self.what}: expects {self._type()} of rank {self.rank}, got rank {len(shape)}: {shape}")
+        for axis, size in self.constants:
+            if shape[axis] != size:
+                raise self._error(axis, shape, f"expects {size}, got {shape[axis]}; the type is {self._type()}")
+        for axis, symbol in self.symbols:
+            if symbol not in symbols:
+                if problem := bound_problem(symbol, self.spec.bounds.get(symbol, _UNBOUNDED), shape[axis]):
+                    raise self._error(axis, shape, problem)
+                symbols[symbol] = shape[axis], self.what
+            elif symbols[symbol][0] != shape[axis]:
+                other, source = symbols[symbol]
+                raise self._error(axis, shape, f"{symbol} is {shape[axis]} here, but {other} in {source}")
+        return tensor
+
+    def _type(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.spec.shape))}]"
+
+    def _error(self, axis: int, shape: tuple[int, ...], problem: str) -> InputError:
+        return InputError(f"{self.what}: dimension {axis} of shape {shape}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    kernel: str
+    calls: int  # per run
+    total_us: float  # per run
+    share: float  # of the run's time
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of a run went, longest first. `str()` gives a table."""
+
+    records: list[KernelRecord]
+    run_us: float  # mean of the runs, with the clock's own cost of about 0.3 us per kernel call
+    runs: int
+
+    @property
+    def other_us(self) -> float:
+        """Time outside kernels: checks, interpretation, allocation."""
+        return self.run_us - sum(record.total_us for record in self.records)
+
+    def __str__(self) -> str:
+        width = max((len(record.kernel) for record in self.records), default=0)
+        width = max(width, len("(outside kernels)"))
+        lines = [f"{'kernel':<{width}}  {'calls':>6}  {'us':>12}  {'share':>6}"]
+        rows = [(r.kernel, str(r.calls), r.total_us) for r in self.records]
+        for name, calls, us in [*rows, ("(outside kernels)", "", self.other_us), ("total", "", self.run_us)]:
+            lines.append(f"{name:<{width}}  {calls:>6}  {us:>12.1f}  {us / self.run_us:>6.1%}")
+        return "\n".join(lines) + "\n"
+
+
+class _KernelClock:
+    """Counts and times kernel calls. Meant for one thread."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[int]] = {}  # name -> calls, nanoseconds
+
+    def timed(self, name: str, kernel: Kernel) -> Kernel:
+        entry = self._entries.setdefault(name, [0, 0])
+        now = time.perf_counter_ns
+
+        def call(buffers: bytes, symbols: int) -> int:
+            start = now()
+            status = kernel(buffers, symbols)
+            entry[1] += now() - start
+            entry[0] += 1
+            return status
+
+        return call
+
+    def clear(self) -> None:
+        for entry in self._entries.values():
+            entry[:] = 0, 0
+
+    def profile(self, runs: int, total_ns: int) -> Profile:
+        run_us = total_ns / runs / 1e3
+        used = [(name, calls, ns / runs / 1e3) for name, (calls, ns) in self._entries.items() if calls]
+        used.sort(key=lambda item: -item[2])
+        return Profile([KernelRecord(n, calls // runs, us, us / run_us) for n, calls, us in used], run_us, runs)

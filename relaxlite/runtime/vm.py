@@ -1,0 +1,470 @@
+"""The interpreter of bytecode (docs/architecture.md, "Bytecode").
+
+At load every instruction becomes a Python closure over its decoded operands, and every function a list of basic blocks.
+A call runs closures over a list of registers. The constants that a function uses lie behind its registers, so that
+every operand is an index into that list; the last element takes results that nobody wants.
+
+One machine may run in several threads at once: all that a call changes is its own registers and arenas.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from relaxlite import config, dtypes
+from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
+from relaxlite.runtime import threadpool
+from relaxlite.runtime.executable import (
+    Call,
+    Const,
+    ExecutableData,
+    Goto,
+    If,
+    Imm,
+    KernelInfo,
+    Operand,
+    Reg,
+    Ret,
+    VMFunction,
+    bound_problem,
+    instruction_text,
+    validate,
+)
+from relaxlite.runtime.memory import ArenaPool, Memory, allocate, tensor_bytes
+from relaxlite.runtime.tensor import Heap, Tensor, from_numpy
+
+Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
+Registers: TypeAlias = list[Value]
+Step: TypeAlias = Callable[[Registers, list[Memory]], None]
+Kernel: TypeAlias = Callable[[bytes, int], int]  # packed addresses of the buffers, address of the symbols -> status
+
+_KERNEL_TYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+_HOLD_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int32)
+_OVERFLOW, _NO_MEMORY = -1, -2  # statuses of kernels; k > 0 says that check k - 1 failed
+_I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
+
+_externs: dict[str, Callable[..., None]] = {}
+
+
+def register_extern(symbol: str, function: Callable[..., None]) -> None:
+    """Let `extern:SYMBOL` call a Python function, with NumPy views of tensors, outputs last, and plain immediates."""
+    _externs[symbol] = function
+
+
+@dataclass(slots=True)
+class Block:
+    """Steps without jumps; then return `register` (then = -1), go to `then`, or choose by the bool in `register`."""
+
+    steps: list[Step]
+    positions: list[int]  # of the steps' instructions
+    register: int = -1  # with then >= 0: a condition, or -1 for none
+    then: int = -1
+    otherwise: int = -1
+
+
+@dataclass(slots=True)
+class Decoded:
+    function: VMFunction
+    blocks: list[Block]
+    rest: Registers  # what follows the parameters at the start of a call
+
+
+class VirtualMachine:
+    """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones."""
+
+    def __init__(self, data: ExecutableData, *, kernels: Mapping[str, Kernel] | None = None) -> None:
+        validate(data)
+        self.data = data
+        self.poison = bool(config.get("poison_memory"))
+        self.pool = ArenaPool(poison=self.poison)
+        self._library: object = None  # keeps the kernels' code in memory
+        if kernels is None:
+            self._library, kernels = _link(data)
+        self.kernels = kernels
+        self._hold = _hold_workers() if data.kernels else _ignore
+        self.constants = [from_numpy(array, dtypes.from_numpy(array.dtype) or "") for array in data.constants]
+        self.functions = {name: _Decoder(self, function).decode() for name, function in data.functions.items()}
+
+    def run(self, name: str, args: Sequence[Value]) -> Value:
+        """Call a function from outside. Workers of the thread pool stay awake meanwhile."""
+        self._hold(1)
+        try:
+            return self.invoke(name, args)
+        finally:
+            self._hold(-1)
+
+    def invoke(self, name: str, args: Sequence[Value]) -> Value:
+        decoded = self.functions[name]
+        blocks = decoded.blocks
+        block = blocks[0]
+        registers = [*args, *decoded.rest]
+        arenas: list[Memory] = []
+        step: Step | None = None
+        try:
+            while True:
+                for step in block.steps:
+                    step(registers, arenas)
+                if block.then < 0:
+                    result = registers[block.register]
+                    return _detach(result, arenas, self.poison) if arenas else result
+                is_taken = block.register < 0 or _truth(registers[block.register])
+                block = blocks[block.then if is_taken else block.otherwise]
+        except RelaxliteError:
+            raise
+        except (AttributeError, TypeError, ValueError, IndexError, struct.error) as error:
+            raise ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})") from error
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left") from error
+        except RecursionError as error:
+            raise ExecutionError(f"function '{name}' calls itself too deeply") from error
+        finally:
+            if arenas:
+                self.pool.give(arenas)
+
+    def release_memory(self) -> int:
+        """Give unused arenas back to the system; says how many bytes that were."""
+        return self.pool.release()
+
+
+def _link(data: ExecutableData) -> tuple[object, dict[str, Kernel]]:
+    """The kernels, and what keeps their code in memory."""
+    if not data.kernels:
+        return None, {}
+    from relaxlite.runtime import native  # being written: move to the top
+
+    library = native.load_object(data.object_code, [kernel.symbol for kernel in data.kernels.values()])
+    return library, {name: _KERNEL_TYPE(library.address(kernel.symbol)) for name, kernel in data.kernels.items()}
+
+
+def _hold_workers() -> Callable[[int], None]:
+    return _HOLD_TYPE(threadpool.symbols()["relaxlite_hold_workers"])
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def _truth(condition: Tensor) -> bool:
+    if condition.dtype != "bool" or math.prod(condition.shape) != 1:
+        raise ExecutionError(f"a condition must be one bool, got {condition!r}")
+    return ctypes.c_bool.from_address(condition.ptr).value
+
+
+def _place(decoded: Decoded, block: Block, step: Step | None) -> str:
+    function = decoded.function
+    if step is None or step not in block.steps:
+        return f"function '{function.name}'"
+    position = block.positions[block.steps.index(step)]
+    return f"function '{function.name}', {position}: {instruction_text(function.instructions[position])}"
+
+
+def _detach(value: Value, arenas: list[Memory], poison: bool) -> Value:
+    """The value, with tensors that lie in `arenas` copied out of them."""
+    if isinstance(value, tuple):
+        return tuple(_detach(item, arenas, poison) for item in value)
+    if isinstance(value, Tensor) and any(value.owner is arena for arena in arenas):
+        return _copy(value, poison)
+    return value
+
+
+def _copy(source: Tensor, poison: bool = False) -> Tensor:
+    made = _new_tensor(source.shape, source.dtype, "a copy", poison)
+    ctypes.memmove(made.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
+    return made
+
+
+def _new_tensor(shape: tuple[int, ...], dtype: str, what: str, poison: bool) -> Tensor:
+    nbytes = tensor_bytes(shape, dtype, what)
+    try:
+        memory = allocate(nbytes, what, poison=poison)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error}; its type is {dtype}{list(shape)}") from error
+    return Tensor(memory.ptr, shape, dtype, memory)
+
+
+class _Decoder:
+    """One function's instructions as closures."""
+
+    def __init__(self, vm: VirtualMachine, function: VMFunction) -> None:
+        self.vm, self.function = vm, function
+        self.tail: Registers = []
+        self.builtins: dict[str, Callable[[int, tuple[Operand, ...]], Step]] = {
+            "alloc_heap": self._alloc_heap,
+            "match_shape": self._match_shape,
+            "alloc_tensor": self._alloc_tensor,
+            "alloc_arena": self._alloc_arena,
+            "view": self._view,
+            "reshape": self._reshape,
+            "tensor_to_shape": self._tensor_to_shape,
+            "make_tuple": self._make_tuple,
+            "tuple_get": self._tuple_get,
+            "copy": self._copy,
+        }
+
+    def decode(self) -> Decoded:
+        code = self.function.instructions
+        targets = {0}
+        for at, instruction in enumerate(code):
+            match instruction:
+                case Goto(target):
+                    targets |= {target, at + 1}
+                case If(_, target):
+                    targets |= {target, at + 1}
+                case Ret():
+                    targets.add(at + 1)
+        starts = sorted(target for target in targets if target < len(code))
+        number = {start: index for index, start in enumerate(starts)}
+        blocks = [self._block(start, number) for start in starts]
+        unset = [None] * (self.function.num_registers - len(self.function.params))
+        return Decoded(self.function, blocks, [*unset, *self.tail, None])
+
+    def _block(self, start: int, number: Mapping[int, int]) -> Block:
+        block = Block([], [])
+        for at in range(start, len(self.function.instructions)):
+            match self.function.instructions[at]:
+                case Ret(register):
+                    block.register = register
+                    return block
+                case Goto(target):
+                    block.then = number[target]
+                    return block
+                case If(register, target):
+                    block.register, block.then, block.otherwise = register, number[at + 1], number[target]
+                    return block
+                case Call(dst, callee, operands):
+                    block.steps.append(self._call(dst, callee, operands))
+                    block.positions.append(at)
+            if at + 1 in number:
+                break
+        block.then = number[at + 1]
+        return block
+
+    def _slot(self, operand: Operand) -> int:
+        """Where the operand's value lies: in a register, or behind the registers."""
+        if isinstance(operand, Reg):
+            return operand.index
+        if isinstance(operand, Const):
+            value: Value = self.vm.constants[operand.index]
+        else:
+            value = operand.value
+        self.tail.append(value)
+        return self.function.num_registers + len(self.tail) - 1
+
+    def _heap_slot(self, operand: Operand) -> int:
+        if isinstance(operand, Imm):
+            self.tail.append(_NO_HEAP)
+            return self.function.num_registers + len(self.tail) - 1
+        return self._slot(operand)
+
+    def _call(self, dst: int, callee: str, operands: tuple[Operand, ...]) -> Step:
+        kind, _, name = callee.partition(":")
+        if kind == "builtin":
+            return self.builtins[name](dst, operands)
+        if kind == "kernel":
+            return self._kernel(self.vm.data.kernels[name], operands)
+        return self._func(dst, name, operands) if kind == "func" else self._extern(name, operands)
+
+    def _kernel(self, info: KernelInfo, operands: tuple[Operand, ...]) -> Step:
+        heap, first = self._heap_slot(operands[0]), _imm(operands[1])
+        buffers = [self._slot(operand) for operand in operands[2:]]
+        pack = struct.Struct(f"{len(buffers)}Q").pack
+        kernel = self.vm.kernels[info.name]
+        last, offset = first + (info.num_symbols or 0), 8 * first
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            symbols = registers[heap]
+            if symbols.shape[0] < last:
+                raise ExecutionError(f"kernel '{info.name}' reads heap slot {last - 1} of {symbols.shape[0]}")
+            status = kernel(pack(*[registers[i].ptr for i in buffers]), symbols.ptr + offset)
+            if status:
+                raise _kernel_error(info, status)
+
+        return step
+
+    def _func(self, dst: int, name: str, operands: tuple[Operand, ...]) -> Step:
+        slots, vm = [self._slot(operand) for operand in operands], self.vm
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            registers[dst] = vm.invoke(name, [registers[i] for i in slots])
+
+        return step
+
+    def _extern(self, symbol: str, operands: tuple[Operand, ...]) -> Step:
+        if symbol not in _externs:
+            raise ExecutionError(f"there is no library routine '{symbol}'; make it known with vm.register_extern")
+        slots, function = [self._slot(operand) for operand in operands], _externs[symbol]
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            values = [registers[i] for i in slots]
+            try:
+                function(*(value.numpy() if isinstance(value, Tensor) else value for value in values))
+            except Exception as error:  # whatever the routine raises
+                raise ExecutionError(f"the library routine '{symbol}' failed: {error}") from error
+
+        return step
+
+    def _alloc_heap(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        slots = _imm(operands[0])
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            registers[dst] = Heap(slots)
+
+        return step
+
+    def _match_shape(self, _dst: int, operands: tuple[Operand, ...]) -> Step:
+        source, heap = self._slot(operands[0]), self._heap_slot(operands[1])
+        match = _ShapeMatch(_imm(operands[2]), _imm(operands[3]))
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            value = registers[source]
+            match.check(value if type(value) is tuple else value.shape, registers[heap].values)
+
+        return step
+
+    def _alloc_tensor(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        heap, shape_of, dtype = self._heap_slot(operands[0]), _shape_getter(_imm(operands[1])), _imm(operands[2])
+        what, poison = f"tensor r{dst} of function '{self.function.name}'", self.vm.poison
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            registers[dst] = _new_tensor(shape_of(registers[heap].values), dtype, what, poison)
+
+        return step
+
+    def _alloc_arena(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        heap, size, take = self._heap_slot(operands[0]), _imm(operands[1]), self.vm.pool.take
+        what = f"arena r{dst} of function '{self.function.name}'"
+
+        def step(registers: Registers, arenas: list[Memory]) -> None:
+            arena = take(size if size >= 0 else registers[heap].values[~size], what)
+            arenas.append(arena)
+            registers[dst] = arena
+
+        return step
+
+    def _view(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        arena_slot, heap, start = self._slot(operands[0]), self._heap_slot(operands[1]), _imm(operands[2])
+        shape_of, dtype = _shape_getter(_imm(operands[3])), _imm(operands[4])
+        itemsize = dtypes.itemsize(dtype)
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            arena, values = registers[arena_slot], registers[heap].values
+            shape, offset = shape_of(values), start if start >= 0 else values[~start]
+            if offset < 0 or offset + math.prod(shape) * itemsize > arena.nbytes:
+                raise ExecutionError(f"{dtype}{list(shape)} at {offset} is not inside an arena of {arena.nbytes} bytes")
+            registers[dst] = Tensor(arena.ptr + offset, shape, dtype, arena)
+
+        return step
+
+    def _reshape(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        source, heap, shape_of = self._slot(operands[0]), self._heap_slot(operands[1]), _shape_getter(_imm(operands[2]))
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            tensor, shape = registers[source], shape_of(registers[heap].values)
+            if math.prod(shape) != math.prod(tensor.shape):
+                raise ShapeMismatchError(f"cannot reshape {list(tensor.shape)} to {list(shape)}: the sizes differ")
+            registers[dst] = Tensor(tensor.ptr, shape, tensor.dtype, tensor.owner)
+
+        return step
+
+    def _tensor_to_shape(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        source = self._slot(operands[0])
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            tensor = registers[source]
+            if len(tensor.shape) > 1 or not dtypes.is_integer(tensor.dtype):
+                raise ExecutionError(f"a shape is an integer tensor of rank 0 or 1, got {tensor!r}")
+            registers[dst] = tuple(tensor.numpy().reshape(-1).tolist())
+
+        return step
+
+    def _make_tuple(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        slots = [self._slot(operand) for operand in operands]
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            registers[dst] = tuple([registers[i] for i in slots])
+
+        return step
+
+    def _tuple_get(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        source, index = self._slot(operands[0]), _imm(operands[1])
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            registers[dst] = registers[source][index]
+
+        return step
+
+    def _copy(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+        source = self._slot(operands[0])
+
+        def step(registers: Registers, _: list[Memory]) -> None:
+            registers[dst] = _copy(registers[source])
+
+        return step
+
+
+_NO_HEAP = Heap(0)
+
+
+def _imm(operand: Operand) -> Any:
+    """The value of an operand that `validate` has found to be an immediate of the right kind."""
+    assert isinstance(operand, Imm)
+    return operand.value
+
+
+def _shape_getter(dims: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
+    """From the heap's values to a shape; see "dim" in docs/architecture.md."""
+    if all(dim >= 0 for dim in dims):
+        return lambda values: dims
+    return lambda values: tuple([dim if dim >= 0 else values[~dim] for dim in dims])
+
+
+def _kernel_error(info: KernelInfo, status: int) -> ExecutionError:
+    if status == _OVERFLOW:
+        return OutOfMemoryError(f"kernel '{info.name}': size overflow: an integer does not fit 64 bits")
+    if status == _NO_MEMORY:
+        return OutOfMemoryError(f"kernel '{info.name}': the system has no memory left for its workspace")
+    is_known = 0 < status <= len(info.checks)
+    reason = info.checks[status - 1] if is_known else f"failed with the unknown status {status}"
+    return ExecutionError(f"kernel '{info.name}': {reason}")
+
+
+class _ShapeMatch:
+    """One match_shape: writes symbols into the heap first, then compares the other dimensions."""
+
+    def __init__(self, spec: tuple[Any, ...], what: str) -> None:
+        self.what, self.rank = what, len(spec)
+        self.expected = ", ".join(str(item[2] if item[0] != "const" else item[1]) for item in spec)
+        items = list(enumerate(spec))
+        self.binds = [
+            (axis, slot, name, _I64_MIN if low is None else low, _I64_MAX if high is None else high, divisor)
+            for axis, (kind, slot, name, low, high, divisor) in ((a, i) for a, i in items if i[0] == "bind")
+        ]
+        self.checks = [(axis, item[1], item[2]) for axis, item in items if item[0] == "check"]
+        self.consts = [(axis, item[1]) for axis, item in items if item[0] == "const"]
+
+    def check(self, shape: tuple[int, ...], values: Any) -> None:
+        if len(shape) != self.rank:
+            raise self._error(f"expects shape ({self.expected}) of rank {self.rank}, got {shape} of rank {len(shape)}")
+        for axis, slot, name, lower, upper, divisor in self.binds:
+            size = shape[axis]
+            if not lower <= size <= upper or size % divisor:
+                raise self._dim_error(axis, shape, bound_problem(name, (lower, upper, divisor), size) or "")
+            values[slot] = size
+        for axis, size in self.consts:
+            if shape[axis] != size:
+                raise self._dim_error(axis, shape, f"expects {size}, got {shape[axis]}")
+        for axis, slot, text in self.checks:
+            if shape[axis] != values[slot]:
+                raise self._dim_error(axis, shape, f"expects {text} = {values[slot]}, got {shape[axis]}")
+
+    def _dim_error(self, axis: int, shape: tuple[int, ...], problem: str) -> ExecutionError:
+        return self._error(f"dimension {axis} of shape {shape}: {problem}")
+
+    def _error(self, problem: str) -> ExecutionError:
+        kind = InputError if self.what.startswith("argument ") else ShapeMismatchError
+        return kind(f"{self.what}: {problem}")

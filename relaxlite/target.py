@@ -1,0 +1,206 @@
+"""Where compiled code is to run: a processor, what it can do, and how to write that down as one line of text.
+
+    >>> target = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
+    >>> target.has("avx2"), target.vector_bits
+    (True, 256)
+    >>> Target.parse(str(target)) == target
+    True
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import llvmlite.binding as llvm
+
+from relaxlite.errors import InvalidArgumentError
+
+Kind = Literal["llvm"]
+
+_DEFAULT_L1_BYTES = 32 * 1024
+_DEFAULT_L2_BYTES = 512 * 1024
+_SYNTAX = "llvm [-mcpu=NAME] [-mattr=+x,-y,...] [-mtriple=TRIPLE] [-l1-bytes=N] [-l2-bytes=N] [-cores=N]"
+
+# What a CPU's name implies, for the features that the code generator asks about.
+_V2 = ("sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt")
+_V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_VNNI = (*_V4, "avx512vnni", "avx512vbmi")
+_IMPLIED: Mapping[str, tuple[str, ...]] = {
+    "x86-64": ("sse2",),
+    "x86-64-v2": _V2,
+    "x86-64-v3": _V3,
+    "x86-64-v4": _V4,
+    **dict.fromkeys(("haswell", "broadwell", "skylake", "alderlake", "znver1", "znver2", "znver3"), _V3),
+    "skylake-avx512": _V4,
+    "cascadelake": (*_V4, "avx512vnni"),
+    **dict.fromkeys(("icelake-client", "icelake-server", "tigerlake", "rocketlake"), _VNNI),
+    **dict.fromkeys(("znver4", "znver5"), (*_VNNI, "avx512bf16")),
+    **dict.fromkeys(("sapphirerapids", "emeraldrapids", "graniterapids"), (*_VNNI, "avx512bf16", "avx512fp16")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A processor to compile for. `features` are LLVM's, each with its sign: ("+avx2", "-avx512f").
+
+    The caches are those of one core. `cores` is a hint for schedules; 0: not known.
+    """
+
+    triple: str
+    cpu: str
+    features: tuple[str, ...] = ()
+    l1_bytes: int = _DEFAULT_L1_BYTES
+    l2_bytes: int = _DEFAULT_L2_BYTES
+    cores: int = 0
+    kind: Kind = "llvm"
+
+    @staticmethod
+    @cache
+    def host() -> Target:
+        """The machine that this process runs on."""
+        found = llvm.get_host_cpu_features()
+        features = tuple(f"{'+' if on else '-'}{name}" for name, on in sorted(found.items()))
+        return Target(
+            triple=llvm.get_process_triple(),
+            cpu=llvm.get_host_cpu_name(),
+            features=features,
+            l1_bytes=_host_cache_bytes(1) or _DEFAULT_L1_BYTES,
+            l2_bytes=_host_cache_bytes(2) or _DEFAULT_L2_BYTES,
+            cores=os.cpu_count() or 0,
+        )
+
+    @staticmethod
+    def parse(text: str) -> Target:
+        """A target from its text; "llvm" alone is the host. InvalidArgumentError says what is wrong with the text."""
+        kind, *options = shlex.split(text) or [""]
+        if kind != "llvm":
+            raise InvalidArgumentError(f"target {text!r}: unknown kind {kind!r}; write {_SYNTAX}")
+        if not options:
+            return Target.host()
+        return _from_options(text, dict(_parse_option(text, option) for option in options))
+
+    def has(self, feature: str) -> bool:
+        """Whether code for this target may use an LLVM feature, as "avx512f", by name or implied by the CPU."""
+        if f"-{feature}" in self.features:
+            return False
+        return f"+{feature}" in self.features or feature in _IMPLIED.get(self.cpu, ())
+
+    @property
+    def architecture(self) -> str:
+        """The first part of the triple: "x86_64", "aarch64"."""
+        return self.triple.split("-")[0]
+
+    @property
+    def is_x86(self) -> bool:
+        return self.architecture in ("x86_64", "amd64", "i386", "i686")
+
+    @property
+    def vector_bits(self) -> int:
+        """The width of the widest vector register that code should use."""
+        if self.is_x86:
+            return 512 if self.has("avx512f") else 256 if self.has("avx") else 128
+        return 128
+
+    @property
+    def num_vector_registers(self) -> int:
+        return 16 if self.is_x86 and not self.has("avx512f") else 32
+
+    def vector_lanes(self, itemsize: int) -> int:
+        """How many elements of `itemsize` bytes fill one vector register."""
+        return max(1, self.vector_bits // (8 * itemsize))
+
+    @property
+    def feature_string(self) -> str:
+        """As LLVM takes it."""
+        return ",".join(self.features)
+
+    def __str__(self) -> str:
+        parts = [self.kind, f"-mcpu={self.cpu}", f"-mtriple={self.triple}"]
+        if self.features:
+            parts.append(f"-mattr={self.feature_string}")
+        if self.l1_bytes != _DEFAULT_L1_BYTES:
+            parts.append(f"-l1-bytes={self.l1_bytes}")
+        if self.l2_bytes != _DEFAULT_L2_BYTES:
+            parts.append(f"-l2-bytes={self.l2_bytes}")
+        if self.cores:
+            parts.append(f"-cores={self.cores}")
+        return " ".join(parts)
+
+
+def _parse_option(text: str, option: str) -> tuple[str, str]:
+    match = re.fullmatch(r"-(mcpu|mattr|mtriple|l1-bytes|l2-bytes|cores)=(.+)", option)
+    if match is None:
+        raise InvalidArgumentError(f"target {text!r}: cannot read option {option!r}; write {_SYNTAX}")
+    return match[1], match[2]
+
+
+def _from_options(text: str, options: Mapping[str, str]) -> Target:
+    triple = options.get("mtriple") or llvm.get_process_triple()
+    _check_triple(text, triple)
+    is_host = triple.split("-")[0] == llvm.get_process_triple().split("-")[0]
+    cpu = options.get("mcpu") or (llvm.get_host_cpu_name() if is_host else _generic_cpu(triple))
+    if "mattr" in options:
+        features = _parse_features(text, options["mattr"])
+    else:
+        features = Target.host().features if is_host and cpu == llvm.get_host_cpu_name() else ()
+    return Target(
+        triple=triple,
+        cpu=cpu,
+        features=features,
+        l1_bytes=_parse_count(text, options, "l1-bytes", _DEFAULT_L1_BYTES),
+        l2_bytes=_parse_count(text, options, "l2-bytes", _DEFAULT_L2_BYTES),
+        cores=_parse_count(text, options, "cores", 0),
+    )
+
+
+def _generic_cpu(triple: str) -> str:
+    return "x86-64" if triple.startswith(("x86_64", "amd64")) else "generic"
+
+
+def _check_triple(text: str, triple: str) -> None:
+    llvm.initialize_all_targets()
+    try:
+        llvm.Target.from_triple(triple)
+    except RuntimeError as error:
+        raise InvalidArgumentError(f"target {text!r}: LLVM does not know the triple {triple!r} ({error})") from error
+
+
+def _parse_features(text: str, value: str) -> tuple[str, ...]:
+    features = tuple(part.strip() for part in value.split(","))
+    for feature in features:
+        if not re.fullmatch(r"[+-][\w.\-]+", feature):
+            raise InvalidArgumentError(
+                f"target {text!r}: feature {feature!r} must be '+' or '-' and a name, as in -mattr=+avx2,-avx512f"
+            )
+    return features
+
+
+def _parse_count(text: str, options: Mapping[str, str], name: str, default: int) -> int:
+    value = options.get(name)
+    if value is None:
+        return default
+    if not value.isdecimal():
+        raise InvalidArgumentError(f"target {text!r}: -{name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _host_cache_bytes(level: int) -> int | None:
+    """The size of one core's data cache as Linux tells it; None elsewhere."""
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            if int((index / "level").read_text()) != level or (index / "type").read_text().strip() == "Instruction":
+                continue
+            size = (index / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if match := re.fullmatch(r"(\d+)([KM]?)", size):
+            return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
+    return None

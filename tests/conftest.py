@@ -1,0 +1,37 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaxlite import models
+from relaxlite.errors import FetchError
+
+SLOW_FAILURE_SECONDS = 20.0
+"""A registry that takes this long to fail does not answer: it is not asked again in the same session."""
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Callable[[str], Path]:
+    """`model_path(name)`: the path of a real model's file, fetched if need be; skips when it cannot be had."""
+    failed: dict[str, str] = {}  # by model name, or by registry when that does not answer
+    entries = {entry.name: entry for entry in models.known_models()}
+
+    def fetched(name: str) -> Path:
+        registry = entries[name].registry if name in entries else ""
+        started = time.monotonic()
+        if reason := failed.get(name) or failed.get(registry):
+            pytest.skip(reason)
+        try:
+            return models.fetch(name, progress=False)
+        except FetchError as error:
+            reason = f"cannot fetch {str(error).splitlines()[0]}"
+            slow = time.monotonic() - started > SLOW_FAILURE_SECONDS
+            failed[registry if slow else name] = reason
+            pytest.skip(reason)
+
+    return fetched

@@ -1,0 +1,206 @@
+"""Every op that declares samples: its NumPy reference against its loops, at several sizes of every symbol.
+
+`RUNNERS` names the ways to run a lowered module; add one (compiled code) and every sample of every op runs through it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaxlite import dtypes
+from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.errors import ExecutionError
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder, result_types
+from relaxlite.ir.expr import Call, Function, Let, ShapeValue, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op, Sample, all_ops
+from relaxlite.ir.program import Buffer, TensorProgram
+from relaxlite.ir.symbolic import SymVar, syms
+from relaxlite.ir.types import TensorType
+
+SIZES = (0, 1, 3, 7)
+Runner = Callable[[IRModule, list[Any]], Any]
+
+
+def run_loops(module: IRModule, args: list[Any]) -> Any:
+    return Interpreter(module).run("main", *args)
+
+
+RUNNERS: dict[str, Runner] = {"interpreter": run_loops}
+
+
+# A sample as a module
+
+
+def sample_symbols(sample: Sample) -> dict[str, SymVar]:
+    texts = [d for shape in sample.shapes for d in shape if isinstance(d, str)]
+    names = dict.fromkeys(itertools.chain.from_iterable(compile(t, "", "eval").co_names for t in texts))
+    return {name: SymVar(name) for name in names}
+
+
+def dims_of(shape: tuple[int | str, ...], values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(eval(d, {}, dict(values)) if isinstance(d, str) else d for d in shape)
+
+
+def operand_dtypes(sample: Sample) -> tuple[str, ...]:
+    return sample.dtypes + ("float32",) * (len(sample.shapes) - len(sample.dtypes))
+
+
+def sample_module(op: Op, sample: Sample) -> IRModule:
+    """main(x...) = op(x...), with shape operands made of the symbols of the parameters (and, last, an anchor for the rest)."""
+    symbols = sample_symbols(sample)
+    types = operand_dtypes(sample)
+    params = [
+        Var(f"x{k}", TensorType.of(dims_of(shape, symbols), dtype))
+        for k, (shape, dtype) in enumerate(zip(sample.shapes, types, strict=True))
+        if dtype != "shape"
+    ]
+    bb = BlockBuilder()
+    anchor = Var("sizes", TensorType.of(tuple(symbols.values()), "bool"))  # binds every symbol
+    with bb.function_of("main", (anchor, *params)):
+        tensors = iter(params)
+        operands = [
+            ShapeValue(syms(dims_of(shape, symbols))) if dtype == "shape" else next(tensors)
+            for shape, dtype in zip(sample.shapes, types, strict=True)
+        ]
+        bb.result(bb.emit(op(*operands, **sample.attrs)))
+    return bb.module()
+
+
+def sample_arguments(sample: Sample, size: int, rng: np.random.Generator) -> list[Any]:
+    names = sample_symbols(sample)
+    values = dict.fromkeys(names, size)
+    args: list[Any] = [np.zeros((size,) * len(names), bool)]
+    for k, (shape, dtype) in enumerate(zip(sample.shapes, operand_dtypes(sample), strict=True)):
+        if dtype != "shape":
+            dims = dims_of(shape, values)
+            data = sample.make[k](dims, rng) if k in sample.make else draw(dims, dtype, rng)
+            args.append(np.asarray(data).astype(dtypes.to_numpy(dtype)))
+    return args
+
+
+def draw(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> Any:
+    if dtypes.is_float(dtype):
+        return rng.standard_normal(shape)
+    if dtype == "bool":
+        return rng.random(shape) < 0.5
+    return rng.integers(0 if dtype.startswith("uint") else -9, 10, shape)
+
+
+# A module of ops as a module of loops
+
+
+def legalize(module: IRModule) -> IRModule:
+    """Every op decomposed, then lowered to a tensor program; builtins of the virtual machine stay."""
+    changed = True
+    while changed:
+        module, changed = _legalize_once(module)
+    return module
+
+
+def _legalize_once(module: IRModule) -> tuple[IRModule, bool]:
+    main = module["main"]
+    assert isinstance(main, Function)
+    bb = BlockBuilder(module)
+    changed = False
+    with bb.function_of("main", main.params):
+        for binding in main.body.bindings():
+            value = binding.value if isinstance(binding, Let) else None
+            if isinstance(binding, Let) and isinstance(value, Call) and isinstance(value.callee, Op):
+                made = value.callee.decompose(bb, value)
+                if made is None and value.callee.has_lowering:
+                    made = call_of_program(bb, value)
+                changed = changed or made is not None
+                bb.emit_let(binding.var, value if made is None else made)
+            else:
+                bb.append(binding)
+        bb.result(main.body.result)
+    return bb.module(), changed
+
+
+def call_of_program(bb: BlockBuilder, call: Call) -> Call:
+    op = call.callee
+    assert isinstance(op, Op)
+    program, symbols = program_of(call)
+    tensors = tuple(a for a in call.args if not isinstance(a, ShapeValue))
+    return Call(bb.define(op.name, program), tensors, sym_args=symbols, ty=call.ty)
+
+
+def program_of(call: Call) -> tuple[TensorProgram, tuple[SymVar, ...]]:
+    """The loops of one call, and the symbols that they need."""
+    op = call.callee
+    assert isinstance(op, Op)
+    operands: list[Any] = [
+        a.values if isinstance(a, ShapeValue) else Buffer(f"x{k}", a.ty.shape, a.ty.dtype) for k, a in enumerate(call.args)
+    ]
+    outs = [Buffer(f"out{k}", t.shape, t.dtype) for k, t in enumerate(result_types(call.ty))]
+    inputs = [b for b in operands if isinstance(b, Buffer)]
+    exprs = [e for o in (*operands, *outs) for e in (o.shape if isinstance(o, Buffer) else o)]
+    symbols = tuple(dict.fromkeys(v for e in exprs for v in e.free_vars()))
+    body = op.lower(*operands, out=outs[0] if len(outs) == 1 else tuple(outs), **call.attrs)
+    return TensorProgram((*inputs, *outs), symbols, body, len(outs)), symbols
+
+
+# The tests
+
+CASES = [
+    pytest.param(op, sample, id=f"{op.name}-{k}") for op in all_ops() for k, sample in enumerate(op.samples())
+]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_reference_agrees_with_loops(op: Op, sample: Sample, runner: str) -> None:
+    module = sample_module(op, sample)
+    lowered = legalize(module)
+    sizes = SIZES if sample_symbols(sample) else (1,)
+    for size in sizes:
+        args = sample_arguments(sample, size, np.random.default_rng(size))
+        try:
+            expected = Interpreter(module).run("main", *args)
+        except (ValueError, IndexError, ZeroDivisionError):
+            if size == 0:  # NumPy has no answer for nothing
+                continue
+            raise
+        found = RUNNERS[runner](lowered, args)
+        for want, got in zip(as_tuple(expected), as_tuple(found), strict=True):
+            assert_same(want, got, sample.tolerance, f"{op.name} at size {size}")
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def assert_same(want: Any, got: Any, tolerance: float, what: str) -> None:
+    assert want.shape == got.shape and want.dtype == got.dtype, what
+    if want.dtype.kind in "iub":
+        np.testing.assert_array_equal(got, want, err_msg=what)
+        return
+    wide_got, wide_want = got.astype(np.float64), want.astype(np.float64)
+    np.testing.assert_allclose(wide_got, wide_want, rtol=tolerance, atol=tolerance, err_msg=what)
+
+
+def test_every_op_has_samples_or_is_tested_elsewhere() -> None:
+    missing = [op.name for op in all_ops() if "." not in op.name and not list(op.samples())]
+    assert missing == ["tensor_to_shape"]
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 5), (5, 1), (5, 5), (1, 1), (0, 1), (1, 0), (0, 0)])
+def test_ambiguous_dimensions_broadcast(n: int, m: int) -> None:
+    module = sample_module(ops.add, Sample((("n", 2), ("m", 2))))
+    a, b = np.arange(n * 2, dtype="f4").reshape(n, 2), np.full((m, 2), 10, "f4")
+    np.testing.assert_array_equal(run_loops(legalize(module), [np.zeros((n, m), bool), a, b]), a + b)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 3), (0, 2)])
+def test_ambiguous_dimensions_that_disagree_stop_the_program(n: int, m: int) -> None:
+    module = sample_module(ops.add, Sample((("n",), ("m",))))
+    args = [np.zeros((n, m), bool), np.zeros(n, "f4"), np.zeros(m, "f4")]
+    with pytest.raises(ExecutionError, match="add: operands could not be broadcast: one dimension is n, the other m"):
+        run_loops(legalize(module), args)

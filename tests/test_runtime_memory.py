@@ -1,0 +1,106 @@
+"""Allocation: alignment, poison, the arena pool, and sizes that cannot be had."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from relaxlite.errors import OutOfMemoryError
+from relaxlite.runtime.memory import ALIGNMENT, MEMORY_LIMIT, ArenaPool, allocate, size_text, tensor_bytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1 << 20, (4 << 20) + 1])
+def test_blocks_are_aligned_and_inside_their_memory(nbytes: int) -> None:
+    memory = allocate(nbytes, "x")
+    assert memory.ptr % ALIGNMENT == 0
+    assert memory.base <= memory.ptr and memory.ptr + nbytes <= memory.base + memory.raw.nbytes
+    assert nbytes < 4 << 20 or memory.ptr % (2 << 20) == 0
+
+
+def test_poison_is_nan() -> None:
+    memory = allocate(64, "x", poison=True)
+    start = memory.ptr - memory.base
+    assert np.isnan(memory.raw[start : start + 64].view(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "message"),
+    [
+        (-1, "arena r3: a size of -1 bytes is negative or overflows 64 bits"),
+        (1 << 63, "is negative or overflows 64 bits"),
+        ((1 << 63) - 1, "arena r3: needs 8.0 EiB, more than the "),
+        (MEMORY_LIMIT + 1, "of memory of this machine"),
+    ],
+)
+def test_impossible_sizes_are_errors(nbytes: int, message: str) -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        allocate(nbytes, "arena r3")
+    assert message in str(caught.value)
+    with pytest.raises(OutOfMemoryError):
+        ArenaPool().take(nbytes, "arena r3")
+
+
+def test_tensor_sizes_are_checked() -> None:
+    assert tensor_bytes((2, 3), "float32", "x") == 24
+    assert tensor_bytes((0, 1 << 62), "float32", "x") == 0
+    with pytest.raises(OutOfMemoryError, match=r"tensor y: the shape \(2, -3\) has a negative dimension"):
+        tensor_bytes((2, -3), "float32", "tensor y")
+    with pytest.raises(OutOfMemoryError, match=r"tensor y: float32\[4294967296, 4294967296\] has \d+ bytes, which over"):
+        tensor_bytes((1 << 32, 1 << 32), "float32", "tensor y")
+
+
+def test_sizes_read_well() -> None:
+    texts = [size_text(size) for size in (0, 1023, 1024, 3 << 19, 5 << 30, 1 << 60)]
+    assert texts == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 MiB", "5.0 GiB", "1.0 EiB"]
+
+
+def test_the_pool_reuses_what_fits_best() -> None:
+    pool = ArenaPool()
+    small, large = pool.take(100, "a"), pool.take(10 << 20, "b")
+    pool.give([large, small])
+    assert pool.take(50, "a") is small
+    assert pool.take(50, "a") is large
+
+
+def test_the_pool_does_not_grow_when_sizes_do() -> None:
+    pool = ArenaPool()
+    for size in range(1 << 20, 40 << 20, 3 << 20):
+        pool.give([pool.take(size, "a")])
+    assert 37 << 20 <= pool.release() <= 42 << 20
+    assert pool.release() == 0
+
+
+def test_a_size_that_grows_a_little_keeps_its_arena() -> None:
+    pool = ArenaPool()
+    first = pool.take(1_000_001, "a")
+    pool.give([first])
+    assert pool.take(1_010_000, "a") is first
+
+
+def test_poisoned_pools_poison_what_they_reuse() -> None:
+    pool = ArenaPool(poison=True)
+    arena = pool.take(64, "a")
+    arena.raw.fill(0)
+    pool.give([arena])
+    assert pool.take(64, "a").raw.min() == 0xFF
+
+
+def test_threads_never_share_an_arena() -> None:
+    pool, shared = ArenaPool(), []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            arena = pool.take(4096, "a")
+            arena.raw.fill(number)
+            if (arena.raw != number).any():
+                shared.append(number)
+            pool.give([arena])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not shared
