@@ -17,6 +17,8 @@ from collections.abc import Callable
 from relaxlite.runtime import threadpool
 
 _IR = """
+@sink = internal global i32 0
+
 declare i32 @relaxlite_parallel_for(ptr, ptr, i64)
 
 define i32 @empty(ptr %ctx, i64 %chunk) {
@@ -49,6 +51,7 @@ entry:
 loop:
   %time = phi i64 [ 0, %entry ], [ %following, %loop ]
   %serial = call i32 @work(ptr %gap, i64 %time)
+  store volatile i32 %serial, ptr @sink
   %status = call i32 @relaxlite_parallel_for(ptr %fn, ptr %ctx, i64 %chunks)
   %following = add i64 %time, 1
   %again = icmp slt i64 %following, %times

@@ -82,7 +82,9 @@ def signature_of(function: Function) -> Signature:
 
 def _spec(name: str, ty: Type) -> TensorSpec:
     if not isinstance(ty, TensorType):
-        raise InvalidArgumentError(f"'{name}' is no tensor but {ty}; inputs and outputs of a compiled model are tensors")
+        raise InvalidArgumentError(
+            f"'{name}' is no tensor but {ty}; inputs and outputs of a compiled model are tensors"
+        )
     dims = ty.shape if ty.shape is not None else ("?",) * (ty.rank or 0)
     shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else str(d) for d in dims)
     return TensorSpec(name, ty.dtype, shape, {s.name: (s.lower, s.upper, s.divisor) for s in type_symbols(ty)})
@@ -96,7 +98,9 @@ def _metadata(module: IRModule, lowered: IRModule, context: PassContext) -> Meta
     }
     main = lowered[ENTRY]
     plan = {"arena_bytes": main.attrs.get("arena_bytes", "0")} if isinstance(main, Function) else {}
-    return Metadata(llvm=".".join(map(str, llvm.llvm_version_info)), provenance=dict(module.attrs), memory_plan=plan, info=info)
+    return Metadata(
+        llvm=".".join(map(str, llvm.llvm_version_info)), provenance=dict(module.attrs), memory_plan=plan, info=info
+    )
 
 
 def _count_ops(module: IRModule) -> dict[str, int]:

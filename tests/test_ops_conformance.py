@@ -21,10 +21,11 @@ from relaxlite.ir.expr import Call, Function, Let, ShapeValue, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, Sample, all_ops
 from relaxlite.ir.program import Buffer, TensorProgram
-from relaxlite.ir.symbolic import SymVar, syms
+from relaxlite.ir.symbolic import SymVar, as_int, smax, smin, syms
 from relaxlite.ir.types import TensorType
 
 SIZES = (0, 1, 3, 7)
+FUNCTIONS = {"min": smin, "max": smax}  # what the dimensions of a sample may use
 Runner = Callable[[IRModule, list[Any]], Any]
 
 
@@ -41,11 +42,13 @@ RUNNERS: dict[str, Runner] = {"interpreter": run_loops}
 def sample_symbols(sample: Sample) -> dict[str, SymVar]:
     texts = [d for shape in sample.shapes for d in shape if isinstance(d, str)]
     names = dict.fromkeys(itertools.chain.from_iterable(compile(t, "", "eval").co_names for t in texts))
-    return {name: SymVar(name) for name in names}
+    return {name: SymVar(name) for name in names if name not in FUNCTIONS}
 
 
 def dims_of(shape: tuple[int | str, ...], values: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(eval(d, {}, dict(values)) if isinstance(d, str) else d for d in shape)
+    """Dimensions as ints where they are known, else symbolic."""
+    found = [eval(d, FUNCTIONS, dict(values)) if isinstance(d, str) else d for d in shape]
+    return tuple(d if as_int(d) is None else as_int(d) for d in found)
 
 
 def operand_dtypes(sample: Sample) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ BAD = [
     ("takes 1 operands, got 2", [Call(1, "builtin:copy", (Reg(0), Reg(0))), Ret(0)]),
     ("operand 0 must be an immediate integer >= 0", [Call(1, "builtin:alloc_heap", (Imm(-1),)), Ret(0)]),
     ("operand 0 must be a register or constant", [Call(1, "builtin:copy", (Imm(3),)), Ret(0)]),
-    ("operand 2 must be an immediate dtype", [Call(1, "builtin:alloc_tensor", (Imm(None), Imm(()), Imm("f4"))), Ret(0)]),
+    ("operand 2 must be an immediate dtype", [Call(1, "builtin:alloc_tensor", (Imm(None), Imm(()), Imm("f"))), Ret(0)]),
     ("operand 2 must be an immediate tuple of dims", [Call(1, "builtin:reshape", (Reg(0), Imm(None), Imm(3))), Ret(0)]),
     ("must be an immediate shape specification",
      [Call(-1, "builtin:match_shape", (Reg(0), Imm(None), Imm((("bind", -1, "n", 0, None, 1),)), Imm("x"))), Ret(0)]),

@@ -47,7 +47,9 @@ def test_tensor_sizes_are_checked() -> None:
     assert tensor_bytes((0, 1 << 62), "float32", "x") == 0
     with pytest.raises(OutOfMemoryError, match=r"tensor y: the shape \(2, -3\) has a negative dimension"):
         tensor_bytes((2, -3), "float32", "tensor y")
-    with pytest.raises(OutOfMemoryError, match=r"tensor y: float32\[4294967296, 4294967296\] has \d+ bytes, which over"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"tensor y: float32\[4294967296, 4294967296\] has \d+ bytes, which over"
+    ):
         tensor_bytes((1 << 32, 1 << 32), "float32", "tensor y")
 
 

@@ -5,7 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from relaxlite.errors import CodegenError
-from relaxlite.ir.expr import Body, Call, Constant, Expr, Function, GlobalVar, If, Let, Loop, MatchShape, Tuple, TupleGetItem, Var
+from relaxlite.ir.expr import (
+    Body,
+    Call,
+    Constant,
+    Expr,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import TensorProgram

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import operator
 import random
@@ -35,7 +36,7 @@ from typing import Any, TypeVar
 
 from relaxlite.ir import intervals
 from relaxlite.ir.intervals import ONE, UNBOUNDED, Interval, add, intersect, is_nonneg, multiply, scale, scale_down
-from relaxlite.ir.simplify import Residue, apply_rules, without_mod
+from relaxlite.ir.simplify import Residue, apply_rules, rebuild, without_mod
 from relaxlite.ir.symbolic import (
     FloorDiv,
     FloorMod,
@@ -51,12 +52,12 @@ from relaxlite.ir.symbolic import (
     floormod,
     map_atoms,
     monomial_expr,
-    rebuild_pair,
     sym,
 )
 
-_MAX_NODES = 64  # expressions that one elimination visits
-_MAX_CASES = 4  # nested case distinctions: 2**4 leaves
+_MAX_NODES = 32  # expressions that one elimination visits
+_MAX_RELAXATIONS = 100  # and makes
+_MAX_CASES = 3  # nested case distinctions: 2**3 leaves
 _MAX_MEMO = 1 << 14  # answers kept; an Analyzer may live as long as the process
 
 T = TypeVar("T")
@@ -318,11 +319,13 @@ class Analyzer:
         best: int | None = None
         nodes = [(form, 1) for form in dict.fromkeys((expr, without_mod(expr)))]
         seen = {node for node, _ in nodes}
+        made = 0
         for node, factor in nodes:  # grows; expr*factor >= node
             best = intersect((best, None), scale_down(self.interval(node), factor))[0]
             if goal is not None and best is not None and best >= goal:
                 return best
-            for new, k in self._relaxations(node) if len(nodes) < _MAX_NODES else ():
+            left = _MAX_RELAXATIONS - made if len(nodes) < _MAX_NODES else 0
+            for made, (new, k) in enumerate(itertools.islice(self._relaxations(node), left), made + 1):
                 if new not in seen:
                     seen.add(new)
                     nodes.append((new, factor * k))
@@ -495,7 +498,7 @@ def _decide(expr: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
         a, b = _decide(atom.a, low, high), _decide(atom.b, low, high)
         if isinstance(atom, Min | Max) and {a, b} == {low, high}:
             return low if isinstance(atom, Min) else high
-        return rebuild_pair(atom, a, b)
+        return rebuild(atom, a, b)
 
     return map_atoms(expr, change)
 

@@ -13,17 +13,34 @@ computes is followed element by element, so that it never becomes a run-time ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.expr import (
-    NO_ATTRS, Array, Attrs, Binding, Block, Body, Call, Constant, Expr, Function, GlobalVar, If, Let, Loop, MatchShape,
-    ShapeValue, Tuple, TupleGetItem, Var,
-)  # fmt: skip
+    NO_ATTRS,
+    Array,
+    Attrs,
+    Binding,
+    Block,
+    Body,
+    Call,
+    Constant,
+    Expr,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, sym, syms
@@ -53,6 +70,7 @@ class BlockBuilder:
         self._definitions: dict[str, Definition] = dict(module or {})
         self._scopes: list[_Scope] = []
         self._known: dict[Var, Array] = {}
+        self._values: dict[Var, Expr] = {}
         self._names: dict[str, int] = {}
         self.loc: str | None = None  # the source location given to what is emitted next
 
@@ -134,6 +152,7 @@ class BlockBuilder:
         value = self._normalize(expr)
         var = Var(self.unique_name(name or _hint(value)), value.ty, getattr(value, "loc", None))
         self._append(Let(var, value), is_dataflow=not isinstance(value, If | Loop))
+        self._values[var] = value
         known = self.evaluate(value)
         if known is not None:
             self._known[var] = known
@@ -186,7 +205,18 @@ class BlockBuilder:
             return TupleGetItem(self.leaf(expr.value), expr.index)
         return expr
 
+    def definition(self, var: Var) -> Expr | None:
+        """What `emit` bound to the variable."""
+        return self._values.get(var)
+
     # symbolic values
+
+    def learn(self, var: Var, values: Array | None) -> None:
+        """Note the symbolic elements of a variable (symbols that a MatchShape binds to them); None forgets them."""
+        if values is None:
+            self._known.pop(var, None)
+        else:
+            self._known[var] = values
 
     def known_value(self, expr: Expr) -> Array | None:
         """The elements of a small integer tensor as an object array of SymExpr, or None if they are not known."""
@@ -247,8 +277,6 @@ def _hint(expr: Expr) -> str:
     if isinstance(expr, Call):
         return expr.callee.name
     return {TupleGetItem: "item", Tuple: "pair", If: "branch", Loop: "loop"}.get(type(expr), "v")
-
-
 
 
 def result_types(ty: Type) -> tuple[Type, ...]:

@@ -81,7 +81,9 @@ class Constant:
         array = np.asarray(value, dtype=None if dtype is None else dtypes.to_numpy(dtype))
         found = dtypes.from_numpy(array.dtype)
         if found is None:
-            raise TypeError(f"a constant of NumPy type {array.dtype} has no relaxlite type; cast it to one of {dtypes.ALL}")
+            raise TypeError(
+                f"a constant of NumPy type {array.dtype} has no relaxlite type; cast it to one of {dtypes.ALL}"
+            )
         if not array.flags.c_contiguous:
             array = array.copy(order="C")
         return Constant(array, TensorType.of(array.shape, found), name)

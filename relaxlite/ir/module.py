@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from relaxlite.ir.expr import Attrs, ExternFunction, Function, NO_ATTRS, make_attrs
+from relaxlite.ir.expr import NO_ATTRS, Attrs, ExternFunction, Function, make_attrs
 from relaxlite.ir.program import TensorProgram
 
 Definition: TypeAlias = "Function | TensorProgram | ExternFunction"

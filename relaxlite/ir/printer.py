@@ -26,37 +26,73 @@
         def out(x_1: Tensor((m, 4), "float32")) -> Tuple(Tensor(rank=2, dtype="float32")):
             return (next_cond, next_x)
 
-An annotation is the variable's type: parsing infers nothing. Where a call's own type differs, it has `ty=`. `loc=` is the
-call's place, and the variable's; `var(T, name=..., loc=...)` says otherwise. A symbol is declared where it first occurs.
-Large constants stand in a table by dtype, shape and hash; their elements come from `module_constants`, or from the table
-itself (`embed=True`).
+An annotation is the variable's type: parsing infers nothing. Where a call's own type differs, it has `ty=`. `loc=` is
+the call's place, and the variable's; `var(T, name=..., loc=...)` says otherwise. A symbol is declared where it first
+occurs. A call without result stands alone. Large constants stand in a table by dtype, shape and hash; their elements
+come from `module_constants`, or from the table itself (`embed=True`).
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import (
-    Binding, Block, Body, Call, Constant, Expr, ExternFunction, Function, GlobalVar, If, Let, Loop, MatchShape, ShapeValue,
-    Tuple, TupleGetItem, Var,
-)  # fmt: skip
+    Binding,
+    Block,
+    Body,
+    Call,
+    Constant,
+    Expr,
+    ExternFunction,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program import Allocate, Barrier, Check, For, IfThenElse, LetIndex, Seq, Stmt, Store, TensorProgram
 from relaxlite.ir.program_printer import ProgramWriter, print_program, print_stmt, print_value
 from relaxlite.ir.text import (
-    Names, Writer, array_text, attr_items, content_digest, header, identifier, name_items, quote, tuple_text,
-)  # fmt: skip
+    Names,
+    Writer,
+    array_text,
+    attr_items,
+    content_digest,
+    header,
+    identifier,
+    name_items,
+    quote,
+    tuple_text,
+)
 from relaxlite.ir.types import UNIT, FuncType, ShapeType, TensorType, TupleType, Type
 from relaxlite.ir.visitor import body_uses
 
-__all__ = ["module_constants", "print_expr", "print_function", "print_module", "print_program", "print_stmt", "print_type",
-           "print_value"]  # fmt: skip
+__all__ = [
+    "excerpt",
+    "module_constants",
+    "print_expr",
+    "print_function",
+    "print_module",
+    "print_program",
+    "print_stmt",
+    "print_type",
+    "print_value",
+]
 
 MAX_INLINE = 16  # elements of a constant that is printed where it is used
 CALL_WORDS = ("call", "const", "global_var", "match_shape", "op", "shape")  # called, but no ops
+_STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Barrier, Seq)
+_DECLARATION = re.compile(r"\s*\w+ = symbol\(")
 CALL_KEYWORDS = ("sym", "ty", "loc", "attrs")
 FUNCTION_KEYWORDS = ("name", "attrs")
 EXTERN_KEYWORDS = ("outputs", "name", "attrs")
@@ -100,6 +136,14 @@ def print_expr(expr: Expr | Binding) -> str:
 def print_type(ty: Type) -> str:
     """A type as text, for messages."""
     return _FunctionWriter(_Pool(), Names(), {}).type(ty)
+
+
+def excerpt(node: Expr | Binding | Stmt, *, lines: int = 3) -> str:
+    """The first lines of a node as text, without declarations of symbols: for error messages."""
+    is_loop_level = isinstance(node, _STATEMENTS)
+    text = print_stmt(node) if is_loop_level else print_expr(node)  # type: ignore[arg-type]
+    kept = [line for line in text.split("\n") if not _DECLARATION.match(line)]
+    return "\n".join(kept[:lines] + ["    ..."] * (lines > 1 and len(kept) > lines))
 
 
 def _sections(module: IRModule, pool: _Pool) -> list[str]:

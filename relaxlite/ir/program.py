@@ -254,14 +254,23 @@ def compute(out: Buffer, value: Callable[..., Value]) -> Stmt:
 
 
 def reduce(
-    out: Buffer, extents: Iterable[IntLike], combine: str, init: Value, value: Callable[..., Value]
+    out: Buffer,
+    extents: Iterable[IntLike],
+    combine: str,
+    init: Value,
+    value: Callable[..., Value],
+    finish: Callable[..., Value] = lambda total, *i: total,
 ) -> Stmt:
-    """out[i...] = combine over r... of value(i..., r...), starting from init."""
+    """out[i...] = finish(combine over r... of value(i..., r...), starting from init; i...).
+
+    This is the canonical form of a reduction: one local element per output, of the dtype of `init`.
+    """
     extents = syms(extents)
 
     def element(*i: SymVar) -> Stmt:
-        inner = loops("rstuvw", extents, lambda *r: Store(out, i, value(*i, *r), combine))
-        return seq(Store(out, i, init), inner)
+        total = Buffer(f"{out.name}_acc", (), init.dtype, "local")
+        inner = loops("rstuvw", extents, lambda *r: Store(total, (), value(*i, *r), combine))
+        return Allocate(total, seq(Store(total, (), init), inner, Store(out, i, finish(Load(total, ()), *i))))
 
     return loops("ijklmn", out.shape, element)
 

@@ -21,19 +21,47 @@ it does not say when it is computed.
 from __future__ import annotations
 
 from relaxlite.ir.program import (
-    Allocate, Barrier, Binary, Buffer, Cast, Check, Compare, For, IfThenElse, IndexValue, Intrinsic, LetIndex, Literal, Load,
-    Select, Seq, Stmt, Store, TensorProgram, Unary, Value,
-)  # fmt: skip
+    Allocate,
+    Barrier,
+    Binary,
+    Buffer,
+    Cast,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Literal,
+    Load,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
+)
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.text import (
-    Names, Writer, attr_items, fact_items, header, name_items, number_text, quote, tuple_text,
-)  # fmt: skip
+    Names,
+    Writer,
+    attr_items,
+    fact_items,
+    header,
+    name_items,
+    number_text,
+    quote,
+    tuple_text,
+)
 from relaxlite.ir.visitor import value_children
 
 # Operators and their precedence in Python; what has no operator is printed as a function call.
 BINARY_SIGNS = {
-    "or": ("|", 6), "xor": ("^", 7), "and": ("&", 8), "shift_left": ("<<", 9), "shift_right": (">>", 9), "add": ("+", 10),
-    "sub": ("-", 10), "mul": ("*", 11), "div": ("/", 11), "floordiv": ("//", 11), "floormod": ("%", 11), "pow": ("**", 13),
+    "or": ("|", 6), "xor": ("^", 7), "and": ("&", 8), "shift_left": ("<<", 9), "shift_right": (">>", 9),
+    "add": ("+", 10), "sub": ("-", 10), "mul": ("*", 11), "div": ("/", 11), "floordiv": ("//", 11),
+    "floormod": ("%", 11), "pow": ("**", 13),
 }  # fmt: skip
 COMPARE_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 UNARY_SIGNS = {"neg": ("-", 12), "bitwise_not": ("~", 12), "not": ("not ", 4)}
@@ -73,7 +101,7 @@ class ProgramWriter(Writer):
 
     def program(self, name: str, ident: str, program: TensorProgram) -> None:
         symbols = tuple_text([self.symbol(s) for s in program.symbols])
-        params = [f"{self._bind(b)}: Buffer({self._buffer_items(b)})" for b in program.params]
+        params = [f"{self._bind(b)}: Buffer({self._buffer(b)})" for b in program.params]
         items = [f"symbols={symbols}", f"outputs={program.num_outputs}", *name_items(name, shown=ident)]
         self.emit(f"@program({', '.join(items + attr_items(program.attrs, PROGRAM_KEYWORDS))})")
         self.emit(header(f"def {ident}", params, ":"))
@@ -83,7 +111,7 @@ class ProgramWriter(Writer):
     def _bind(self, buffer: Buffer) -> str:
         return self.names.get(buffer) or self.names.bind(buffer, buffer.name)
 
-    def _buffer_items(self, buffer: Buffer) -> str:
+    def _buffer(self, buffer: Buffer) -> str:
         items = [self.dims(buffer.shape), quote(buffer.dtype)]
         items += [] if buffer.scope == "global" else [quote(buffer.scope)]
         return ", ".join(items + name_items(buffer.name))
@@ -104,7 +132,7 @@ class ProgramWriter(Writer):
             with self.names.scoped(stmt.var, stmt.var.name) as var:
                 self._nest(f"with let_index({', '.join(items)}) as {var}:", stmt.body, done)
         elif isinstance(stmt, Allocate):
-            items = [self._buffer_items(stmt.buffer)]
+            items = [self._buffer(stmt.buffer)]
             with self.names.scoped(stmt.buffer, stmt.buffer.name) as name:
                 self._nest(f"with allocate({', '.join(items)}) as {name}:", stmt.body)
         elif isinstance(stmt, IfThenElse):

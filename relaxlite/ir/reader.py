@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeGuard, TypeVar
 
 from relaxlite import dtypes
 from relaxlite.errors import ParseError
-from relaxlite.ir.expr import Attrs, AttrValue
+from relaxlite.ir.expr import AttrValue
 from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, floormod, smax, smin, sym
 from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
 
@@ -26,7 +26,7 @@ _TYPE_NAMES = ("Tensor", "Shape", "Tuple", "Func", "Object")
 class Arguments:
     """The arguments of a call in the text; what is taken out of `keywords` is understood."""
 
-    call: ast.Call
+    call: ast.AST
     positional: list[ast.expr]
     keywords: dict[str, ast.expr] = field(default_factory=dict)
 
@@ -132,6 +132,11 @@ class Reader:
 
     # symbolic integers
 
+    def symbol(self, node: ast.expr) -> SymVar:
+        if isinstance(node, ast.Name):
+            return self.lookup(node, SymVar, "symbol")
+        self.fail(node, "expected a symbol")
+
     def expr(self, node: ast.expr) -> SymExpr:
         if isinstance(node, ast.Name):
             return self.lookup(node, SymVar, "symbol")
@@ -167,7 +172,7 @@ class Reader:
         """Take in `n = symbol("n", lower=..., upper=..., divisor=...)`; False for any other statement."""
         if not isinstance(stmt, ast.Assign) or not is_call(stmt.value, "symbol"):
             return False
-        arguments = self.arguments(stmt.value)  # type: ignore[arg-type]
+        arguments = self.arguments(stmt.value)
         if len(arguments.positional) != 1:
             self.fail(stmt, 'a symbol is declared as n = symbol("n")')
         name = self.string(arguments.positional.pop())
@@ -181,14 +186,14 @@ class Reader:
         try:
             return SymVar(
                 name,
-                lower=0 if lower is None else self._bound(lower),
-                upper=None if upper is None else self._bound(upper),
+                lower=0 if lower is None else self._bound_of(lower),
+                upper=None if upper is None else self._bound_of(upper),
                 divisor=1 if divisor is None else self.integer(divisor),
             )
         except ValueError as error:
             self.fail(arguments.call, str(error))
 
-    def _bound(self, node: ast.expr) -> int | None:
+    def _bound_of(self, node: ast.expr) -> int | None:
         return None if isinstance(node, ast.Constant) and node.value is None else self.integer(node)
 
     def target(self, stmt: ast.Assign) -> str:
@@ -231,7 +236,7 @@ class Reader:
         return TensorType(None, self.dtype(dtype), None if rank is None else self.integer(rank))
 
 
-def is_call(node: ast.AST | None, name: str) -> bool:
+def is_call(node: object, name: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
@@ -241,10 +246,6 @@ def is_number(node: ast.expr) -> bool:
     if isinstance(node, ast.Name):
         return node.id in _WORDS
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-
-
-def make_attrs_of(values: Mapping[str, AttrValue]) -> Attrs:
-    return Attrs(values)
 
 
 def _hint(near: tuple[str, Iterable[str]] | None) -> str:

@@ -49,10 +49,15 @@ def without_mod(expr: SymExpr) -> SymExpr:
     def expand(atom: SymExpr) -> SymExpr:
         if not isinstance(atom, Pair):
             return atom
-        a, b = without_mod(atom.a), without_mod(atom.b)
-        return a - floordiv(a, b) * b if isinstance(atom, FloorMod) else rebuild_pair(atom, a, b)
+        new = rebuild(atom, without_mod(atom.a), without_mod(atom.b))
+        return map_atoms(new, lambda x: x.a - floordiv(x.a, x.b) * x.b if isinstance(x, FloorMod) else x)
 
     return map_atoms(expr, expand)
+
+
+def rebuild(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
+    """The same kind of atom of new operands; a division by what turns out to be 0 has no value, and stays."""
+    return atom if isinstance(atom, FloorDiv | FloorMod) and b == 0 else rebuild_pair(atom, a, b)
 
 
 def _simplify_atom(atom: SymExpr, facts: Facts) -> SymExpr:
@@ -64,7 +69,7 @@ def _simplify_atom(atom: SymExpr, facts: Facts) -> SymExpr:
         return sym(lower)
     if not isinstance(atom, Pair):
         return atom
-    return _apply_to_atoms(rebuild_pair(atom, facts.simplify(atom.a), facts.simplify(atom.b)), facts)
+    return _apply_to_atoms(rebuild(atom, facts.simplify(atom.a), facts.simplify(atom.b)), facts)
 
 
 def _apply_to_atoms(expr: SymExpr, facts: Facts) -> SymExpr:

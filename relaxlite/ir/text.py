@@ -22,7 +22,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, to_text
 
 INDENT = "    "
 MAX_LINE = 110  # longer headers are wrapped, one parameter per line
-RESERVED = frozenset({*keyword.kwlist, "constants", "nan", "inf", "Tensor", "Shape", "Tuple", "Func", "Object", "Buffer"})
+_TYPE_NAMES = ("Tensor", "Shape", "Tuple", "Func", "Object", "Buffer")
+RESERVED = frozenset({*keyword.kwlist, *_TYPE_NAMES, "constants", "nan", "inf"})
 _NOT_IDENTIFIER = re.compile(r"[^A-Za-z0-9_]")
 
 
@@ -86,14 +87,14 @@ def attrs_key(attrs: Attrs) -> str:
 def array_text(array: Array) -> str:
     """Nested lists of exact numbers (a 0-d array: one number)."""
     if array.ndim:
-        return f"[{', '.join(array_text(a) for a in array)}]"  # type: ignore[arg-type]
-    value = np.asarray(array)[()]
-    return _float_text(value) if dtypes.is_float(dtypes.from_numpy(array.dtype) or "") else number_text(value)
+        return f"[{', '.join(map(array_text, array))}]"
+    is_float = dtypes.is_float(dtypes.from_numpy(array.dtype) or "")
+    return _float_text(array) if is_float else number_text(array.item())
 
 
-def _float_text(value: np.generic) -> str:
+def _float_text(value: Array) -> str:
     """The shortest decimal that converts back to the same bits; zeros keep their sign."""
-    exact = float(value)  # type: ignore[arg-type]
+    exact = float(value)
     if exact != exact or exact in (float("inf"), -float("inf")):
         return repr(exact)
     text = str(value)
@@ -110,7 +111,7 @@ def content_digest(array: Array) -> str:
     if known is not None and known[0]() is array:
         return known[1]
     digest = hashlib.sha256(f"{array.dtype.name}{array.shape}".encode())
-    digest.update(np.ascontiguousarray(_plain_nan(array)).reshape(-1).view(np.uint8))
+    digest.update(np.ascontiguousarray(_plain_nan(array)).reshape(-1).view(np.uint8).data)
     found, ident = digest.hexdigest()[:32], id(array)
     _digests[ident] = (weakref.ref(array, lambda _: _digests.pop(ident, None)), found)
     return found
@@ -119,7 +120,7 @@ def content_digest(array: Array) -> str:
 def _plain_nan(array: Array) -> Array:
     if not dtypes.is_float(dtypes.from_numpy(array.dtype) or ""):
         return array
-    is_nan = np.isnan(array)  # type: ignore[call-overload]
+    is_nan = np.isnan(array)
     return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 
 

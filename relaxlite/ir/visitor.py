@@ -10,14 +10,45 @@ from dataclasses import replace
 
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import (
-    Binding, Body, Call, Constant, Expr, Function, GlobalVar, If, Let, Loop, MatchShape, ShapeValue, Tuple, TupleGetItem,
+    Binding,
+    Body,
+    Call,
+    Constant,
+    Expr,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
     Var,
-)  # fmt: skip
+)
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import (
-    Allocate, Binary, Buffer, Cast, Check, Compare, For, IfThenElse, IndexValue, Intrinsic, LetIndex, Load, Select, Seq,
-    Stmt, Store, TensorProgram, Unary, Value, seq,
-)  # fmt: skip
+    Allocate,
+    Binary,
+    Buffer,
+    Cast,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Load,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
+    seq,
+)
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, substitute
 from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, type_symbols
 

@@ -6,16 +6,22 @@ from collections.abc import Iterator
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Buffer, IndexValue, Load, Stmt, Store
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, as_int, sym
 from relaxlite.ir.visitor import all_values, loads, stores
+
+_ANALYZER = Analyzer()
 
 
 def offset(buffer: Buffer, indices: tuple[SymExpr, ...]) -> SymExpr:
-    """The row-major position of an element, in elements."""
+    """The row-major position of an element, in elements. Where loops were fused, t // m * m + t % m is t again."""
     total = sym(0)
     for dim, index in zip(buffer.shape, indices, strict=True):
         total = total * dim + index
-    return total
+    return _ANALYZER.simplify(total) if any(_is_divided(i) for i in indices) else total
+
+
+def _is_divided(expr: SymExpr) -> bool:
+    return any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)
 
 
 def coefficient(expr: SymExpr, var: SymVar) -> SymExpr | None:

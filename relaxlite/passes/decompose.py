@@ -10,7 +10,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 
 def decompose(module: IRModule) -> IRModule:
     """What a decomposition emits may itself be decomposed: repeat until nothing changes."""
-    while (after := map_functions(module, lambda f: _Decompose(module).function(f))) is not module:
+    while (after := map_functions(module, _Decompose().function)) is not module:
         module = after
     return module
 

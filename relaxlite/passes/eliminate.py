@@ -6,8 +6,21 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from relaxlite.ir.expr import (
-    Binding, Block, Body, Call, Constant, Expr, If, Let, Loop, MatchShape, ShapeValue, Tuple, TupleGetItem, Var,
-)  # fmt: skip
+    Binding,
+    Block,
+    Body,
+    Call,
+    Constant,
+    Expr,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.visitor import Rewriter, map_functions, used_vars

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
@@ -59,11 +60,11 @@ def _constant(result: Any, ty: object) -> Constant:
 
 
 def _is_worth(call: Call, operands: list[Any]) -> bool:
-    if type(call.callee).reference is Op.reference:
+    if not isinstance(call.callee, Op) or type(call.callee).reference is Op.reference:
         return False
-    types = call.ty.fields if hasattr(call.ty, "fields") else (call.ty,)
+    types: list[Any] = list(result_types(call.ty))
     if not all(isinstance(t, TensorType) and t.shape is not None and all(d.is_const for d in t.shape) for t in types):
         return False
-    size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)  # type: ignore[union-attr]
+    size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)
     given = sum(o.nbytes for o in operands if isinstance(o, np.ndarray))
     return size <= max(SMALL_BYTES, GROWTH * given)

@@ -32,7 +32,7 @@ class _FoldShapes(Rewriter):
         known = self.bb.evaluate(value)
         if known is None:
             return None
-        flat = tuple(sym(v) for v in known.reshape(-1))
+        flat = tuple(sym(v) for v in known.reshape(-1).tolist())
         if all(v.is_const for v in flat):
             data = np.array([v.const for v in flat], dtype=np.int64).reshape(known.shape)
             return Constant.of(data.astype(dtypes.to_numpy(value.ty.dtype)))
@@ -41,7 +41,7 @@ class _FoldShapes(Rewriter):
         return self._materialize(flat, known.shape, value.ty.dtype)
 
     def _is_from_shape(self, call: Call) -> bool:
-        return call.callee.name == "shape_to_tensor" or isinstance(call.args[0], Var) and call.args[0] in self._made
+        return call.callee.name == "shape_to_tensor" or (isinstance(call.args[0], Var) and call.args[0] in self._made)
 
     def _materialize(self, values: tuple[object, ...], shape: tuple[int, ...], dtype: str) -> Expr:
         result: Expr = ops.shape_to_tensor(ShapeValue(values))  # type: ignore[arg-type]

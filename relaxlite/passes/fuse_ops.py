@@ -73,7 +73,11 @@ class _Group:
 
 class _FuseFunction(Rewriter):
     def __init__(
-        self, module: IRModule, patterns: dict[str, LoopPattern], definitions: dict[str, Definition], context: PassContext
+        self,
+        module: IRModule,
+        patterns: dict[str, LoopPattern],
+        definitions: dict[str, Definition],
+        context: PassContext,
     ) -> None:
         super().__init__()
         self._module, self._patterns, self._definitions, self._context = module, patterns, definitions, context
@@ -90,7 +94,10 @@ class _FuseFunction(Rewriter):
             return super().body(body)
         self.changed = True
         blocks = tuple(
-            Block(tuple(self._fused(b, last) for b in block.bindings if not (isinstance(b, Let) and b.var in inner)), block.is_dataflow)
+            Block(
+                tuple(self._fused(b, last) for b in block.bindings if not (isinstance(b, Let) and b.var in inner)),
+                block.is_dataflow,
+            )
             for block in body.blocks
         )
         return super().body(Body(tuple(b for b in blocks if b.bindings), body.result))
@@ -248,7 +255,10 @@ def _same_element(load: Load, indices: tuple[SymExpr, ...], node: _Node) -> bool
     """Equal indices; a constant 0 stands for the loop variable of a dimension of one."""
     if len(load.indices) != len(indices):
         return False
-    return all(a is b or (a.is_const and d.is_const and d.const == 1) for a, b, d in zip(load.indices, indices, node.shape, strict=True))
+    return all(
+        a is b or (a.is_const and d.is_const and d.const == 1)
+        for a, b, d in zip(load.indices, indices, node.shape, strict=True)
+    )
 
 
 def _loads_of(node: _Node, variables: set[Var]) -> list[Load]:

@@ -5,23 +5,34 @@
 3. A reduction's elementwise consumer moves into the reduction's spatial loops; the intermediate becomes one local element:
 
     for i, j:                          for i, j:
-        t[i, j] = 0                        local t[]
-        for k: t[i, j] += a*b      =>      t[] = 0
-    for i, j:                              for k: t[] += a*b
-        out[i, j] = f(t[i, j])             out[i, j] = f(t[])
+        local e[]; e[] = 0                 local e[]; e[] = 0
+        for k: e[] += a*b                  for k: e[] += a*b
+        t[i, j] = e[]              =>      out[i, j] = f(e[])
+    for i, j:
+        out[i, j] = f(t[i, j])
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from relaxlite.errors import PassError
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
-    Allocate, Buffer, Check, LetIndex, Load, Seq, Stmt, Store, TensorProgram, Value, seq,
-)  # fmt: skip
+    Buffer,
+    Check,
+    LetIndex,
+    Load,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Value,
+    seq,
+)
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import ProgramRewriter, Rewriter, Substitute, program_symbols, stores
 from relaxlite.passes.legalize import ProgramTable
@@ -48,7 +59,11 @@ class _CallFused(Rewriter):
         self._composites, self._fused = composites, fused
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar) or value.callee.name not in self._fused:
+        if (
+            not isinstance(value, Call)
+            or not isinstance(value.callee, GlobalVar)
+            or value.callee.name not in self._fused
+        ):
             return None
         callee, program = self._fused[value.callee.name]
         *args, shape = value.args
@@ -128,11 +143,11 @@ class _Inline(ProgramRewriter):
         body = Substitute(at, fresh=True).stmt(self._nest.body)
         while not isinstance(body, Store):
             if isinstance(body, LetIndex):
-                self._wrappers.append(lambda inner, let=body: LetIndex(let.var, let.value, inner))
+                self._wrappers.append(partial(LetIndex, body.var, body.value))
                 body = body.body
             else:
                 assert isinstance(body, Seq)
-                self._wrappers.append(lambda inner, checks=body.stmts[:-1]: seq(*checks, inner))
+                self._wrappers.append(partial(seq, *body.stmts[:-1]))
                 body = body.stmts[-1]
         return body.value
 
@@ -154,27 +169,24 @@ def _merge_epilogue(stages: list[Stmt], output: Buffer) -> list[Stmt]:
         reduction = reduction_of(anchor)
         if reduction is None or anchor is final:
             continue
-        whole = reduction.init.buffer
-        element = Buffer(whole.name, (), whole.dtype, "local")
+        assert isinstance(reduction.final, Store)
         nest = perfect_nest(final)
         spatial = dict(zip(nest.vars, (loop.var for loop in reduction.spatial), strict=True))
-        epilogue = _ToElement(whole, element).stmt(Substitute(spatial).stmt(nest.body))
-        inner: Stmt = Store(element, (), reduction.update.value, reduction.update.combine)
-        for loop in reversed(reduction.reduced):
-            inner = replace(loop, body=inner)
-        merged: Stmt = Allocate(element, seq(Store(element, (), reduction.init.value), inner, epilogue))
+        at_element = Substitute(spatial).stmt(nest.body)
+        epilogue = _Replace(reduction.final.buffer, reduction.final.value).stmt(at_element)
+        merged: Stmt = replace(reduction, final=epilogue).block
         for loop in reversed(reduction.spatial):
             merged = replace(loop, body=merged)
         return [merged if s is final else s for s in stages if s is not anchor]
     return stages
 
 
-class _ToElement(ProgramRewriter):
-    def __init__(self, whole: Buffer, element: Buffer) -> None:
+class _Replace(ProgramRewriter):
+    """Replaces every load of a buffer by one value."""
+
+    def __init__(self, buffer: Buffer, value: Value) -> None:
         super().__init__()
-        self._whole, self._element = whole, element
+        self._buffer, self._by = buffer, value
 
     def _value(self, value: Value) -> Value:
-        if isinstance(value, Load) and value.buffer is self._whole:
-            return Load(self._element, ())
-        return super()._value(value)
+        return self._by if isinstance(value, Load) and value.buffer is self._buffer else super()._value(value)

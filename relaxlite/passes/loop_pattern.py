@@ -1,21 +1,21 @@
 """What kind of computation a tensor program is, read off its loops.
 
-    ELEMENTWISE   every load of a non-scalar input has the indices of the store
-    BROADCAST     loads use a subset of the store's loop variables, in order
-    INJECTIVE     one nest, each output element from other indices (transpose, slice, gather, concat of Selects)
-    REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
-    OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
-    OPAQUE        anything else: several stages, data-dependent stores, scans
+ELEMENTWISE   every load of a non-scalar input has the indices of the store
+BROADCAST     loads use a subset of the store's loop variables, in order
+INJECTIVE     one nest, each output element from other indices (transpose, slice, gather, concat of Selects)
+REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
+OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
+OPAQUE        anything else: several stages, data-dependent stores, scans
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from relaxlite.ir.program import Check, For, LetIndex, Load, Seq, Stmt, Store, TensorProgram
+from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, TensorProgram, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar
-from relaxlite.ir.visitor import loads, stores, walk_stmts
+from relaxlite.ir.visitor import loads, walk_stmts
 
 
 class LoopPattern(IntEnum):
@@ -69,28 +69,65 @@ def injective_store(nest: Nest) -> Store | None:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """for spatial: out[spatial] = init; for reduced: out[spatial] combine= value"""
+    """for spatial: { element[]; element = init; for reduced: element combine= value; final }
+
+    `final` holds no loop; before fusion it is one Store of a function of the element, at the spatial loop variables.
+    """
 
     spatial: tuple[For, ...]
+    element: Buffer
     init: Store
-    reduced: tuple[For, ...]
+    inner: Stmt  # the reduced loops round `update`
     update: Store
+    final: Stmt
+
+    @property
+    def block(self) -> Allocate:
+        return Allocate(self.element, seq(self.init, self.inner, self.final))
 
 
 def reduction_of(stage: Stmt) -> Reduction | None:
-    """The stage as a reduction in canonical form, or None."""
+    """The stage as a reduction, or None. A nest that combines straight into its output is brought into this form."""
     nest = perfect_nest(stage)
-    if not isinstance(nest.body, Seq) or len(nest.body.stmts) != 2 or not isinstance(nest.body.stmts[0], Store):
+    body = nest.body
+    if isinstance(body, Seq):
+        body = _with_element(nest, body) or body
+    if (
+        not isinstance(body, Allocate)
+        or body.buffer.shape
+        or not isinstance(body.body, Seq)
+        or len(body.body.stmts) < 3
+    ):
         return None
-    init, inner = nest.body.stmts[0], perfect_nest(nest.body.stmts[1])
-    update = inner.body
-    if not isinstance(update, Store) or update.combine is None or init.combine is not None:
+    init, inner, *rest = body.body.stmts
+    update = perfect_nest(inner).body
+    if not isinstance(init, Store) or not isinstance(update, Store) or update.combine is None or update is inner:
         return None
-    if update.buffer is not init.buffer or update.indices != init.indices or init.indices != nest.vars:
+    if init.buffer is not body.buffer or init.combine is not None or update.buffer is not body.buffer:
         return None
-    if any(load.buffer is init.buffer for load in loads(update)) or any(True for _ in loads(init)):
+    if any(load.buffer is body.buffer for load in loads(update)) or any(True for _ in loads(init)):
         return None
-    return Reduction(nest.loops, init, inner.loops, update)
+    if any(isinstance(s, For | Allocate) for r in rest for s in walk_stmts(r)):
+        return None
+    return Reduction(nest.loops, body.buffer, init, inner, update, seq(*rest))
+
+
+def _with_element(nest: Nest, body: Seq) -> Allocate | None:
+    """{ out[i] = init; for r: out[i] combine= v }  =>  { e[]; e = init; for r: e combine= v; out[i] = e }"""
+    if len(body.stmts) != 2 or not isinstance(body.stmts[0], Store):
+        return None
+    init, inner = body.stmts[0], perfect_nest(body.stmts[1])
+    update, out = inner.body, init.buffer
+    if not isinstance(update, Store) or update.combine is None or update.buffer is not out or not inner.loops:
+        return None
+    if update.indices != init.indices or init.indices != nest.vars or any(load.buffer is out for load in loads(update)):
+        return None
+    element = Buffer(f"{out.name}_acc", (), out.dtype, "local")
+    reduced: Stmt = Store(element, (), update.value, update.combine)
+    for loop in reversed(inner.loops):
+        reduced = replace(loop, body=reduced)
+    final = Store(out, init.indices, Load(element, ()))
+    return Allocate(element, seq(Store(element, (), init.value), reduced, final))
 
 
 def analyze(program: TensorProgram) -> LoopPattern:
@@ -103,7 +140,7 @@ def analyze(program: TensorProgram) -> LoopPattern:
     if store is not None:
         return _pattern_of_store(store, stage)
     reduction = reduction_of(stage)
-    if reduction is None:
+    if reduction is None or not _is_plain(reduction.final, reduction):
         return LoopPattern.OPAQUE
     return LoopPattern.OUT_FUSIBLE if _shares_operands(reduction) else LoopPattern.REDUCTION
 
@@ -127,15 +164,23 @@ def _is_subsequence(part: tuple[SymExpr, ...], whole: tuple[SymExpr, ...]) -> bo
     return all(index.is_const or index in rest for index in part)
 
 
-def _shares_operands(reduction: Reduction) -> bool:
-    """Two or more inputs, each used for several outputs: some load leaves out a spatial loop."""
-    found = [load for load in loads(reduction.update) if _uses_any(load, reduction.reduced)]
-    spatial = {loop.var for loop in reduction.spatial}
-    return len(found) > 1 and any(
-        spatial - {v for index in load.indices for v in index.free_vars()} for load in found
+def _is_plain(final: Stmt, reduction: Reduction) -> bool:
+    """Whether the result is stored once, at the spatial loop variables."""
+    return (
+        isinstance(final, Store)
+        and final.combine is None
+        and final.indices == tuple(loop.var for loop in reduction.spatial)
+        and all(load.buffer is not final.buffer for load in loads(reduction.block))
     )
 
 
-def _uses_any(load: Load, reduced: tuple[For, ...]) -> bool:
-    variables = {loop.var for loop in reduced}
+def _shares_operands(reduction: Reduction) -> bool:
+    """Two or more inputs, each used for several outputs: some load leaves out a spatial loop."""
+    reduced = {loop.var for loop in perfect_nest(reduction.inner).loops}
+    found = [load for load in loads(reduction.update) if _mentions(load, reduced)]
+    spatial = {loop.var for loop in reduction.spatial}
+    return len(found) > 1 and any(spatial - {v for index in load.indices for v in index.free_vars()} for load in found)
+
+
+def _mentions(load: Load, variables: set[SymVar]) -> bool:
     return any(v in variables for index in load.indices for v in index.free_vars())

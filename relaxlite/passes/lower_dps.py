@@ -1,6 +1,6 @@
 """Destination-passing style: every call of a program gets its outputs allocated explicitly.
 
-    y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
+y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
 """
 
 from __future__ import annotations

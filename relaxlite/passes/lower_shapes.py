@@ -11,11 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from relaxlite.errors import PassError
 from relaxlite.ir.expr import (
-    Attrs, Binding, Block, Body, Call, Expr, Function, GlobalVar, If, Let, Loop, MatchShape, ShapeValue, Var,
-)  # fmt: skip
+    Attrs,
+    Binding,
+    Block,
+    Body,
+    Call,
+    Expr,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Var,
+)
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.program import Buffer, IndexValue, LetIndex, Load, Stmt, Store, TensorProgram, seq
@@ -145,7 +159,10 @@ class _Scope:
         later: list[tuple[Expr, list[AttrTuple], str]] = []
         for source, ty, what in sources:
             first, second = self._spec(dims_of(ty))
-            if isinstance(ty, TensorType | ShapeType) and (ty.shape if isinstance(ty, TensorType) else ty.values) is not None:
+            if (
+                isinstance(ty, TensorType | ShapeType)
+                and (ty.shape if isinstance(ty, TensorType) else ty.values) is not None
+            ):
                 bindings.append(self._check(source, first, what))
                 if any(item[0] != "any" for item in second):
                     later.append((source, second, what))
@@ -225,10 +242,10 @@ class _Scope:
         make = _LOWERED.get(name)
         if make is None:
             return call
-        attrs = {k: v for k, v in call.attrs.items() if k == "dtype"}
+        made: dict[str, Any] = {k: v for k, v in call.attrs.items() if k == "dtype"}
         for attr, values in zip(make[1], shapes, strict=True):
-            attrs[attr] = values if attr == "dims" else values[0]
-        return replace(get_op(make[0])(*tensors, heap, **attrs), ty=call.ty, loc=call.loc)
+            made[attr] = values if attr == "dims" else values[0]
+        return replace(get_op(make[0])(*tensors, heap, **made), ty=call.ty, loc=call.loc)
 
 
 # op -> (vm op, the attributes that its shape operands become)

@@ -14,7 +14,7 @@ from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_shapes import lower_shapes
-from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.manager import Pass
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.schedule_cpu import schedule_cpu

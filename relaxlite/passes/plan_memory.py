@@ -12,7 +12,21 @@ from dataclasses import dataclass, field
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.expr import Attrs, Binding, Block, Body, Call, Expr, Function, Let, MatchShape, ShapeValue, Tuple, TupleGetItem, Var
+from relaxlite.ir.expr import (
+    Attrs,
+    Binding,
+    Block,
+    Body,
+    Call,
+    Expr,
+    Function,
+    Let,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym

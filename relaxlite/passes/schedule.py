@@ -10,9 +10,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from relaxlite.ir.program import (
-    Allocate, Buffer, Check, Compare, For, IfThenElse, IndexValue, LetIndex, Literal, Load, LoopKind, Seq, Stmt, Store,
-    Value, seq,
-)  # fmt: skip
+    Allocate,
+    Buffer,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    IndexValue,
+    LetIndex,
+    Literal,
+    Load,
+    LoopKind,
+    Seq,
+    Stmt,
+    Store,
+    Value,
+    seq,
+)
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
 from relaxlite.ir.visitor import ProgramRewriter, Substitute, stmt_indices
 
@@ -43,10 +57,12 @@ def masked_rest(loop: For, start: SymExpr, lanes: int) -> Stmt:
 
 
 def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
-    """The statement, guarded by count > 0; nothing if count is 0 for sure."""
+    """The statement, guarded by count > 0 (a loop of `count` guards itself); nothing if count is 0 for sure."""
     value = as_int(count)
     if value is not None:
         return (stmt,) if value > 0 else ()
+    if isinstance(stmt, For) and stmt.extent is count:
+        return (stmt,)
     return (IfThenElse(less(0, count), stmt),)
 
 
@@ -162,7 +178,9 @@ def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -
     main, rest = loop.extent // width * width, loop.extent % width
     steps = [*when_positive(loop.extent // width, step(loop.extent // width, sym(0), count=accumulators, masked=False))]
     steps += when_positive(rest, step((rest + lanes - 1) // lanes, main, count=1, masked=True))
-    return Allocate(partial, seq(_fill(partial, identity, lanes), *steps, _collect(store, partial, accumulators, lanes)))
+    return Allocate(
+        partial, seq(_fill(partial, identity, lanes), *steps, _collect(store, partial, accumulators, lanes))
+    )
 
 
 def _fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
@@ -178,5 +196,7 @@ def _collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> St
     higher = Load(partial, (part * lanes + lane + lanes,))
     fold = For(lane, sym(lanes), Store(partial, (lane,), higher, store.combine), "vectorized")
     last = SymVar("l", upper=lanes - 1)
-    total = For(last, sym(lanes), Store(store.buffer, store.indices, Load(partial, (last,)), store.combine), "vectorized")
+    total = For(
+        last, sym(lanes), Store(store.buffer, store.indices, Load(partial, (last,)), store.combine), "vectorized"
+    )
     return seq(*([For(part, sym(accumulators - 1), fold, "unrolled")] if accumulators > 1 else []), total)

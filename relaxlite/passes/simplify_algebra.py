@@ -101,7 +101,7 @@ def divide_power_of_two(call: Call, bound: Bindings) -> Expr | None:
     mantissa, exponent = np.frexp(c.value.astype(np.float64))
     if not np.all(np.abs(mantissa) == 0.5) or np.max(np.abs(exponent)) > 60:
         return None
-    return ops.multiply(call.args[0], Constant.of(1 / c.value, c.ty.dtype), loc=call.loc)
+    return ops.multiply(call.args[0], Constant.of(np.reciprocal(c.value), c.ty.dtype), loc=call.loc)
 
 
 def power_constant(call: Call, bound: Bindings) -> Expr | None:
@@ -151,7 +151,12 @@ def transpose_transpose(call: Call, bound: Bindings) -> Expr | None:
 def _moves_only_ones(call: Call, axes: tuple[object, ...]) -> Expr | None:
     """transpose(x, axes) = reshape(x) when only dimensions of one change places"""
     ty = call.args[0].ty
-    assert isinstance(ty, TensorType) and ty.shape is not None and isinstance(call.ty, TensorType) and call.ty.shape is not None
+    assert (
+        isinstance(ty, TensorType)
+        and ty.shape is not None
+        and isinstance(call.ty, TensorType)
+        and call.ty.shape is not None
+    )
     large = [a for a in axes if isinstance(a, int) and as_int(ty.shape[a]) != 1]
     if large != sorted(large):
         return None
@@ -179,7 +184,7 @@ def slice_all(call: Call, bound: Bindings) -> Expr | None:
     """slice(x, from 0, step 1, all) = x"""
     begins, steps = call.args[1], call.attrs["steps"]
     whole = isinstance(begins, ShapeValue) and all(as_int(b) == 0 for b in begins.values)
-    forward = steps is None or isinstance(steps, tuple) and all(s == 1 for s in steps)
+    forward = steps is None or (isinstance(steps, tuple) and all(s == 1 for s in steps))
     return _keeps(call, call.args[0]) if whole and forward else None
 
 

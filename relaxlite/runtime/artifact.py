@@ -142,7 +142,8 @@ def _align(offset: int, alignment: int) -> int:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return np.ascontiguousarray(native).reshape(-1).view(np.uint8).data
 
 
 def _to_json(value: Any) -> bytes:
@@ -155,15 +156,8 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "target": asdict(data.target),
         "kernels": [asdict(kernel) for kernel in data.kernels.values()],
         "metadata": asdict(data.metadata),
-        "constants": [(_dtype_of(array), array.shape) for array in data.constants],
+        "constants": [(array.dtype.name, array.shape) for array in data.constants],
     }
-
-
-def _dtype_of(array: np.ndarray) -> str:
-    dtype = dtypes.from_numpy(array.dtype)
-    if dtype is None or not array.dtype.isnative:
-        raise ArtifactError(f"a constant has dtype {array.dtype}, which relaxlite does not have")
-    return dtype
 
 
 def _function_to_json(function: VMFunction) -> list[Any]:

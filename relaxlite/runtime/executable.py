@@ -244,6 +244,9 @@ def validate(data: ExecutableData) -> None:
     for spec in (*data.signature.inputs, *data.signature.outputs):
         if spec.dtype not in dtypes.ALL:
             raise ArtifactError(f"'{spec.name}' in the signature has the unknown dtype '{spec.dtype}'")
+    for index, array in enumerate(data.constants):
+        if dtypes.from_numpy(array.dtype) is None:
+            raise ArtifactError(f"constant c{index} has dtype {array.dtype}, which relaxlite does not have")
     for function in data.functions.values():
         for at, instruction in enumerate(function.instructions):
             problem = _problem(data, function, instruction)
@@ -362,7 +365,7 @@ def _is_dim_spec(dim: ImmValue) -> bool:
             return slot >= 0 and divisor >= 1
         case ("check", int(slot), str()):
             return slot >= 0
-        case ("const", int()):
+        case ("const", int()) | ("any",):
             return True
     return False
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.errors import InputError
-from relaxlite.runtime.memory import Memory
+from relaxlite.errors import InputError, OutOfMemoryError
+from relaxlite.runtime.memory import Memory, allocate, tensor_bytes
 
 _CPU_DEVICES = {1: "CPU", 3: "CUDA pinned host", 11: "ROCm pinned host", 13: "CUDA managed"}
 _OTHER_DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 14: "oneAPI", 15: "WebGPU"}
@@ -106,7 +106,8 @@ def _as_array(value: object, wanted: np.dtype, what: str) -> np.ndarray:
         raise InputError(f"{what}: {type(value).__name__} is not a tensor: {error}") from error
     if array.dtype.hasobject:
         raise InputError(f"{what}: expects an array, got {type(value).__name__}")
-    return _from_python(array, wanted, what) if isinstance(value, bool | int | float | list | tuple) else array
+    is_python = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
+    return _from_python(array, wanted, what) if is_python else array
 
 
 def _from_python(array: np.ndarray, wanted: np.dtype, what: str) -> np.ndarray:
@@ -120,8 +121,10 @@ def _from_python(array: np.ndarray, wanted: np.dtype, what: str) -> np.ndarray:
         raise InputError(f"{what}: got Python values that NumPy reads as {array.dtype.name}, expects {name}")
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(wanted)
-    back = converted.astype(array.dtype)
-    exact = np.isinf(converted) == np.isinf(array) if dtypes.is_float(kind) else back == array
+    if dtypes.is_float(kind):
+        exact = np.isinf(converted) == np.isinf(array)
+    else:
+        exact = (converted.astype(array.dtype) == array) & ((converted < 0) == (array < 0))
     lossy = array[~exact]
     if lossy.size:
         raise InputError(f"{what}: the value {lossy.flat[0]} does not fit {name}")
@@ -172,6 +175,22 @@ def _bfloat16_from_dlpack(value: Any) -> np.ndarray | None:
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def new_tensor(shape: tuple[int, ...], dtype: str, what: str, *, poison: bool = False) -> Tensor:
+    """Fresh memory of unknown (or poisoned) contents. OutOfMemoryError names `what`, the type and the size."""
+    nbytes = tensor_bytes(shape, dtype, what)
+    try:
+        memory = allocate(nbytes, what, poison=poison)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error}; its type is {dtype}{list(shape)}") from error
+    return Tensor(memory.ptr, shape, dtype, memory)
+
+
+def copy(source: Tensor) -> Tensor:
+    made = new_tensor(source.shape, source.dtype, "a copy")
+    ctypes.memmove(made.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
+    return made
 
 
 def export_array(tensor: Tensor, given: set[int]) -> np.ndarray:

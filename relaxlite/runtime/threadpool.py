@@ -472,7 +472,7 @@ def link_native(ir: str, *, imports: Mapping[str, int], exports: Iterable[str], 
     )
     module = llvm.parse_assembly(ir)
     module.verify()
-    tuning = llvm.create_pipeline_tuning_options(speed_level=1)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=0)
     builder = llvm.create_pass_builder(machine, tuning)
     builder.getModulePassManager().run(module, builder)
     library = llvm.JITLibraryBuilder().add_object_img(machine.emit_object(module))

@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import native, threadpool
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -35,8 +37,8 @@ from relaxlite.runtime.executable import (
     instruction_text,
     validate,
 )
-from relaxlite.runtime.memory import ArenaPool, Memory, allocate, tensor_bytes
-from relaxlite.runtime.tensor import Heap, Tensor, from_numpy
+from relaxlite.runtime.memory import ArenaPool, Memory
+from relaxlite.runtime.tensor import Heap, Tensor, copy, import_tensor, new_tensor
 
 Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
 Registers: TypeAlias = list[Value]
@@ -87,7 +89,7 @@ class VirtualMachine:
             self._library, kernels = _link(data)
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
-        self.constants = [from_numpy(array, dtypes.from_numpy(array.dtype) or "") for array in data.constants]
+        self.constants = [_constant(array) for array in data.constants]
         self.functions = {name: _Decoder(self, function).decode() for name, function in data.functions.items()}
 
     def run(self, name: str, args: Sequence[Value]) -> Value:
@@ -111,7 +113,7 @@ class VirtualMachine:
                     step(registers, arenas)
                 if block.then < 0:
                     result = registers[block.register]
-                    return _detach(result, arenas, self.poison) if arenas else result
+                    return _detach(result, arenas) if arenas else result
                 is_taken = block.register < 0 or _truth(registers[block.register])
                 block = blocks[block.then if is_taken else block.otherwise]
         except RelaxliteError:
@@ -131,13 +133,15 @@ class VirtualMachine:
         return self.pool.release()
 
 
+def _constant(array: np.ndarray) -> Tensor:
+    return import_tensor(array, array.dtype.name, "a constant")
+
+
 def _link(data: ExecutableData) -> tuple[object, dict[str, Kernel]]:
     """The kernels, and what keeps their code in memory."""
     if not data.kernels:
         return None, {}
-    from relaxlite.runtime import native  # being written: move to the top
-
-    library = native.load_object(data.object_code, [kernel.symbol for kernel in data.kernels.values()])
+    library = native.load_object(data.object_code)
     return library, {name: _KERNEL_TYPE(library.address(kernel.symbol)) for name, kernel in data.kernels.items()}
 
 
@@ -163,28 +167,13 @@ def _place(decoded: Decoded, block: Block, step: Step | None) -> str:
     return f"function '{function.name}', {position}: {instruction_text(function.instructions[position])}"
 
 
-def _detach(value: Value, arenas: list[Memory], poison: bool) -> Value:
+def _detach(value: Value, arenas: list[Memory]) -> Value:
     """The value, with tensors that lie in `arenas` copied out of them."""
     if isinstance(value, tuple):
-        return tuple(_detach(item, arenas, poison) for item in value)
+        return tuple(_detach(item, arenas) for item in value)
     if isinstance(value, Tensor) and any(value.owner is arena for arena in arenas):
-        return _copy(value, poison)
+        return copy(value)
     return value
-
-
-def _copy(source: Tensor, poison: bool = False) -> Tensor:
-    made = _new_tensor(source.shape, source.dtype, "a copy", poison)
-    ctypes.memmove(made.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
-    return made
-
-
-def _new_tensor(shape: tuple[int, ...], dtype: str, what: str, poison: bool) -> Tensor:
-    nbytes = tensor_bytes(shape, dtype, what)
-    try:
-        memory = allocate(nbytes, what, poison=poison)
-    except OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{error}; its type is {dtype}{list(shape)}") from error
-    return Tensor(memory.ptr, shape, dtype, memory)
 
 
 class _Decoder:
@@ -203,7 +192,7 @@ class _Decoder:
             "tensor_to_shape": self._tensor_to_shape,
             "make_tuple": self._make_tuple,
             "tuple_get": self._tuple_get,
-            "copy": self._copy,
+            "copy": self._copy_tensor,
         }
 
     def decode(self) -> Decoded:
@@ -331,7 +320,7 @@ class _Decoder:
         what, poison = f"tensor r{dst} of function '{self.function.name}'", self.vm.poison
 
         def step(registers: Registers, _: list[Memory]) -> None:
-            registers[dst] = _new_tensor(shape_of(registers[heap].values), dtype, what, poison)
+            registers[dst] = new_tensor(shape_of(registers[heap].values), dtype, what, poison=poison)
 
         return step
 
@@ -398,11 +387,11 @@ class _Decoder:
 
         return step
 
-    def _copy(self, dst: int, operands: tuple[Operand, ...]) -> Step:
+    def _copy_tensor(self, dst: int, operands: tuple[Operand, ...]) -> Step:
         source = self._slot(operands[0])
 
         def step(registers: Registers, _: list[Memory]) -> None:
-            registers[dst] = _copy(registers[source])
+            registers[dst] = copy(registers[source])
 
         return step
 
@@ -433,17 +422,19 @@ def _kernel_error(info: KernelInfo, status: int) -> ExecutionError:
     return ExecutionError(f"kernel '{info.name}': {reason}")
 
 
+def _open_bounds(slot: int, name: str, lower: int | None, upper: int | None, divisor: int) -> tuple[Any, ...]:
+    return slot, name, _I64_MIN if lower is None else lower, _I64_MAX if upper is None else upper, divisor
+
+
 class _ShapeMatch:
     """One match_shape: writes symbols into the heap first, then compares the other dimensions."""
 
     def __init__(self, spec: tuple[Any, ...], what: str) -> None:
         self.what, self.rank = what, len(spec)
-        self.expected = ", ".join(str(item[2] if item[0] != "const" else item[1]) for item in spec)
+        text_at = {"bind": 2, "check": 2, "const": 1, "any": 0}
+        self.expected = ", ".join(str(item[text_at[item[0]]]) for item in spec)
         items = list(enumerate(spec))
-        self.binds = [
-            (axis, slot, name, _I64_MIN if low is None else low, _I64_MAX if high is None else high, divisor)
-            for axis, (kind, slot, name, low, high, divisor) in ((a, i) for a, i in items if i[0] == "bind")
-        ]
+        self.binds = [(axis, *_open_bounds(*item[1:])) for axis, item in items if item[0] == "bind"]
         self.checks = [(axis, item[1], item[2]) for axis, item in items if item[0] == "check"]
         self.consts = [(axis, item[1]) for axis, item in items if item[0] == "const"]
 

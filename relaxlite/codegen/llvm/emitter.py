@@ -101,6 +101,9 @@ class ModuleEmitter:
         self._globals[name] = f"@{name} = internal unnamed_addr constant [{len(values)} x {elem}] [{items}], align 64"
         return Val(f"@{name}", "ptr")
 
+    def add_function(self, head: str, emitter: Emitter, comment: str = "") -> None:
+        self.functions.append("\n".join([*([comment] if comment else []), f"{head} nounwind {{", *emitter.lines(), "}", ""]))
+
     def loop_metadata(self) -> str:
         """A new loop's own metadata node: never unroll (the schedule has decided)."""
         self._num_loops += 1

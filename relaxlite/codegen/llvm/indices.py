@@ -80,6 +80,10 @@ class Indices:
             else:
                 self.variables[var] = shadowed
 
+    def define(self, var: SymVar, value: Val) -> None:
+        """A symbol of the program: its own bounds hold."""
+        self.variables[var] = Variable(value, 0, (var.lower, var.upper))
+
     @contextmanager
     def fixed(self, var: SymVar, value: int) -> Iterator[None]:
         """`var` is a constant here: an unrolled loop's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
+from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const, mangle
 
 _ROUNDER = 6755399441055744.0  # 1.5 * 2**52: added to a small double, it leaves the nearest integer in the low bits
 _LN2_HI, _LN2_LO = 0.6931471803691238, 1.9082149292705877e-10  # HI has 32 bits: k*HI is exact
@@ -29,8 +29,11 @@ _LOG = (
 _SIN = (-0.16666666644175293, 0.008333329323111798, -0.00019839259553385303, 2.7173303981399804e-06)
 _COS = (0.04166666664789734, -0.0013888885542482406, 2.4799909999661485e-05, -2.7237008278309337e-07)
 
-# atan(t) = t + t**3 * q(t*t) on |t| <= tan(pi/8), relative error 2e-11
-_ATAN: tuple[float, ...] = ()
+# atan(t) = t + t**3 * q(t*t) on |t| <= tan(pi/8), relative error 1e-12
+_ATAN = (
+    -0.33333333308571855, 0.19999995217792643, -0.14285441131680546, 0.11104087554698665, -0.08996013722440425,
+    0.0698209298723651, -0.037691615044062286,
+)  # fmt: skip
 
 # The bits of 2/pi, 32 at each of 24 steps of 8 bits: enough for every float32 (Payne and Hanek, 1983).
 _TWO_OVER_PI_BITS = 0xA2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC561
@@ -142,14 +145,18 @@ def gather(e: Emitter, pointers: Val, elem: str, align: int, mask: Val) -> Val:
     """One element from each address whose mask bit is set, 0 elsewhere."""
     lanes = pointers.lanes
     zero = e.splat(e.number(0, Val("", elem)), lanes)
-    name = f"llvm.masked.gather.v{lanes}{ {'float': 'f32', 'double': 'f64'}.get(elem, elem) }.v{lanes}p0"
+    name = f"llvm.masked.gather.{mangle(elem, lanes)}.{mangle('ptr', lanes)}"
     return e.call(name, [pointers, int_const(align, "i32"), mask, zero], elem, lanes, "gathered")
+
+
+def _below(e: Emitter, x: Val, limit: Val) -> Val:
+    return e.select(e.fcmp("ogt", x, limit), limit, x)
 
 
 def atan2(e: Emitter, y: Val, x: Val) -> Val:
     """The angle of (x, y), of values that come from float32, with all special cases."""
     huge = float_const(2.0**600, "double")  # instead of infinity: inf/inf is 1 then, and finite/inf is 0 in float32
-    ax, ay = (e.intrinsic("minnum", e.intrinsic("fabs", v), huge) for v in (x, y))
+    ax, ay = (_below(e, e.intrinsic("fabs", v), huge) for v in (x, y))
     is_steep = e.fcmp("ogt", ay, ax)
     low, high = e.select(is_steep, ax, ay), e.select(is_steep, ay, ax)
     zero = float_const(0.0, "double")

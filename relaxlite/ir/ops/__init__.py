@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from relaxlite.ir.op import Op, all_ops, get_op
-from relaxlite.ir.ops import activations, binary, elementwise, reduce, shape
+from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
+    activations, binary, creation, elementwise, indexing, linalg, memory, nn_conv, nn_conv_transpose, nn_norm,
+    nn_norm_channel, nn_pool, reduce, shape, slicing,
+)  # fmt: skip
 
-__all__ = ["activations", "all_ops", "binary", "elementwise", "get_op", "reduce", "shape"]
+__all__ = ["all_ops", "get_op"]
 
 
 def __getattr__(name: str) -> Op:

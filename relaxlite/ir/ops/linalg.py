@@ -28,12 +28,9 @@ def accumulate(out: Buffer, extents: Iterable[IntLike], value: Callable[..., Sca
     """out[i...] = sum over r... of value(i..., r...), which has dtype `accumulator(out.dtype)`."""
     dtype = accumulator(out.dtype)
     zero = identity("add", dtype)
-    if dtype == out.dtype:
-        return reduce(out, extents, "add", zero, lambda *i: value(*i).value)
-    total = Buffer(f"{out.name}_sum", out.shape, dtype)
-    summed = reduce(total, extents, "add", zero, lambda *i: value(*i).value)
-    rounded = compute(out, lambda *i: Scalar(total[i]).cast(out.dtype).value)
-    return Allocate(total, seq(summed, rounded))
+    return reduce(
+        out, extents, "add", zero, lambda *i: value(*i).value, lambda total, *i: Scalar(total).cast(out.dtype).value
+    )
 
 
 def equality_checks(message: str, *pairs: tuple[IntLike, IntLike]) -> tuple[Check, ...]:
@@ -130,7 +127,7 @@ class Matmul(_Product):
         yield Sample((("m", 3), (3, "n")), dtypes=("int32", "int32"))
 
 
-_BYTES = ("int8", "uint8")
+BYTES = ("int8", "uint8")
 
 
 @register
@@ -146,7 +143,7 @@ class MatmulInteger(_Product):
 
     def infer(self, a: Expr, b: Expr, a_zero: Expr | None = None, b_zero: Expr | None = None) -> Type:
         x, y = self.tensor(a, "a"), self.tensor(b, "b")
-        if x.dtype not in _BYTES or y.dtype not in _BYTES:
+        if x.dtype not in BYTES or y.dtype not in BYTES:
             self.fail(f"operands must be int8 or uint8, got {x.dtype} and {y.dtype}")
         for operand, zero, what in ((x, a_zero, "a_zero"), (y, b_zero, "b_zero")):
             if zero is not None and self.tensor(zero, what).dtype != operand.dtype:

@@ -13,10 +13,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue
-from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
-from relaxlite.ir.ops.linalg import accumulate, accumulator, equality_checks, in_accumulator
+from relaxlite.ir.ops.linalg import (
+    BYTES,
+    accumulate,
+    accumulator,
+    emit_op,
+    emit_reshape,
+    equality_checks,
+    in_accumulator,
+)
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Buffer, Stmt, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
@@ -34,7 +42,7 @@ def is_zero(pads: Shape) -> bool:
     return all(as_int(p) == 0 for p in pads)
 
 
-class _Convolution(Op):
+class Convolution(Op):
     """What the convolutions share: attributes and their checks."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {
@@ -69,23 +77,25 @@ class _Convolution(Op):
             self.fail(f"x and w must have one numeric dtype, got {left} and {right}; cast one of them")
         return left
 
-    def window_dims(
-        self, x: Shape, kernel: Shape, pads: Shape, strides: Ints | None, dilations: Ints | None
+    def result_shape(
+        self, x: Expr, w: Expr, pads: Expr, *, strides: Ints | None, dilations: Ints | None, groups: int
     ) -> Shape:
-        """The spatial sizes of the result; a size that is too small only at run time gives a negative one there."""
-        strides = self.per_axis(strides, len(x), "strides")
-        dilations = self.per_axis(dilations, len(x), "dilations")
+        """The shape of a convolution; a window that is too large only at run time gives a negative size there."""
+        xs, ws, padding = self.shapes(x, w, pads)
+        self.check_channels(xs[1], ws[1] * groups, groups, ws[0])
+        count = len(xs) - 2
+        strides = self.per_axis(strides, count, "strides")
         dims = []
-        for k, size in enumerate(x):
-            dim = (size + pads[k] + pads[len(x) + k] - window_extent(kernel[k], dilations[k])) // strides[k] + 1
+        for k, extent in enumerate(window_extents(ws, self.per_axis(dilations, count, "dilations"))):
+            dim = (xs[k + 2] + padding[k] + padding[count + k] - extent) // strides[k] + 1
             if PROVER.can_prove_lt(dim, 0):
-                self.fail(f"spatial dimension {k} of x has size {size}, less than the window of {kernel[k]}")
+                self.fail(f"spatial dimension {k} of x has size {xs[k + 2]}, less than the window of {extent}")
             dims.append(dim)
-        return tuple(dims)
+        return (xs[0], ws[0], *dims)
 
 
 @register
-class Conv(_Convolution):
+class Conv(Convolution):
     """The convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
 
     pads: begins then ends of the spatial dimensions. Half-precision floats are summed in float32.
@@ -94,14 +104,8 @@ class Conv(_Convolution):
     name = "conv"
     operands = ("x", "w", "pads")
 
-    def infer(
-        self, x: Expr, w: Expr, pads: Expr, *, strides: Ints | None, dilations: Ints | None, groups: int
-    ) -> Type:
-        xs, ws, padding = self.shapes(x, w, pads)
-        dtype = self.common_dtype(x, w)
-        self.check_channels(xs[1], ws[1] * groups, groups, ws[0])
-        dims = self.window_dims(xs[2:], ws[2:], padding, strides, dilations)
-        return TensorType.of((xs[0], ws[0], *dims), dtype)
+    def infer(self, x: Expr, w: Expr, pads: Expr, **window: Any) -> Type:
+        return TensorType.of(self.result_shape(x, w, pads, **window), self.common_dtype(x, w))
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads = call.args
@@ -109,8 +113,7 @@ class Conv(_Convolution):
         if is_zero(values):
             return None
         attrs: dict[str, Any] = dict(call.attrs)
-        padded = pad_spatial(bb, x, values, Constant.of(0, self.tensor(x).dtype))
-        return self(padded, w, (0,) * len(values), **attrs)
+        return self(pad_spatial(bb, x, values), w, (0,) * len(values), **attrs)
 
     def lower(self, x: Buffer, w: Buffer, pads: Shape, *, out: Buffer, **window: Any) -> Stmt:
         wide = accumulator(out.dtype)
@@ -131,11 +134,68 @@ class Conv(_Convolution):
         yield Sample((("n", 2, "l"), (3, 2, 3), (1, 1)), dtypes=half, tolerance=4e-3)
 
 
-def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr) -> Expr:
-    """x with its spatial dimensions padded (begins, then ends) by a scalar."""
+@register
+class ConvInteger(Convolution):
+    """conv(x - x_zero, w - w_zero) of 8-bit integers, in int32. Padding stands for x_zero.
+
+    x_zero is a scalar, w_zero a scalar or one value per channel of the result; w_zero needs x_zero before it.
+    """
+
+    name = "conv_integer"
+    operands = ("x", "w", "pads", "x_zero?", "w_zero?")
+
+    def infer(self, x: Expr, w: Expr, pads: Expr, *zeros: Expr, **window: Any) -> Type:
+        for operand, name in ((x, "x"), (w, "w")):
+            if self.tensor(operand, name).dtype not in BYTES:
+                self.fail(f"{name} must be int8 or uint8, got {operand.ty}")
+        for zero, operand, name in zip(zeros, (x, w), ("x_zero", "w_zero"), strict=False):
+            ty, like = self.tensor(zero, name), self.tensor(operand)
+            if ty.dtype != like.dtype or len(ty.shape or ()) > 1:
+                self.fail(f"{name} must be a scalar or a vector of {like.dtype}, got {ty}")
+        return TensorType.of(self.result_shape(x, w, pads, **window), "int32")
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        x, w, pads, *zeros = call.args
+        values = self.shape(pads)
+        if is_zero(values):
+            return None
+        attrs: dict[str, Any] = dict(call.attrs)
+        value = emit_reshape(bb, zeros[0], ()) if zeros else None
+        return self(pad_spatial(bb, x, values, value), w, (0,) * len(values), *zeros, **attrs)
+
+    def lower(self, x: Buffer, w: Buffer, pads: Shape, *zeros: Buffer, out: Buffer, **window: Any) -> Stmt:
+        def centered(value: Scalar, zero: Buffer, oc: SymExpr) -> Scalar:
+            is_one = not zero.shape or as_int(zero.shape[0]) == 1
+            at = (sym(0) if is_one else oc,) * len(zero.shape)
+            return value - Scalar(zero[at]).cast("int32")
+
+        def term(a: Scalar, b: Scalar, oc: SymExpr) -> Scalar:
+            pair = [a.cast("int32"), b.cast("int32")]
+            for k, zero in enumerate(zeros):
+                pair[k] = centered(pair[k], zero, oc)
+            return pair[0] * pair[1]
+
+        return lower_windows(self.name, x, w, out, window, term)
+
+    def reference(self, x: Any, w: Any, pads: Ints, x_zero: Any = 0, w_zero: Any = 0, **window: Any) -> Any:
+        filters = w.astype(np.int32) - np.asarray(w_zero, np.int32).reshape(-1, *(1,) * (w.ndim - 1))
+        return correlate(x.astype(np.int32) - np.int32(np.reshape(x_zero, ())), filters, pads, **window)
+
+    def samples(self) -> Iterable[Sample]:
+        kinds = ("uint8", "int8", "shape", "uint8", "int8")
+        yield Sample((("n", 2, "h", "w"), (3, 2, 3, 3), (1, 1, 1, 1)), dtypes=kinds[:3])
+        yield Sample((("n", 2, "h"), (4, 1, 3), (1, 1), ()), {"groups": 2, "strides": (2,)}, kinds[:4])
+        yield Sample((("n", 2, "h"), (4, 2, 1), (0, 0), (1,), (4,)), dtypes=kinds)
+
+
+def window_extents(w: Shape, dilations: Ints) -> list[SymExpr]:
+    return [window_extent(kernel, dilation) for kernel, dilation in zip(w[2:], dilations, strict=True)]
+
+
+def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr | None = None) -> Expr:
+    """x with its spatial dimensions padded (begins, then ends) by a scalar, 0 if None."""
     count = len(pads) // 2
-    before, after = ShapeValue((sym(0), sym(0), *pads[:count])), ShapeValue((sym(0), sym(0), *pads[count:]))
-    return bb.emit(get_op("pad")(x, before, after, value))
+    return emit_op(bb, "pad", x, (0, 0, *pads[:count]), (0, 0, *pads[count:]), value)
 
 
 def lower_windows(

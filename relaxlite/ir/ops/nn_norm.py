@@ -265,7 +265,15 @@ def standardize(row: Row, epsilon: float) -> Element:
 
 
 def standardized(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
-    return (x - x.mean(axis=axes, keepdims=True)) / np.sqrt(x.var(axis=axes, keepdims=True) + x.dtype.type(epsilon))
+    """`standardize` of arrays."""
+    centered = x - mean_over(x, axes)
+    return centered / np.sqrt(mean_over(centered * centered, axes) + x.dtype.type(epsilon))
+
+
+def mean_over(x: Any, axes: tuple[int, ...]) -> Any:
+    """The mean with axes kept; NaN of nothing, without the warning of np.mean."""
+    count = np.prod([x.shape[a] for a in axes], dtype=x.dtype)
+    return np.sum(x, axis=axes, keepdims=True) / count
 
 
 @register
@@ -315,7 +323,7 @@ class RmsNorm(_TailNorm):
         tail = tuple(range(axis % x.ndim, x.ndim))
 
         def normalize(v: Any) -> Any:
-            return v / np.sqrt(np.mean(v * v, axis=tail, keepdims=True) + v.dtype.type(epsilon)) * in_accumulator(scale)
+            return v / np.sqrt(mean_over(v * v, tail) + v.dtype.type(epsilon)) * in_accumulator(scale)
 
         return in_wide(normalize, x)
 

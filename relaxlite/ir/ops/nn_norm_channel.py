@@ -13,7 +13,7 @@ from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, in_accumulator
-from relaxlite.ir.ops.nn_norm import Row, in_wide, row_program, standardize, standardized, weigh
+from relaxlite.ir.ops.nn_norm import Row, in_wide, mean_over, row_program, standardize, standardized, weigh
 from relaxlite.ir.ops.reduce import normalize_axes
 from relaxlite.ir.ops.scalars import Scalar, identity, index, select
 from relaxlite.ir.program import Buffer, Stmt, Value, compute, reduce, seq
@@ -223,7 +223,8 @@ class MeanVarianceNormalize(Op):
 
     def reference(self, x: Any, *, axes: tuple[int, ...]) -> Any:
         def normalize(v: Any) -> Any:
-            return (v - v.mean(axis=axes, keepdims=True)) / (v.std(axis=axes, keepdims=True) + 1e-9)
+            centered = v - mean_over(v, axes)
+            return centered / (np.sqrt(mean_over(centered * centered, axes)) + v.dtype.type(1e-9))
 
         return in_wide(normalize, x)
 

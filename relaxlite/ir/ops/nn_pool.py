@@ -97,16 +97,24 @@ class Window:
             counts.append(last - smax(0, ceildiv(-start, dilation)) if skips else last)
         return product(counts)
 
-    def reduce(self, out: Buffer, x: Buffer, combine: str, value: Callable[[Scalar], Scalar]) -> Stmt:
-        """out[n, c, o...] = combine over the window of value(x element)."""
-        start = identity(combine, out.dtype)  # type: ignore[arg-type]
+    def reduce(
+        self,
+        out: Buffer,
+        x: Buffer,
+        combine: str,
+        value: Callable[[Scalar], Scalar],
+        finish: Callable[..., Value] = lambda total, *i: total,
+        wide: str | None = None,
+    ) -> Stmt:
+        """out[n, c, o...] = finish(combine over the window of value(x element), n, c, o...), combined in dtype `wide`."""
+        start = identity(combine, wide or out.dtype)  # type: ignore[arg-type]
 
         def tap(*i: SymVar) -> Value:
             where, conditions = self.at(i)
             found = value(Scalar(x[where]))
             return select(all_of(conditions), found, Scalar(start)).value if conditions else found.value
 
-        return reduce(out, [self.kernel[k] for k in self.reduced], combine, start, tap)
+        return reduce(out, [self.kernel[k] for k in self.reduced], combine, start, tap, finish)
 
 
 class _Pool(Op):
@@ -251,10 +259,11 @@ class _SumPool(_Pool):
     ) -> Stmt:
         """out = g(sum of f(x), o...), summed in `accumulator(out.dtype)`."""
         wide = accumulator(out.dtype)
-        total = out if wide == out.dtype else Buffer(f"{out.name}_sum", out.shape, wide)
-        summed = window.reduce(total, x, "add", lambda v: f(v.cast(wide)))
-        finished = compute(out, lambda *i: g(Scalar(total[i]), i[2:]).cast(out.dtype).value)
-        return seq(summed, finished) if total is out else Allocate(total, seq(summed, finished))
+
+        def finish(total: Value, *i: SymVar) -> Value:
+            return g(Scalar(total), i[2:]).cast(out.dtype).value
+
+        return window.reduce(out, x, "add", lambda v: f(v.cast(wide)), finish, wide)
 
 
 @register

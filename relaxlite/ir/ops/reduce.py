@@ -52,9 +52,9 @@ def reduced_shape(shape: tuple[SymExpr, ...], axes: tuple[int, ...], keepdims: b
 
 def reduce_axes(
     out: Buffer, x: Buffer, axes: tuple[int, ...], keepdims: bool, combine: str, value: Callable[..., Value],
-    init: Value | None = None,
+    init: Value | None = None, finish: Callable[..., Value] = lambda total, *i: total,
 ) -> Stmt:  # fmt: skip
-    """out = combine of value(*indices of x) over the axes."""
+    """out = finish(combine of value(*indices of x) over the axes)."""
     rank = len(x.shape)
     outer = len(out.shape)
 
@@ -71,7 +71,7 @@ def reduce_axes(
         return value(*where)
 
     start = init if init is not None else identity(combine, out.dtype)  # type: ignore[arg-type]
-    return reduce_loops(out, [x.shape[a] for a in axes], combine, start, at_indices)
+    return reduce_loops(out, [x.shape[a] for a in axes], combine, start, at_indices, finish)
 
 
 class ReduceOp(Op):
@@ -94,15 +94,14 @@ class ReduceOp(Op):
     def lower(self, x: Buffer, *, out: Buffer, axes: tuple[int, ...] | None, keepdims: bool) -> Stmt:
         over = normalize_axes(self, axes, len(x.shape))
         wide = "float32" if x.dtype in HALF else x.dtype
-        direct = wide == x.dtype and self.finish is None
-        total = out if direct else Buffer("total", out.shape, wide)
-        nest = reduce_axes(total, x, over, keepdims, self.combine, lambda *i: Scalar(x[i]).cast(wide).value)
-        if direct:
-            return nest
         count = product(x.shape[a] for a in over)
-        finish = type(self).finish or (lambda v, n: v)
-        last = compute(out, lambda *i: finish(Scalar(total[i]), count).cast(out.dtype).value)
-        return Allocate(total, seq(nest, last))
+        last = type(self).finish or (lambda v, n: v)
+
+        def finish(total: Value, *i: SymExpr) -> Value:
+            return last(Scalar(total), count).cast(out.dtype).value
+
+        init = identity(self.combine, wide)  # type: ignore[arg-type]
+        return reduce_axes(out, x, over, keepdims, self.combine, lambda *i: Scalar(x[i]).cast(wide).value, init, finish)
 
     def reference(self, x: Any, *, axes: tuple[int, ...] | None, keepdims: bool) -> Any:
         wide = x.astype(np.float32) if x.dtype.name in HALF else x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -208,7 +208,7 @@ class _UnitAxes(_ShapeOp):
     """expand_dims and squeeze: a reshape that adds or removes dimensions of size 1."""
 
     operands = ("x",)
-    attrs: ClassVar[dict[str, Attr]] = {"axes": Attr("ints")}
+    attrs = {"axes": Attr("ints")}
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr:
         assert isinstance(call.ty, TensorType)
@@ -230,7 +230,7 @@ class ExpandDims(_UnitAxes):
         dims = list(ty.shape or ())
         for axis in normalize_axes(self, axes, len(dims) + len(axes)):
             dims.insert(axis, sym(1))
-        return TensorType.of(dims, ty.dtype)
+        return TensorType.of(tuple(dims), ty.dtype)
 
     def reference(self, x: Any, *, axes: tuple[int, ...]) -> Any:
         return np.expand_dims(x, axes)
@@ -290,7 +290,7 @@ class Transpose(_ShapeOp):
 
     name = "transpose"
     operands = ("x",)
-    attrs: ClassVar[dict[str, Attr]] = {"axes": Attr("ints", None)}
+    attrs = {"axes": Attr("ints", None)}
 
     def infer(self, x: Expr, *, axes: tuple[int, ...] | None) -> Type:
         ty = self.tensor(x, "x")
@@ -322,7 +322,7 @@ class Concat(_ShapeOp):
 
     name = "concat"
     operands = ("*xs",)
-    attrs: ClassVar[dict[str, Attr]] = {"axis": Attr("int")}
+    attrs = {"axis": Attr("int")}
 
     def infer(self, *xs: Expr, axis: int) -> Type:
         if not xs:

@@ -1,0 +1,58 @@
+"""Symbolic integers in programs with the attribute `checked`: a result that does not fit 64 bits is an error, status -1.
+
+Such programs compute the sizes of tensors from what a caller passes, so that the arithmetic of all other programs, whose
+indices lie inside those tensors, cannot overflow.
+"""
+
+from __future__ import annotations
+
+from relaxlite.codegen.llvm.context import OVERFLOWED, Kernel
+from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
+from relaxlite.codegen.llvm.indices import divide_floor
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, SymExpr, SymVar
+
+
+def index(k: Kernel, expr: SymExpr) -> Val:
+    """An expression as an i64, or a vector of them; in a checked program computed here, with overflow tests."""
+    if not k.is_checked:
+        return k.ix.value(expr)
+    flags: list[Val] = []
+    value = _sum(k, k.ix.resolve(expr), flags)
+    if flags:
+        overflowed = flags[0]
+        for flag in flags[1:]:
+            overflowed = k.e.binary("or", overflowed, flag)
+        k.fail_if(overflowed, OVERFLOWED)
+    return value
+
+
+def _sum(k: Kernel, expr: SymExpr, flags: list[Val]) -> Val:
+    total = None
+    for monomial, coef in expr.terms:
+        term = _atom(k, monomial[0], flags)
+        for atom in monomial[1:]:
+            term = _overflowing(k.e, "smul", term, _atom(k, atom, flags), flags)
+        if coef != 1:
+            term = _overflowing(k.e, "smul", term, int_const(coef), flags)
+        total = term if total is None else _overflowing(k.e, "sadd", total, term, flags)
+    if total is None:
+        return int_const(expr.const)
+    return _overflowing(k.e, "sadd", total, int_const(expr.const), flags) if expr.const else total
+
+
+def _overflowing(e: Emitter, name: str, a: Val, b: Val, flags: list[Val]) -> Val:
+    full = f"llvm.{name}.with.overflow.i64"
+    e.module.declare(full, "{ i64, i1 }", ["i64", "i64"])
+    both = e.op(f"call {{ i64, i1 }} @{full}({a}, {b})", "{ i64, i1 }")
+    flags.append(e.op(f"extractvalue {both}, 1", "i1", 0, "overflow"))
+    return e.op(f"extractvalue {both}, 0", "i64", 0, "x")
+
+
+def _atom(k: Kernel, atom: SymExpr, flags: list[Val]) -> Val:
+    if isinstance(atom, SymVar):
+        return k.ix.variables[atom].value
+    assert isinstance(atom, FloorDiv | FloorMod | Min | Max)
+    a, b = _sum(k, atom.a, flags), _sum(k, atom.b, flags)
+    if isinstance(atom, Min | Max):
+        return k.e.intrinsic("smin" if isinstance(atom, Min) else "smax", a, b)
+    return divide_floor(k.e, a, b, is_div=isinstance(atom, FloorDiv), is_positive=False)

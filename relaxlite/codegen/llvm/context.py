@@ -1,0 +1,102 @@
+"""What the parts of the code generator share while they emit one function of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
+from relaxlite.codegen.llvm.indices import Indices
+from relaxlite.ir.program import Buffer, Value
+from relaxlite.ir.symbolic import SymExpr, SymVar
+
+OVERFLOWED, OUT_OF_MEMORY = -1, -2  # statuses that a kernel may return beside 0 and 1 + the index of a failed check
+
+LoadKey = tuple[Buffer, SymExpr, str]
+
+
+@dataclass(slots=True)
+class Kernel:
+    """One function under construction: `e` writes it, `ix` knows the variables, the rest is where we are.
+
+    Inside a vectorized loop `lane` is its variable and `lanes` its extent. `mask` says which lanes are active (None: all);
+    `some_active`: it is known that one is.
+    """
+
+    name: str
+    e: Emitter
+    ix: Indices
+    checks: dict[str, int]  # message -> index; shared with the outlined functions
+    entry: Lines  # where arrays on the stack are made: only there do they live once per call
+    is_checked: bool = False
+    in_parallel: bool = False
+    lane: SymVar | None = None
+    lanes: int = 0
+    mask: Val | None = None
+    some_active: bool = True
+    per_lane: set[Buffer] = field(default_factory=set)  # allocated inside the vectorized loop: one copy per lane
+    scratch: list[Val] = field(default_factory=list)  # to be freed on every way out
+    loads: dict[LoadKey, Val] = field(default_factory=dict)  # what is still known to be in memory
+    values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
+
+    # Lanes
+
+    @contextmanager
+    def vectorized(self, lane: SymVar, lanes: int) -> Iterator[None]:
+        self.lane, self.lanes = lane, lanes
+        try:
+            yield
+        finally:
+            self.lane, self.lanes = None, 0
+
+    @contextmanager
+    def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
+        """Only the lanes of `cond` are active, of those that are now."""
+        outer = self.mask, self.some_active
+        self.mask = cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
+        self.some_active = some_active
+        try:
+            with self.branch():
+                yield
+        finally:
+            self.mask, self.some_active = outer
+
+    def when_active(self, cond: Val) -> Val:
+        """cond in the lanes that are active, false in the others."""
+        return cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
+
+    def stack_array(self, name: str, elem: str, count: int) -> Val:
+        with self.e.place(self.entry):
+            return self.e.op(f"alloca [{count} x {elem}], align 64", "ptr", 0, name)
+
+    # What is known
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """Code that may not run: what it finds out is forgotten afterwards."""
+        loads, values = self.loads, self.values
+        self.loads, self.values = dict(loads), dict(values)
+        try:
+            yield
+        finally:
+            self.loads, self.values = loads, values
+
+    def forget_loads(self) -> None:
+        self.loads.clear()
+        self.values.clear()
+
+    # Ways out
+
+    def fail_if(self, cond: Val, status: int) -> None:
+        """Return `status` from the function when the scalar `cond` holds."""
+        self.return_if(cond, int_const(status, "i32"))
+
+    def return_if(self, cond: Val, status: Val) -> None:
+        failed, passed = self.e.fresh("failed"), self.e.fresh("passed")
+        self.e.branch_if(cond, failed, passed)
+        self.e.start(failed)
+        for pointer in reversed(self.scratch):
+            self.e.call_void("relaxlite_scratch_free", [pointer])
+        self.e.line(f"ret {status}")
+        self.e.start(passed)

@@ -1,0 +1,54 @@
+"""Control flow that several statements share: counting loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.emitter import Val
+from relaxlite.codegen.llvm.indices import Interval
+from relaxlite.ir.program import For
+
+
+def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], None]) -> None:
+    """for var in range(start, end), tested before the first iteration and then at the end of each."""
+    e, name = k.e, stmt.var.name
+    enter, done = e.fresh(f"{name}_loop"), e.fresh(f"{name}_done")
+    before = e.label
+    if start.is_const and end.is_const and int(start.text) < int(end.text):
+        e.branch(enter)
+    else:
+        e.branch_if(e.icmp("slt", start, end), enter, done)
+    k.forget_loads()
+    e.start(enter)
+    var, following = Val(f"%{e.fresh(name)}", "i64"), Val(f"%{e.fresh(f'{name}_next')}", "i64")
+    phi = e.reserve()
+    with k.ix.scope(), k.ix.bound(stmt.var, var, _bounds(k, stmt)):
+        body()
+    with e.place(phi):
+        e.line(f"{var.text} = phi i64 [ {start.text}, %{before} ], [ {following.text}, %{e.label} ]")
+    e.line(f"{following.text} = add nuw nsw i64 {var.text}, 1")
+    again = e.icmp("slt", following, end)
+    e.line(f"br i1 {again.text}, label %{enter}, label %{done}, {e.module.loop_metadata()}")
+    e.start(done)
+    k.forget_loads()
+
+
+def _bounds(k: Kernel, stmt: For) -> Interval:
+    _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
+    return 0, None if upper is None else max(upper - 1, 0)
+
+
+def branch(k: Kernel, cond: Val, then: Callable[[], None], other: Callable[[], None] | None = None) -> None:
+    """if cond: then() else: other(), for a scalar condition."""
+    e = k.e
+    labels = e.fresh("then"), e.fresh("else") if other is not None else "", e.fresh("end")
+    e.branch_if(cond, labels[0], labels[1] or labels[2])
+    for label, part in ((labels[0], then), (labels[1], other)):
+        if part is not None:
+            e.start(label)
+            with k.branch():
+                part()
+            e.branch(labels[2])
+    e.start(labels[2])
+    k.forget_loads()

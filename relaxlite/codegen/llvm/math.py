@@ -1,0 +1,265 @@
+"""Mathematical functions as straight-line code for any number of lanes: no library has vector forms that we could call.
+
+float32: exp, log, tanh and erf, which models spend time in, are made of float32 arithmetic; the others go through
+float64 (math_double.py). float16 and bfloat16 values are float32 in registers, so the same code serves them.
+float64: the C library, lane by lane. Errors in ulp of the result stand in tests/test_math.py, which measures them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from relaxlite.codegen.llvm import math_double as double
+from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
+from relaxlite.codegen.llvm.math_double import clamp, polynomial
+
+_INF, _NAN = float("inf"), float("nan")
+_LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4  # HI has 10 bits: k*HI is exact
+
+# exp(r) = 1 + r + r*r*q(r) on |r| <= ln(2)/2, relative error 3e-9
+_EXP = (0.4999999403953552, 0.1666652113199234, 0.04166838899254799, 0.008368724025785923, 0.0013814583653584123)
+# log(1 + f) = f - f*f/2 + f**3 * q(f) for sqrt(1/2) <= 1 + f <= sqrt(2), relative error 6e-9
+_LOG = (
+    0.3333333134651184, -0.250008225440979, 0.20001232624053955, -0.16623254120349884, 0.14201541244983673,
+    -0.13161052763462067, 0.12763626873493195, -0.07634680718183517,
+)  # fmt: skip
+# tanh(x) = x * p(x*x) / q(x*x) on |x| <= 9.02, relative error 1.3e-9
+_TANH_P = (
+    0.9999999987728724, 0.13679979305099807, 0.0038684060493008794, 2.8008914074719463e-05, 3.0588054478796696e-08,
+    -1.2205320928358466e-11,
+)  # fmt: skip
+_TANH_Q = (1.0, 0.470133114075862, 0.027246130974105897, 0.0003938764646626391, 1.2874619201122625e-06)
+# erf(x) = x * p(x*x) / q(x*x) on |x| <= 3.93, relative error 2e-9
+_ERF_P = (
+    1.1283791690750844, 0.1851637906190348, 0.054254428293265586, 0.0038406399988612444, 0.0003770738827667988,
+    4.617157488937702e-06, -1.2844088891444417e-08,
+)  # fmt: skip
+_ERF_Q = (
+    1.0, 0.4974305421992266, 0.11389143927897404, 0.015435199406738048, 0.0013023551523885795, 6.247351152244916e-05,
+)  # fmt: skip
+
+
+def _exp(e: Emitter, x: Val) -> Val:
+    x = e.select(e.fcmp("olt", float_const(89.0), x), float_const(89.0), x)
+    x = e.select(e.fcmp("ogt", float_const(-104.0), x), float_const(-104.0), x)
+    k = e.intrinsic("rint", e.fmul(x, float_const(1.4426950408889634)))
+    r = e.fma(k, float_const(-_LN2_HI), x)
+    r = e.fma(k, float_const(-_LN2_LO), r)
+    y = e.fadd(e.fma(e.fmul(r, r), polynomial(e, r, _EXP), r), float_const(1.0))
+    return _times_power(e, y, k)
+
+
+def _times_power(e: Emitter, y: Val, k: Val) -> Val:
+    """y * 2**k, rounded once, for a whole number k of -150 ... 129."""
+    width = {16: 512, 8: 256, 4: 128}.get(y.lanes)
+    if width is not None and e.target.has("avx512f" if width == 512 else "avx512vl"):
+        mask, extra = ("i16" if width == 512 else "i8"), ([int_const(4, "i32")] if width == 512 else [])
+        arguments = [y, k, y, int_const(-1, mask), *extra]
+        return e.call(f"llvm.x86.avx512.mask.scalef.ps.{width}", arguments, "float", y.lanes)
+    power = e.cast("fptosi", e.select(e.fcmp("uno", k, k), float_const(0.0), k), "i32")
+    first = e.binary("ashr", power, int_const(1, "i32"))
+    for part in (first, e.binary("sub", power, first)):
+        bits = e.binary("shl", e.binary("add", part, int_const(127, "i32")), int_const(23, "i32"))
+        y = e.fmul(y, e.cast("bitcast", bits, "float"))
+    return y
+
+
+def _log(e: Emitter, x: Val) -> Val:
+    is_tiny = e.fcmp("olt", x, float_const(2.0**-126))  # a denormal, zero, or negative
+    scaled = e.select(is_tiny, e.fmul(x, float_const(2.0**23)), x)
+    bits = e.cast("bitcast", scaled, "i32")
+    exponent = e.binary("ashr", e.binary("sub", bits, int_const(0x3F3504F3, "i32")), int_const(23, "i32"))
+    m = e.cast("bitcast", e.binary("sub", bits, e.binary("shl", exponent, int_const(23, "i32"))), "float")
+    k = e.cast("sitofp", exponent, "float")
+    k = e.select(is_tiny, e.fsub(k, float_const(23.0)), k)
+    f = e.fsub(m, float_const(1.0))
+    z = e.fmul(f, f)
+    y = e.fma(e.fmul(z, f), polynomial(e, f, _LOG), e.fmul(k, float_const(_LN2_LO)))
+    y = e.fadd(e.fma(z, float_const(-0.5), y), f)
+    y = e.fma(k, float_const(_LN2_HI), y)
+    y = e.select(e.fcmp("olt", x, float_const(_INF)), y, x)  # inf and NaN give themselves
+    y = e.select(e.fcmp("oeq", x, float_const(0.0)), float_const(-_INF), y)
+    return e.select(e.fcmp("olt", x, float_const(0.0)), float_const(_NAN), y)
+
+
+def _tanh(e: Emitter, x: Val) -> Val:
+    return _odd_rational(e, clamp(e, x, 9.02), _TANH_P, _TANH_Q)
+
+
+def _erf(e: Emitter, x: Val) -> Val:
+    return _odd_rational(e, clamp(e, x, 3.93), _ERF_P, _ERF_Q)
+
+
+def _odd_rational(e: Emitter, x: Val, p: tuple[float, ...], q: tuple[float, ...]) -> Val:
+    z = e.fmul(x, x)
+    return e.fdiv(e.fmul(x, polynomial(e, z, p)), polynomial(e, z, q))
+
+
+def _through_double(core: Callable[[Emitter, Val], Val]) -> Callable[[Emitter, Val], Val]:
+    def function(e: Emitter, x: Val) -> Val:
+        return e.cast("fptrunc", core(e, e.cast("fpext", x, "double")), "float")
+
+    return function
+
+
+def _near_zero(e: Emitter, x: Val, near: Val, far: Val) -> Val:
+    """`near`, a series that cannot cancel, for |x| < 2**-12; it also keeps -0.0."""
+    is_small = e.fcmp("olt", e.intrinsic("fabs", x), e.number(2.0**-12, x))
+    return e.select(is_small, near, far)
+
+
+def _series(e: Emitter, x: Val, second: float, third: float) -> Val:
+    """x + second*x**2 + third*x**3"""
+    tail = e.fma(x, e.number(third, x), e.number(second, x))
+    return e.fma(e.fmul(x, x), tail, x)
+
+
+def _one(e: Emitter, x: Val) -> Val:
+    return e.number(1.0, x)
+
+
+def _expm1(e: Emitter, x: Val) -> Val:
+    return _near_zero(e, x, _series(e, x, 1 / 2, 1 / 6), e.fsub(double.exp(e, x), _one(e, x)))
+
+
+def _log1p(e: Emitter, x: Val) -> Val:
+    return _near_zero(e, x, _series(e, x, -1 / 2, 1 / 3), double.log(e, e.fadd(x, _one(e, x))))
+
+
+def _sinh(e: Emitter, x: Val) -> Val:
+    power = double.exp(e, x)
+    far = e.fmul(e.fsub(power, e.fdiv(_one(e, x), power)), e.number(0.5, x))
+    return _near_zero(e, x, _series(e, x, 0.0, 1 / 6), far)
+
+
+def _cosh(e: Emitter, x: Val) -> Val:
+    power = double.exp(e, x)
+    return e.fmul(e.fadd(power, e.fdiv(_one(e, x), power)), e.number(0.5, x))
+
+
+def _asinh(e: Emitter, x: Val) -> Val:
+    size = e.intrinsic("fabs", x)
+    root = e.intrinsic("sqrt", e.fma(x, x, _one(e, x)))
+    far = e.intrinsic("copysign", double.log(e, e.fadd(size, root)), x)
+    return _near_zero(e, x, _series(e, x, 0.0, -1 / 6), far)
+
+
+def _acosh(e: Emitter, x: Val) -> Val:
+    below, above = e.fsub(x, _one(e, x)), e.fadd(x, _one(e, x))
+    return double.log(e, e.fadd(x, e.intrinsic("sqrt", e.fmul(below, above))))
+
+
+def _atanh(e: Emitter, x: Val) -> Val:
+    ratio = e.fdiv(e.fadd(_one(e, x), x), e.fsub(_one(e, x), x))
+    return _near_zero(e, x, _series(e, x, 0.0, 1 / 3), e.fmul(double.log(e, ratio), e.number(0.5, x)))
+
+
+def _asin(e: Emitter, x: Val) -> Val:
+    return double.atan2(e, x, _other_leg(e, x))
+
+
+def _acos(e: Emitter, x: Val) -> Val:
+    return double.atan2(e, _other_leg(e, x), x)
+
+
+def _other_leg(e: Emitter, x: Val) -> Val:
+    """sqrt(1 - x*x)"""
+    return e.intrinsic("sqrt", e.fmul(e.fsub(_one(e, x), x), e.fadd(_one(e, x), x)))
+
+
+def _atan(e: Emitter, x: Val) -> Val:
+    return double.atan2(e, x, _one(e, x))
+
+
+def _quadrant(quarter_turns: int) -> Callable[[Emitter, Val], Val]:
+    """sin(x + quarter_turns * pi/2)"""
+
+    def function(e: Emitter, x: Val) -> Val:
+        sin, cos, k = double.sin_cos(e, x)
+        k = e.binary("add", k, int_const(quarter_turns)) if quarter_turns else k
+        is_odd = e.cast("trunc", k, "i1")
+        y = e.select(is_odd, cos, sin)
+        sign = e.binary("shl", e.binary("and", k, int_const(2)), int_const(62))
+        y = e.cast("bitcast", e.binary("xor", e.cast("bitcast", y, "i64"), sign), "double")
+        return _if_finite(e, x, e.cast("fptrunc", y, "float"))
+
+    return function
+
+
+def _sin(e: Emitter, x: Val) -> Val:
+    is_zero = e.fcmp("oeq", x, float_const(0.0))
+    return e.select(is_zero, x, _quadrant(0)(e, x))  # keeps -0.0
+
+
+def _tan(e: Emitter, x: Val) -> Val:
+    sin, cos, k = double.sin_cos(e, x)
+    is_odd = e.cast("trunc", k, "i1")
+    y = e.fdiv(e.select(is_odd, e.neg(cos), sin), e.select(is_odd, sin, cos))
+    y = _if_finite(e, x, e.cast("fptrunc", y, "float"))
+    return e.select(e.fcmp("oeq", x, float_const(0.0)), x, y)
+
+
+def _if_finite(e: Emitter, x: Val, y: Val) -> Val:
+    return e.select(e.fcmp("olt", e.intrinsic("fabs", x), float_const(_INF)), y, float_const(_NAN))
+
+
+_FLOAT: Mapping[str, Callable[[Emitter, Val], Val]] = {
+    "exp": _exp,
+    "log": _log,
+    "tanh": _tanh,
+    "erf": _erf,
+    "sin": _sin,
+    "cos": _quadrant(1),
+    "tan": _tan,
+    **{
+        name: _through_double(core)
+        for name, core in {
+            "log1p": _log1p, "expm1": _expm1, "sinh": _sinh, "cosh": _cosh, "asinh": _asinh, "acosh": _acosh,
+            "atanh": _atanh, "asin": _asin, "acos": _acos, "atan": _atan,
+        }.items()
+    },
+}  # fmt: skip
+
+FUNCTIONS = tuple(_FLOAT)  # of one argument
+
+
+def apply(e: Emitter, name: str, x: Val) -> Val:
+    """One of FUNCTIONS, of a float or a double."""
+    if x.elem == "double":
+        return e.for_each_lane([x], "double", lambda lane: e.call(name, [lane], "double"))
+    return _FLOAT[name](e, x)
+
+
+def atan2(e: Emitter, y: Val, x: Val) -> Val:
+    if x.elem == "double":
+        return e.for_each_lane([y, x], "double", lambda *lane: e.call("atan2", lane, "double"))
+    y, x = e.match(e.cast("fpext", y, "double"), e.cast("fpext", x, "double"))
+    return e.cast("fptrunc", double.atan2(e, y, x), "float")
+
+
+def fmod(e: Emitter, a: Val, b: Val) -> Val:
+    """The remainder with the sign of a, exact: a float's in float64 while the quotient is small, else by the library."""
+    name = "fmod" if a.elem == "double" else "fmodf"
+    return e.for_each_lane([a, b], a.elem, lambda *lane: e.call(name, lane, a.elem))
+
+
+def power(e: Emitter, x: Val, y: Val) -> Val:
+    """x**y with all the special cases of C."""
+    if x.elem == "double":
+        return e.for_each_lane([x, y], "double", lambda *lane: e.call("pow", lane, "double"))
+    x, y = e.match(x, y)
+    size = e.intrinsic("fabs", x)
+    log = double.log(e, e.cast("fpext", size, "double"))
+    z = e.cast("fptrunc", double.exp(e, e.fmul(log, e.cast("fpext", y, "double"))), "float")
+    is_whole = e.fcmp("oeq", e.intrinsic("trunc", y), y)
+    half = e.fmul(y, float_const(0.5))
+    is_odd = e.binary("and", is_whole, e.fcmp("une", e.intrinsic("trunc", half), half))
+    is_negative = e.icmp("slt", e.cast("bitcast", x, "i32"), int_const(0, "i32"))
+    z = e.select(e.binary("and", is_negative, is_odd), e.neg(z), z)
+    one, zero, inf = float_const(1.0), float_const(0.0), float_const(_INF)
+    is_root = e.binary("and", e.fcmp("olt", x, zero), e.fcmp("olt", size, inf))  # of a negative number
+    is_whole = e.binary("or", is_whole, e.fcmp("uno", y, y))
+    z = e.select(e.binary("and", is_root, e.binary("xor", is_whole, Val("true", "i1"))), float_const(_NAN), z)
+    far = e.binary("and", e.fcmp("oeq", size, one), e.fcmp("oeq", e.intrinsic("fabs", y), inf))  # (+-1)**inf == 1
+    is_one = e.binary("or", e.fcmp("oeq", x, one), e.fcmp("oeq", y, zero))
+    return e.select(e.binary("or", far, is_one), one, z)

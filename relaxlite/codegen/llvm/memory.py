@@ -1,0 +1,197 @@
+"""Loads and stores: how an element's address moves from lane to lane decides the instruction.
+
+    the same address       a scalar access               contiguous           a vector access, masked where lanes are off
+    anything else          gather and scatter
+
+A load under a mask never touches memory for a lane that is off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from relaxlite import dtypes
+from relaxlite.codegen.llvm import scalars
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, mangle
+from relaxlite.codegen.llvm.indices import flat_offset, split_lane
+from relaxlite.codegen.llvm.math_double import gather
+from relaxlite.codegen.llvm.types import from_memory, memory_elem, to_memory
+from relaxlite.ir.program import Buffer
+from relaxlite.ir.symbolic import SymExpr, as_int, product
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One element per lane of a buffer: element number `base + stride*lane` when `kind` says so, else `offset`."""
+
+    buffer: Buffer
+    kind: Literal["uniform", "contiguous", "strided", "scattered"]
+    offset: SymExpr
+    base: SymExpr
+    stride: SymExpr | None = None
+
+    @property
+    def elem(self) -> str:
+        return memory_elem(self.buffer.dtype)
+
+    @property
+    def align(self) -> int:
+        return dtypes.itemsize(self.buffer.dtype)
+
+
+def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
+    offset = k.ix.resolve(flat_offset(buffer.shape, indices))
+    if buffer in k.per_lane:
+        assert k.lane is not None
+        offset = offset * k.lanes + k.lane
+    varying = {v: k.ix.variables[v].value.lanes > 0 for v in offset.free_vars()}
+    if not any(varying.values()):
+        return Access(buffer, "uniform", offset, offset)
+    assert k.lane is not None
+    parts = split_lane(offset, k.lane, varying)
+    if parts is None:
+        return Access(buffer, "scattered", offset, offset)
+    base, stride = parts
+    if as_int(stride) == 1:
+        return Access(buffer, "contiguous", offset, base, stride)
+    return Access(buffer, "uniform" if as_int(stride) == 0 else "strided", offset, base, stride)
+
+
+def load(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Val:
+    """The element, or one per lane, in register form."""
+    access = classify(k, buffer, indices)
+    mask = None if access.kind == "uniform" and k.some_active else k.mask
+    key = (buffer, access.offset, mask.text if mask is not None else "")
+    if key not in k.loads:
+        k.loads[key] = from_memory(k.e, _load_raw(k, access), buffer.dtype)
+    return k.loads[key]
+
+
+def _load_raw(k: Kernel, access: Access) -> Val:
+    e = k.e
+    if access.kind == "uniform":
+        if k.some_active:
+            return _load_scalar(k, access)
+        assert k.mask is not None
+        zero = e.number(0, Val("", access.elem))
+        return e.if_value(e.any_lane(k.mask), lambda: _load_scalar(k, access), lambda: zero, access.buffer.name)
+    if access.kind == "contiguous":
+        return _load_vector(k, access)
+    mask = k.mask if k.mask is not None else e.splat(TRUE, k.lanes)
+    return gather(e, _lane_pointers(k, access), access.elem, access.align, mask)
+
+
+def _load_scalar(k: Kernel, access: Access) -> Val:
+    pointer = k.ix.pointer(access.buffer, access.base)
+    return k.e.op(f"load {access.elem}, {pointer}, align {access.align}", access.elem, 0, access.buffer.name)
+
+
+def _load_vector(k: Kernel, access: Access) -> Val:
+    e, lanes = k.e, k.lanes
+    pointer = k.ix.pointer(access.buffer, access.base)
+    if k.mask is None or _is_inside(k, access):
+        ty = f"<{lanes} x {access.elem}>"
+        return e.op(f"load {ty}, {pointer}, align {access.align}", access.elem, lanes, access.buffer.name)
+    zero = e.splat(e.number(0, Val("", access.elem)), lanes)
+    name = f"llvm.masked.load.{mangle(access.elem, lanes)}.p0"
+    arguments = [pointer, int_const(access.align, "i32"), k.mask, zero]
+    return e.call(name, arguments, access.elem, lanes, access.buffer.name)
+
+
+def _is_inside(k: Kernel, access: Access) -> bool:
+    """Whether all lanes, active or not, lie inside a private buffer, so that touching them is harmless."""
+    size = as_int(product(access.buffer.shape))
+    if access.buffer.scope != "local" or size is None:
+        return False
+    if access.buffer in k.per_lane:
+        size *= k.lanes
+    lower, upper = k.ix.bounds(access.offset)
+    return lower is not None and upper is not None and lower >= 0 and upper < size
+
+
+def _lane_pointers(k: Kernel, access: Access) -> Val:
+    base = k.ix.bases[access.buffer].pointer
+    offsets = k.ix.value(access.offset)
+    return k.e.op(f"getelementptr {access.elem}, {base}, {offsets}", "ptr", k.lanes, f"{access.buffer.name}_lanes")
+
+
+def store(k: Kernel, access: Access, value: Val) -> None:
+    """Put a value in register form there; what is known about memory that may overlap is forgotten."""
+    raw = to_memory(k.e, value, access.buffer.dtype)
+    if access.kind == "uniform":
+        _store_uniform(k, access, raw)
+    elif access.kind == "contiguous":
+        _store_vector(k, access, k.e.splat(raw, k.lanes))
+    else:
+        _scatter(k, access, k.e.splat(raw, k.lanes))
+    forget_overlapping(k, access.buffer)
+
+
+def forget_overlapping(k: Kernel, buffer: Buffer) -> None:
+    """Buffers of local scope are private; any two others may share memory (an operator that works in place)."""
+    if buffer.scope == "local":
+        k.loads = {key: v for key, v in k.loads.items() if key[0] is not buffer}
+    else:
+        k.loads = {key: v for key, v in k.loads.items() if key[0].scope == "local"}
+
+
+def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:
+    """One element: of the lanes that are active, the last one's."""
+    e = k.e
+    if raw.lanes and k.mask is not None:
+        _scatter(k, access, raw)
+        return
+    scalar = e.extract(raw, k.lanes - 1)
+    if k.some_active:
+        _store_scalar(k, access, scalar)
+        return
+    assert k.mask is not None
+    stored, done = e.fresh("store"), e.fresh("stored")
+    e.branch_if(e.any_lane(k.mask), stored, done)
+    e.start(stored)
+    _store_scalar(k, access, scalar)
+    e.branch(done)
+    e.start(done)
+
+
+def _store_scalar(k: Kernel, access: Access, raw: Val) -> None:
+    pointer = k.ix.pointer(access.buffer, access.base)
+    k.e.line(f"store {raw}, {pointer}, align {access.align}")
+
+
+def _store_vector(k: Kernel, access: Access, raw: Val) -> None:
+    e = k.e
+    pointer = k.ix.pointer(access.buffer, access.base)
+    if k.mask is not None and not _is_inside(k, access):
+        name = f"llvm.masked.store.{mangle(access.elem, k.lanes)}.p0"
+        e.call_void(name, [raw, pointer, int_const(access.align, "i32"), k.mask])
+        return
+    if k.mask is not None:
+        old = e.op(f"load {raw.ty}, {pointer}, align {access.align}", raw.elem, raw.lanes, access.buffer.name)
+        raw = e.select(k.mask, raw, old)
+    e.line(f"store {raw}, {pointer}, align {access.align}")
+
+
+def _scatter(k: Kernel, access: Access, raw: Val) -> None:
+    """In the order of the lanes, so that of two lanes that hit one element the later one wins."""
+    e, lanes = k.e, k.lanes
+    mask = k.mask if k.mask is not None else e.splat(TRUE, lanes)
+    pointers = e.splat(_lane_pointers(k, access), lanes) if access.kind != "uniform" else None
+    if pointers is None:
+        pointers = e.splat(k.ix.pointer(access.buffer, access.base), lanes)
+    name = f"llvm.masked.scatter.{mangle(access.elem, lanes)}.{mangle('ptr', lanes)}"
+    e.call_void(name, [raw, pointers, int_const(access.align, "i32"), mask])
+
+
+def lane_is_active(k: Kernel, lane: int) -> Val:
+    return TRUE if k.mask is None else k.e.extract(k.mask, lane)
+
+
+def combine_at(k: Kernel, pointer: Val, access: Access, combine: str, value: Val) -> None:
+    """One step of a reduction at an address."""
+    dtype = access.buffer.dtype
+    raw = k.e.op(f"load {access.elem}, {pointer}, align {access.align}", access.elem, 0, access.buffer.name)
+    total = scalars.combine(k.e, combine, dtype, from_memory(k.e, raw, dtype), value)
+    k.e.line(f"store {to_memory(k.e, total, dtype)}, {pointer}, align {access.align}")

@@ -1,0 +1,107 @@
+"""Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
+
+There are as many chunks as threads, contiguous and of equal size (measured best). What the body needs of its
+surroundings, pointers and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the
+first time that the body mentions something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
+from relaxlite.codegen.llvm.indices import Base, Indices, Variable
+from relaxlite.codegen.llvm.loops import branch, count_loop
+from relaxlite.ir.program import Buffer, For, Stmt
+from relaxlite.ir.symbolic import SymVar
+
+class _Captures:
+    """The slots: what the caller stores there, and where the body loads them."""
+
+    def __init__(self, child: Emitter) -> None:
+        self.child = child
+        self.values: list[Val] = []
+        self.prelude: Lines = child.reserve()
+
+    def take(self, value: Val, hint: str) -> Val:
+        slot = len(self.values)
+        self.values.append(value)
+        with self.child.place(self.prelude):
+            place = self.child.op(f"getelementptr i64, ptr %context, i64 {slot}", "ptr", 0, "slot")
+            return self.child.op(f"load {value.elem}, {place}, align 8", value.elem, 0, hint)
+
+
+class _Variables(dict[SymVar, Variable]):
+    """The variables of the body: those of the surroundings are fetched when they are first asked for."""
+
+    def __init__(self, outer: dict[SymVar, Variable], captures: _Captures) -> None:
+        super().__init__()
+        self.outer, self.captures = outer, captures
+
+    def __missing__(self, var: SymVar) -> Variable:
+        outer = self.outer[var]
+        value = outer.value if outer.value.is_const else self.captures.take(outer.value, var.name)
+        self[var] = Variable(value, 0, outer.bounds, outer.is_data)
+        return self[var]
+
+    def __contains__(self, var: object) -> bool:
+        return super().__contains__(var) or var in self.outer
+
+
+class _Bases(dict[Buffer, Base]):
+    """The same for buffers."""
+
+    def __init__(self, outer: dict[Buffer, Base], captures: _Captures) -> None:
+        super().__init__()
+        self.outer, self.captures = outer, captures
+
+    def __missing__(self, buffer: Buffer) -> Base:
+        outer = self.outer[buffer]
+        self[buffer] = Base(self.captures.take(outer.pointer, buffer.name), 0, outer.elem)
+        return self[buffer]
+
+
+def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt], None]) -> None:
+    e = k.e
+    e.comment(f"for {stmt.var} in range({stmt.extent}), parallel")
+    extent = k.ix.value(stmt.extent)
+    chunks = e.intrinsic("smin", extent, e.call("relaxlite_num_threads", [], "i64", 0, "threads"), hint="chunks")
+    name = f"{k.name}.{e.fresh(f'{stmt.var.name}_chunk')}"
+    captured = _outline(k, stmt, name, extent, chunks, emit_statement)
+
+    def start() -> None:
+        context = k.stack_array("context", "i64", len(captured))
+        for slot, value in enumerate(captured):
+            place = e.op(f"getelementptr i64, {context}, i64 {slot}", "ptr", 0, "slot")
+            e.line(f"store {value}, {place}, align 8")
+        status = e.call("relaxlite_parallel_for", [Val(f"@{name}", "ptr"), context, chunks], "i32", 0, "status")
+        k.return_if(e.icmp("ne", status, int_const(0, "i32")), status)
+
+    branch(k, e.icmp("sgt", extent, int_const(0)), start)
+
+
+def _outline(
+    k: Kernel, stmt: For, name: str, extent: Val, chunks: Val, emit_statement: Callable[[Kernel, Stmt], None]
+) -> list[Val]:
+    """Write the function that runs one chunk; gives what it takes from its surroundings."""
+    e = Emitter(k.e.module)
+    e.start("entry")
+    entry = e.reserve()
+    captures = _Captures(e)
+    ix = Indices(e)
+    ix.variables = _Variables(k.ix.variables, captures)
+    ix.bases = _Bases(k.ix.bases, captures)
+    ix.constants = dict(k.ix.constants)
+    child = Kernel(name, e, ix, k.checks, entry, is_checked=k.is_checked, in_parallel=True)
+    with ix.scope():
+        extent, chunks = (captures.take(v, hint) for v, hint in ((extent, "extent"), (chunks, "chunks")))
+        chunk = Val("%chunk", "i64")
+        start, end = (
+            e.binary("udiv", e.binary("mul", c, extent), chunks, hint)
+            for c, hint in ((chunk, "start"), (e.binary("add", chunk, int_const(1)), "end"))
+        )
+        count_loop(child, stmt, start, end, lambda: emit_statement(child, stmt.body))
+    e.line("ret i32 0")
+    e.module.add_function(f"define internal i32 @{name}(ptr %context, i64 %chunk)", e)
+    return captures.values

@@ -1,0 +1,278 @@
+"""Statements: loops, stores, conditions, scratch memory and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from relaxlite import dtypes
+from relaxlite.codegen.llvm import memory, scalars
+from relaxlite.codegen.llvm.checked import index
+from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Kernel
+from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, lane_numbers, mangle
+from relaxlite.codegen.llvm.indices import Base
+from relaxlite.codegen.llvm.loops import branch, count_loop
+from relaxlite.codegen.llvm.parallel import emit_parallel
+from relaxlite.codegen.llvm.types import memory_elem
+from relaxlite.codegen.llvm.values import emit_value
+from relaxlite.errors import CodegenError
+from relaxlite.ir.program import (
+    Allocate,
+    Barrier,
+    Binary,
+    Buffer,
+    Check,
+    For,
+    IfThenElse,
+    LetIndex,
+    Seq,
+    Stmt,
+    Store,
+    Value,
+)
+from relaxlite.ir.symbolic import as_int, product
+
+MAX_LANES = 256
+_MAX_STACK_BYTES = 64 * 1024  # of one local buffer; larger ones come from the heap
+
+
+def emit_statement(k: Kernel, stmt: Stmt) -> None:
+    _EMITTERS[type(stmt)](k, stmt)
+
+
+def _seq(k: Kernel, stmt: Seq) -> None:
+    for part in stmt.stmts:
+        emit_statement(k, part)
+
+
+# Loops
+
+
+def _for(k: Kernel, stmt: For) -> None:
+    extent = k.ix.resolve(stmt.extent)
+    count = as_int(extent)
+    if count is not None and count <= 1:
+        _unrolled(k, stmt, count)
+    elif stmt.kind == "unrolled" and count is not None:
+        _unrolled(k, stmt, count)
+    elif stmt.kind == "vectorized" and count is not None and not k.is_checked:
+        _vectorized(k, stmt, count)
+    elif stmt.kind == "parallel" and not k.in_parallel and not k.lanes:
+        emit_parallel(k, stmt, emit_statement)
+    elif k.lanes and k.ix.varies(extent):
+        _serial_per_lane(k, stmt)
+    else:
+        _serial(k, stmt)
+
+
+def _unrolled(k: Kernel, stmt: For, count: int) -> None:
+    for value in range(count):
+        with k.ix.fixed(stmt.var, value):
+            emit_statement(k, stmt.body)
+
+
+def _vectorized(k: Kernel, stmt: For, count: int) -> None:
+    if k.lanes:
+        _unrolled(k, stmt, count)
+        return
+    if count > MAX_LANES:
+        raise CodegenError(f"loop {stmt.var} is vectorized over {count} lanes; split it, {MAX_LANES} is the limit")
+    k.e.comment(f"for {stmt.var} in range({count}), vectorized")
+    with k.ix.scope(), k.ix.bound(stmt.var, lane_numbers(count), (0, count - 1)), k.vectorized(stmt.var, count):
+        emit_statement(k, stmt.body)
+    k.values.clear()
+
+
+def _serial(k: Kernel, stmt: For) -> None:
+    k.e.comment(f"for {stmt.var} in range({stmt.extent})")
+    count_loop(k, stmt, int_const(0), index(k, stmt.extent), lambda: emit_statement(k, stmt.body))
+
+
+def _serial_per_lane(k: Kernel, stmt: For) -> None:
+    """Each lane has its own extent: run to the largest, with the lanes that are done switched off."""
+    e = k.e
+    extents = index(k, stmt.extent)
+    if k.mask is not None:
+        extents = e.select(k.mask, extents, int_const(0))
+    largest = e.call(f"llvm.vector.reduce.smax.{mangle('i64', extents.lanes)}", [extents], "i64", 0, "largest")
+
+    def body() -> None:
+        with k.masked(e.icmp("slt", k.ix.variables[stmt.var].value, extents), some_active=True):
+            emit_statement(k, stmt.body)
+
+    count_loop(k, stmt, int_const(0), largest, body)
+
+
+# Stores
+
+
+def _store(k: Kernel, stmt: Store) -> None:
+    k.values.clear()
+    access = memory.classify(k, stmt.buffer, stmt.indices)
+    if stmt.combine is None:
+        memory.store(k, access, emit_value(k, stmt.value))
+    elif not k.lanes:
+        _combine(k, stmt, access)
+    elif access.kind == "uniform":
+        _combine_across(k, stmt, access)
+    elif access.kind == "contiguous" or (access.kind == "strided" and as_int(access.stride or 0)):
+        _combine(k, stmt, access)
+    else:
+        _combine_one_by_one(k, stmt, access)
+
+
+def _combine(k: Kernel, stmt: Store, access: memory.Access) -> None:
+    """Every lane its own element."""
+    old = memory.load(k, stmt.buffer, stmt.indices)
+    memory.store(k, access, _combined(k, stmt, old))
+
+
+def _combined(k: Kernel, stmt: Store, old: Val) -> Val:
+    value, dtype = stmt.value, stmt.buffer.dtype
+    assert stmt.combine is not None
+    if stmt.combine == "add" and isinstance(value, Binary) and value.op == "mul" and dtypes.is_float(dtype):
+        return k.e.fma(emit_value(k, value.a), emit_value(k, value.b), old)
+    return scalars.combine(k.e, stmt.combine, dtype, old, emit_value(k, value))
+
+
+def _combine_across(k: Kernel, stmt: Store, access: memory.Access) -> None:
+    """All lanes into one element."""
+    assert stmt.combine is not None
+    dtype = stmt.buffer.dtype
+    value = k.e.splat(emit_value(k, stmt.value), k.lanes)
+    if k.mask is not None:
+        value = k.e.select(k.mask, value, scalars.identity(stmt.combine, dtype))
+    total = scalars.reduce_lanes(k.e, stmt.combine, dtype, value)
+    outer = k.mask, k.some_active
+    if k.some_active:
+        k.mask = None  # one lane is on, so the element is there
+    old = memory.load(k, stmt.buffer, stmt.indices)
+    memory.store(k, access, scalars.combine(k.e, stmt.combine, dtype, old, total))
+    k.mask, k.some_active = outer
+
+
+def _combine_one_by_one(k: Kernel, stmt: Store, access: memory.Access) -> None:
+    """Lanes may meet in one element, so they take turns."""
+    assert stmt.combine is not None
+    e = k.e
+    values = e.splat(emit_value(k, stmt.value), k.lanes)
+    offsets = e.splat(k.ix.value(access.offset), k.lanes)
+    base, elem = k.ix.bases[stmt.buffer].pointer, access.elem
+    for lane in range(k.lanes):
+        active = memory.lane_is_active(k, lane)
+        done = e.fresh("lane_done")
+        if active is not TRUE:
+            taken = e.fresh("lane")
+            e.branch_if(active, taken, done)
+            e.start(taken)
+        pointer = e.op(f"getelementptr {elem}, {base}, {e.extract(offsets, lane)}", "ptr", 0, "lane_at")
+        memory.combine_at(k, pointer, access, stmt.combine, e.extract(values, lane))
+        if active is not TRUE:
+            e.branch(done)
+            e.start(done)
+    memory.forget_overlapping(k, stmt.buffer)
+
+
+# Conditions, symbols, checks
+
+
+def _if(k: Kernel, stmt: IfThenElse) -> None:
+    k.values.clear()
+    cond = emit_value(k, stmt.cond)
+    if cond.text in ("true", "false"):
+        chosen = stmt.then if cond.text == "true" else stmt.other
+        if chosen is not None:
+            emit_statement(k, chosen)
+    elif cond.lanes:
+        _if_lanes(k, cond, stmt)
+    else:
+        branch(k, cond, lambda: emit_statement(k, stmt.then), _optional(k, stmt.other))
+
+
+def _optional(k: Kernel, stmt: Stmt | None) -> Callable[[], None] | None:
+    return None if stmt is None else lambda: emit_statement(k, stmt)
+
+
+def _if_lanes(k: Kernel, cond: Val, stmt: IfThenElse) -> None:
+    """Each side under its mask, and not at all when no lane takes it."""
+    sides = [(cond, stmt.then), (k.e.binary("xor", cond, TRUE, "not"), stmt.other)]
+    for side, body in sides:
+        if body is not None:
+            branch(k, k.e.any_lane(k.when_active(side)), partial(_masked, k, side, body))
+
+
+def _masked(k: Kernel, cond: Val, body: Stmt) -> None:
+    with k.masked(cond, some_active=True):
+        emit_statement(k, body)
+
+
+def _let_index(k: Kernel, stmt: LetIndex) -> None:
+    k.values.clear()
+    value = _as_index(k, stmt.value)
+    value = Val(value.text, "i64", value.lanes)
+    with k.ix.scope(), k.ix.bound(stmt.var, value, (stmt.var.lower, stmt.var.upper), is_data=True):
+        emit_statement(k, stmt.body)
+
+
+def _as_index(k: Kernel, value: Value) -> Val:
+    from_dtype = value.dtype
+    found = emit_value(k, value)
+    return k.e.cast("sext" if dtypes.is_signed(from_dtype) else "zext", found, "i64")
+
+
+def _check(k: Kernel, stmt: Check) -> None:
+    k.values.clear()
+    status = k.checks.setdefault(stmt.message, len(k.checks)) + 1
+    failed = k.e.binary("xor", emit_value(k, stmt.cond), TRUE, "failed")
+    k.fail_if(k.e.any_lane(k.when_active(failed)), status)
+
+
+def _barrier(k: Kernel, stmt: Barrier) -> None:
+    """One thread runs the statements around it: there is nobody to wait for."""
+
+
+# Scratch memory
+
+
+def _allocate(k: Kernel, stmt: Allocate) -> None:
+    buffer = stmt.buffer
+    is_per_lane = k.lanes > 0
+    size = as_int(product(buffer.shape))
+    elements = product(buffer.shape) * (k.lanes if is_per_lane else 1)
+    itemsize = dtypes.itemsize(buffer.dtype)
+    if is_per_lane:
+        k.per_lane.add(buffer)
+    count = as_int(elements)
+    if buffer.scope == "local" and size is not None and count is not None and count * itemsize <= _MAX_STACK_BYTES:
+        pointer = k.stack_array(buffer.name, memory_elem(buffer.dtype), count)
+        _with_base(k, buffer, pointer, stmt.body)
+        return
+    num_bytes = index(k, elements * itemsize)
+    pointer = k.e.call("relaxlite_scratch_alloc", [num_bytes], "ptr", 0, buffer.name)
+    k.fail_if(k.e.icmp("eq", pointer, Val("null", "ptr")), OUT_OF_MEMORY)
+    k.scratch.append(pointer)
+    _with_base(k, buffer, pointer, stmt.body)
+    k.scratch.pop()
+    k.e.call_void("relaxlite_scratch_free", [pointer])
+
+
+def _with_base(k: Kernel, buffer: Buffer, pointer: Val, body: Stmt) -> None:
+    with k.ix.scope() as depth:
+        k.ix.bases[buffer] = Base(pointer, depth, memory_elem(buffer.dtype))
+        emit_statement(k, body)
+        del k.ix.bases[buffer]
+    k.per_lane.discard(buffer)
+    k.loads = {key: value for key, value in k.loads.items() if key[0] is not buffer}
+
+
+_EMITTERS: Mapping[type, Callable[[Kernel, Any], None]] = {
+    Seq: _seq,
+    For: _for,
+    Store: _store,
+    LetIndex: _let_index,
+    IfThenElse: _if,
+    Check: _check,
+    Allocate: _allocate,
+    Barrier: _barrier,
+}

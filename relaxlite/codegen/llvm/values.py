@@ -1,0 +1,162 @@
+"""Values: expressions over loaded data, as instructions.
+
+A value is a scalar until something in it varies over the lanes. `Select` is lazy: a condition that is the same in all
+lanes becomes a branch when a side loads something, one that varies becomes a mask for the loads of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from relaxlite.codegen.llvm import memory, scalars
+from relaxlite.codegen.llvm.checked import index
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val, int_const, lane_numbers
+from relaxlite.codegen.llvm.indices import split_lane
+from relaxlite.codegen.llvm.types import convert, literal
+from relaxlite.errors import CodegenError
+from relaxlite.ir.program import Binary, Cast, Compare, IndexValue, Intrinsic, Literal, Load, Select, Unary, Value
+from relaxlite.ir.symbolic import SymExpr, as_int
+
+_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+_SIGNED = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge"}
+
+
+def emit_value(k: Kernel, value: Value) -> Val:
+    """The value in register form; one that is used twice in a statement is computed once."""
+    known = k.values.get(value)
+    if known is None:
+        known = k.values[value] = _EMITTERS[type(value)](k, value)
+    return known
+
+
+def _literal(k: Kernel, value: Literal) -> Val:
+    return literal(k.e, value.value, value.dtype)
+
+
+def _load(k: Kernel, value: Load) -> Val:
+    return memory.load(k, value.buffer, value.indices)
+
+
+def _unary(k: Kernel, value: Unary) -> Val:
+    return scalars.unary(k.e, value.op, value.x.dtype, emit_value(k, value.x))
+
+
+def _binary(k: Kernel, value: Binary) -> Val:
+    a, b = emit_value(k, value.a), emit_value(k, value.b)
+    return scalars.binary(k.e, value.op, value.dtype, a, b)
+
+
+def _cast(k: Kernel, value: Cast) -> Val:
+    return convert(k.e, emit_value(k, value.x), value.x.dtype, value.dtype)
+
+
+def _index(k: Kernel, value: IndexValue) -> Val:
+    return convert(k.e, index(k, value.index), "int64", value.dtype)
+
+
+def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
+    if value.name == "fma" and len(value.args) == 3:
+        a, b, c = (emit_value(k, arg) for arg in value.args)
+        return k.e.fma(a, b, c)
+    raise CodegenError(f"intrinsic {value.name!r} with {len(value.args)} operands is not known; there is: fma(a, b, c)")
+
+
+def _compare(k: Kernel, value: Compare) -> Val:
+    if isinstance(value.a, IndexValue) and isinstance(value.b, IndexValue) and not k.is_checked:
+        return _compare_indices(k, value.op, value.a.index, value.b.index)
+    a, b = emit_value(k, value.a), emit_value(k, value.b)
+    return scalars.compare(k.e, value.op, value.a.dtype, a, b)
+
+
+def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
+    """a < b of symbolic integers: decided now if their bounds suffice, a compare of lane numbers if it depends on those."""
+    difference = k.ix.resolve(b - a)
+    decided = _decide(op, *k.ix.bounds(difference))
+    if decided is not None:
+        return TRUE if decided else FALSE
+    varying = {v: k.ix.variables[v].value.lanes > 0 for v in difference.free_vars()}
+    parts = split_lane(difference, k.lane, varying) if k.lane is not None and any(varying.values()) else None
+    stride = as_int(parts[1]) if parts is not None else None
+    if parts is not None and stride in (1, -1):
+        # a < b  <=>  0 < base - lane  <=>  lane < base, and mirrored for stride 1
+        base = parts[0] if stride == -1 else -parts[0]
+        return _compare_lanes(k, op if stride == -1 else _MIRRORED[op], base)
+    return k.e.icmp(_SIGNED[op], k.ix.value(a), k.ix.value(b))
+
+
+def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:
+    """What b - a within [lower, upper] says about `a op b`."""
+    if lower is not None and (lower > 0 or (lower == 0 and op in ("le", "gt"))):
+        return op in ("lt", "le", "ne")
+    if upper is not None and (upper < 0 or (upper == 0 and op in ("ge", "lt"))):
+        return op in ("gt", "ge", "ne")
+    if lower == upper == 0:
+        return op in ("eq", "le", "ge")
+    return None
+
+
+def _compare_lanes(k: Kernel, op: str, limit: SymExpr) -> Val:
+    """lane `op` limit, with 32-bit lane numbers: the limit is first brought into their range."""
+    e = k.e
+    low, high = int_const(-1), int_const(k.lanes)
+    near = e.intrinsic("smax", e.intrinsic("smin", k.ix.value(limit), high), low, hint="limit")
+    return e.icmp(_SIGNED[op], lane_numbers(k.lanes, "i32"), e.cast("trunc", near, "i32"), "mask")
+
+
+def _select(k: Kernel, value: Select) -> Val:
+    cond = emit_value(k, value.cond)
+    if cond.text in ("true", "false"):
+        return emit_value(k, value.then if cond.text == "true" else value.other)
+    if not (has_load(value.then) or has_load(value.other)):
+        return k.e.select(cond, emit_value(k, value.then), emit_value(k, value.other))
+    if cond.lanes:
+        then = _under(k, cond, value.then)
+        other = _under(k, k.e.binary("xor", cond, TRUE, "not"), value.other)
+        return k.e.select(cond, then, other)
+
+    def side(chosen: Value) -> Callable[[], Val]:
+        def emit() -> Val:
+            with k.branch():
+                return emit_value(k, chosen)
+
+        return emit
+
+    return k.e.if_value(cond, side(value.then), side(value.other), "chosen")
+
+
+def _under(k: Kernel, cond: Val, value: Value) -> Val:
+    """The value where only the lanes of `cond` may load."""
+    if not has_load(value):
+        return emit_value(k, value)
+    with k.masked(cond):
+        return emit_value(k, value)
+
+
+def has_load(value: Value) -> bool:
+    return isinstance(value, Load) or any(has_load(operand) for operand in operands(value))
+
+
+def operands(value: Value) -> tuple[Value, ...]:
+    """The values that a value is made of."""
+    if isinstance(value, Unary | Cast):
+        return (value.x,)
+    if isinstance(value, Binary | Compare):
+        return value.a, value.b
+    if isinstance(value, Select):
+        return value.cond, value.then, value.other
+    return value.args if isinstance(value, Intrinsic) else ()
+
+
+_EMITTERS: Mapping[type, Callable[[Kernel, Any], Val]] = {
+    Literal: _literal,
+    Load: _load,
+    Unary: _unary,
+    Binary: _binary,
+    Compare: _compare,
+    Select: _select,
+    Cast: _cast,
+    IndexValue: _index,
+    Intrinsic: _intrinsic,
+}

@@ -1,0 +1,23 @@
+"""ONNX models as IRModules.
+
+    module = from_onnx("model.onnx")
+    module = from_onnx("model.onnx", dynamic_shapes={"images": {0: "batch", 2: 224}}, bounds={"batch": "1..64"})
+
+`loading` reads the file, `validation` checks it, `importer` walks the graph; the converters of single ops stand in the
+`convert_*` modules, one function per op and version range.
+"""
+
+from __future__ import annotations
+
+from relaxlite.frontend.onnx import (
+    convert_elementwise,
+    convert_linalg,
+    convert_nn,
+    convert_norm,
+    convert_reductions,
+    convert_shapes,
+)
+from relaxlite.frontend.onnx.importer import from_onnx
+from relaxlite.frontend.onnx.registry import onnx_op
+
+__all__ = ["from_onnx", "onnx_op"]

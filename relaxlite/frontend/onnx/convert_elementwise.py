@@ -1,0 +1,292 @@
+"""Element-by-element ops: arithmetic, comparison, logic, activations, casts."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.op import Op, get_op
+
+_UNARY = {
+    "Abs": "abs", "Acos": "acos", "Acosh": "acosh", "Asin": "asin", "Asinh": "asinh", "Atan": "atan", "Atanh": "atanh",
+    "BitwiseNot": "bitwise_not", "Ceil": "ceil", "Cos": "cos", "Cosh": "cosh", "Erf": "erf", "Exp": "exp", "Floor": "floor",
+    "HardSwish": "hard_swish", "IsNaN": "isnan", "Log": "log", "Mish": "mish", "Neg": "neg", "Not": "logical_not",
+    "Reciprocal": "reciprocal", "Relu": "relu", "Round": "round", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin",
+    "Sinh": "sinh", "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Tan": "tan", "Tanh": "tanh",
+}  # fmt: skip
+
+_BINARY = {
+    "Add": "add", "Sub": "subtract", "Mul": "multiply", "Equal": "equal", "Less": "less", "LessOrEqual": "less_equal",
+    "Greater": "greater", "GreaterOrEqual": "greater_equal", "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor",
+    "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor",
+}  # fmt: skip
+
+# op -> its attributes with their defaults
+_FLOAT_ATTRS: dict[str, tuple[str, dict[str, float]]] = {
+    "LeakyRelu": ("leaky_relu", {"alpha": 0.01}),
+    "Elu": ("elu", {"alpha": 1.0}),
+    "Celu": ("celu", {"alpha": 1.0}),
+    "ThresholdedRelu": ("thresholded_relu", {"alpha": 1.0}),
+    "HardSigmoid": ("hard_sigmoid", {"alpha": 0.2, "beta": 0.5}),
+    "Shrink": ("shrink", {"lambd": 0.5, "bias": 0.0}),
+}
+
+
+def _unary(op: Op, n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    return op(n.input(0))
+
+
+def _binary(op: Op, n: Node) -> Result:
+    return op(n.input(0), n.input(1))
+
+
+def _legacy_binary(op: Op, n: Node) -> Result:
+    """Before opset 7, operands are broadcast only on demand: b stands at `axis` of a."""
+    n.ignore("consumed_inputs")
+    return op(n.input(0), _legacy_operand(n))
+
+
+def _legacy_operand(n: Node) -> Expr:
+    a, b = n.rank(0), n.rank(1)
+    broadcast, axis = n.flag("broadcast"), n.int("axis", None)
+    if not broadcast:
+        if a != b:
+            n.fail(f"operands of rank {a} and {b} are not broadcast without the attribute 'broadcast'")
+        return n.input(1)
+    trailing = 0 if axis is None else a - axis % max(a, 1) - b
+    return n.input(1) if trailing <= 0 else n.emit(ops.expand_dims(n.input(1), axes=tuple(range(b, b + trailing))))
+
+
+def _with_floats(op: Op, defaults: dict[str, float], n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    return op(n.input(0), **{name: n.float(name, value) for name, value in defaults.items()})
+
+
+for _name, _op in _UNARY.items():
+    onnx_op(_name)(functools.partial(_unary, get_op(_op)))
+for _name, _op in _BINARY.items():
+    onnx_op(_name, since=7)(functools.partial(_binary, get_op(_op)))
+    if _name in ("Add", "Sub", "Mul", "Equal", "Less", "Greater", "And", "Or", "Xor"):
+        onnx_op(_name)(functools.partial(_legacy_binary, get_op(_op)))
+for _name, (_op, _defaults) in _FLOAT_ATTRS.items():
+    onnx_op(_name)(functools.partial(_with_floats, get_op(_op), _defaults))
+
+
+def _divide(a: Expr, b: Expr, dtype: str) -> Result:
+    return ops.divide(a, b) if dtypes.is_float(dtype) else ops.truncdiv(a, b)
+
+
+@onnx_op("Div")
+def div_1(n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    return _divide(n.input(0), _legacy_operand(n), n.dtype())
+
+
+@onnx_op("Div", since=7)
+def div(n: Node) -> Result:
+    return _divide(n.input(0), n.input(1), n.dtype())
+
+
+@onnx_op("Pow")
+def pow_1(n: Node) -> Result:
+    return _power(n, n.input(0), _legacy_operand(n))
+
+
+@onnx_op("Pow", since=7)
+def pow_7(n: Node) -> Result:
+    return _power(n, n.input(0), n.input(1))
+
+
+def _power(n: Node, base: Expr, exponent: Expr) -> Result:
+    """The result has the base's type; an integer to a float power is computed in floats."""
+    dtype, other = n.type_of(base).dtype, n.type_of(exponent).dtype
+    if dtype == other:
+        return ops.power(base, exponent)
+    if dtypes.is_float(dtype) or dtypes.is_integer(other):
+        return ops.power(base, n.emit(ops.cast(exponent, dtype=dtype)))
+    wide = n.emit(ops.power(n.emit(ops.cast(base, dtype="float64")), n.emit(ops.cast(exponent, dtype="float64"))))
+    return ops.cast(wide, dtype=dtype)
+
+
+@onnx_op("Mod")
+def mod(n: Node) -> Result:
+    """fmod=1: the sign of the dividend; else that of the divisor (integers only)."""
+    return (ops.fmod if n.flag("fmod") else ops.floormod)(n.input(0), n.input(1))
+
+
+@onnx_op("BitShift")
+def bit_shift(n: Node) -> Result:
+    direction = n.text("direction")
+    if direction not in ("LEFT", "RIGHT"):
+        n.fail(f"attribute 'direction' must be LEFT or RIGHT, not {direction!r}")
+    return (ops.left_shift if direction == "LEFT" else ops.right_shift)(n.input(0), n.input(1))
+
+
+def _variadic(op: Op, n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    first, *rest = n.all_inputs()
+    for x in rest:
+        first = n.emit(op(first, x))
+    return first
+
+
+for _name, _op in {"Sum": "add", "Max": "maximum", "Min": "minimum"}.items():
+    onnx_op(_name)(functools.partial(_variadic, get_op(_op)))
+
+
+@onnx_op("Mean")
+def mean(n: Node) -> Result:
+    total = _variadic(get_op("add"), n)
+    assert not isinstance(total, tuple)
+    return ops.divide(total, Constant.of(len(n.inputs), n.dtype()))
+
+
+@onnx_op("Where")
+def where(n: Node) -> Result:
+    return ops.where(n.input(0), n.input(1), n.input(2))
+
+
+# Activations
+
+
+@onnx_op("Selu")
+def selu(n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    newer = n.opset >= 6
+    alpha = n.float("alpha", 1.6732632423543772 if newer else 1.6732)
+    return ops.selu(n.input(0), alpha=alpha, gamma=n.float("gamma", 1.0507009873554805 if newer else 1.0507))
+
+
+@onnx_op("Gelu", since=20)
+def gelu(n: Node) -> Result:
+    return ops.gelu(n.input(0), approximate=n.text("approximate", "none"))
+
+
+@onnx_op("Swish", since=24)
+def swish(n: Node) -> Result:
+    alpha = n.float("alpha", 1.0)
+    if alpha == 1.0:
+        return ops.silu(n.input(0))
+    scaled = n.emit(ops.multiply(n.input(0), Constant.of(alpha, n.dtype())))
+    return ops.multiply(n.input(0), n.emit(ops.sigmoid(scaled)))
+
+
+@onnx_op("PRelu")
+def prelu_1(n: Node) -> Result:
+    """Before opset 7, slope is one number, or one per channel."""
+    n.ignore("consumed_inputs")
+    slope = n.input(1)
+    if n.rank(1) == 1 and n.rank(0) > 2:
+        slope = n.emit(ops.expand_dims(slope, axes=tuple(range(1, n.rank(0) - 1))))
+    return ops.prelu(n.input(0), slope)
+
+
+@onnx_op("PRelu", since=7)
+def prelu(n: Node) -> Result:
+    return ops.prelu(n.input(0), n.input(1))
+
+
+@onnx_op("Clip")
+def clip_1(n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    return ops.clip(n.input(0), lower=n.float("min", None), upper=n.float("max", None))
+
+
+@onnx_op("Clip", since=11)
+def clip(n: Node) -> Result:
+    """Constant bounds of floats are attributes of our op; others are tensors."""
+    x, lower, upper = n.input(0), n.optional(1), n.optional(2)
+    known = [None if bound is None else n.const(k) for k, bound in ((1, lower), (2, upper))]
+    if dtypes.is_float(n.dtype()) and all(b is None or v is not None for b, v in zip((lower, upper), known, strict=True)):
+        low, high = (None if v is None else float(v.reshape(-1)[0]) for v in known)
+        return ops.clip(x, lower=low, upper=high)
+    x = x if lower is None else n.emit(ops.maximum(x, _scalar(n, lower)))
+    return x if upper is None else ops.minimum(x, _scalar(n, upper))
+
+
+def _scalar(n: Node, x: Expr) -> Expr:
+    return x if not n.shape_of(x) else n.emit(ops.reshape(x, ()))
+
+
+# Types
+
+
+@onnx_op("Cast")
+def cast_1(n: Node) -> Result:
+    """Before opset 6, the type is named by text."""
+    name = n.text("to").lower()
+    dtype = {"float": "float32", "double": "float64"}.get(name, name)
+    return ops.cast(n.input(0), dtype=dtype)
+
+
+@onnx_op("Cast", since=6)
+def cast(n: Node) -> Result:
+    n.ignore("saturate", "round_mode")  # these speak of float8 only
+    return _cast(n, n.input(0), n.element_type("to"))
+
+
+@onnx_op("CastLike", since=15)
+def cast_like(n: Node) -> Result:
+    n.ignore("saturate", "round_mode")
+    return _cast(n, n.input(0), n.dtype(1))
+
+
+def _cast(n: Node, x: Expr, dtype: str) -> Result:
+    if n.type_of(x).dtype == dtype:
+        return x
+    if isinstance(x, Constant):
+        return Constant.of(ops.cast.reference(x.value, dtype=dtype), name=x.name)
+    return ops.cast(x, dtype=dtype)
+
+
+@onnx_op("BitCast", since=26)
+def bit_cast(n: Node) -> Result:
+    dtype = n.element_type("to")
+    value = n.const(0)
+    if n.dtype() == dtype:
+        return n.input(0)
+    if value is None or dtypes.itemsize(dtype) != dtypes.itemsize(n.dtype()):
+        n.fail(f"a cast of the bits of {n.dtype()} to {dtype} is supported for constants of equal size only")
+    return Constant.of(np.ascontiguousarray(value).view(dtypes.to_numpy(dtype)))
+
+
+@onnx_op("IsInf")
+def is_inf(n: Node) -> Result:
+    return ops.isinf(n.input(0), detect_negative=n.flag("detect_negative", True), detect_positive=n.flag("detect_positive", True))
+
+
+@onnx_op("Identity")
+def identity(n: Node) -> Result:
+    return n.input(0)
+
+
+@onnx_op("Dropout")
+def dropout_1(n: Node) -> Result:
+    """At inference the identity; its mask is all true."""
+    n.ignore("consumed_inputs", "ratio", "seed")
+    if n.opset < 7 and not n.flag("is_test") and n.has("is_test"):
+        n.fail("Dropout with is_test=0 is training, which relaxlite does not do")
+    return n.input(0), _mask(n) if n.wants(1) else None
+
+
+@onnx_op("Dropout", since=12)
+def dropout(n: Node) -> Result:
+    n.ignore("seed")
+    training, ratio = n.optional(2), n.const(1) if n.optional(1) is not None else None
+    value = n.const(2) if training is not None else None
+    if training is not None and (value is None or bool(value)) and (ratio is None or float(ratio) != 0.0):
+        n.fail("Dropout in training mode draws random numbers, which relaxlite does not do; export the model for inference")
+    return n.input(0), _mask(n) if n.wants(1) else None
+
+
+def _mask(n: Node) -> Expr:
+    """Of the input's type before opset 10, of bool since."""
+    one = Constant.of(1, n.dtype() if n.opset < 10 else "bool")
+    return n.emit(ops.broadcast_to(one, n.shape()))

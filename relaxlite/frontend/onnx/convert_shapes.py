@@ -1,0 +1,300 @@
+"""Shapes as values, and movement of data: reshape, transpose, slice, concat, pad, tile, ..."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.slices import SliceRange, resolve_slice
+from relaxlite.frontend.onnx.tensors import sparse_constant
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.ops.shape import infer_dimension
+from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, product, smax, sym
+
+Shape = tuple[SymExpr, ...]
+
+
+def normalize_axis(n: Node, axis: int, rank: int) -> int:
+    if not -max(rank, 1) <= axis < max(rank, 1):
+        n.fail(f"axis {axis} does not exist in a tensor of rank {rank}")
+    return axis % max(rank, 1)
+
+
+# Constants and shapes
+
+
+@onnx_op("Constant")
+def constant(n: Node) -> Result:
+    name = n.proto.output[0]
+    if n.has("value"):
+        tensor = n.tensor("value")
+        assert tensor is not None
+        return Constant(tensor.value, tensor.ty, tensor.name or name)
+    if n.has("sparse_value"):
+        sparse = n.sparse_tensor("sparse_value")
+        assert sparse is not None
+        return sparse_constant(sparse, n.importer.reader)
+    for attribute, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32"), ("value_floats", "float32")):
+        if n.has(attribute):
+            read = {"value_int": n.int, "value_ints": n.ints, "value_float": n.float, "value_floats": n.floats}[attribute]
+            return Constant.of(np.asarray(read(attribute), dtypes.to_numpy(dtype)), name=name)
+    if n.has("value_string") or n.has("value_strings"):
+        n.fail("the constant is text, which relaxlite does not have")
+    n.fail("the constant has no value")
+
+
+@onnx_op("Shape")
+def shape(n: Node) -> Result:
+    """Since opset 15 also a part of the shape, start <= axis < end."""
+    rank = n.rank()
+    start, end = n.int("start", 0), n.int("end", rank)
+    first, last = (min(max(v + rank if v < 0 else v, 0), rank) for v in (start, end))
+    whole = n.emit(ops.shape_of(n.input(0)))
+    if (first, last) == (0, rank):
+        return whole
+    return ops.slice(whole, (first,), (max(last - first, 0),), axes=(0,))
+
+
+@onnx_op("Size")
+def size(n: Node) -> Result:
+    return ops.reshape(n.emit(ops.shape_to_tensor((product(n.shape()),))), ())
+
+
+@onnx_op("ConstantOfShape", since=9)
+def constant_of_shape(n: Node) -> Result:
+    value = n.tensor("value")
+    fill = Constant.of(np.zeros((), np.float32)) if value is None else Constant.of(value.value.reshape(()))
+    return ops.broadcast_to(fill, n.shape_values(0, lower=0))
+
+
+# Reshaping
+
+
+@onnx_op("Reshape")
+def reshape_1(n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    return _reshape(n, tuple(sym(d) for d in n.ints("shape")), allow_zero=False)
+
+
+@onnx_op("Reshape", since=5)
+def reshape(n: Node) -> Result:
+    allow_zero = n.flag("allowzero")
+    known = n.resolver.known(n.input(1))
+    if known is not None:
+        return _reshape(n, known, allow_zero=allow_zero)
+    return ops.reshape(n.input(0), n.resolver.reshape_target(n.input(0), n.input(1), allow_zero=allow_zero))
+
+
+def _reshape(n: Node, target: Shape, *, allow_zero: bool) -> Result:
+    """0 keeps a dimension (unless allow_zero), -1 is what is left over."""
+    dims = n.shape()
+    if not allow_zero:
+        for k, d in enumerate(target):
+            if as_int(d) == 0 and k >= len(dims):
+                n.fail(f"the target shape keeps dimension {k} (a 0), but the input has rank {len(dims)}")
+        target = tuple(dims[k] if as_int(d) == 0 else d for k, d in enumerate(target))
+    if sum(as_int(d) == -1 for d in target) > 1:
+        n.fail(f"the target shape ({', '.join(map(str, target))}) has more than one -1")
+    return ops.reshape(n.input(0), infer_dimension(dims, target))
+
+
+@onnx_op("Flatten")
+def flatten(n: Node) -> Result:
+    """Two dimensions: the product before `axis`, and from it on."""
+    dims = n.shape()
+    axis = n.int("axis", 1)
+    if not -len(dims) <= axis <= len(dims):
+        n.fail(f"axis {axis} does not exist in a tensor of rank {len(dims)}")
+    axis = axis + len(dims) if axis < 0 else axis
+    return ops.reshape(n.input(0), (product(dims[:axis]), product(dims[axis:])))
+
+
+@onnx_op("Squeeze")
+def squeeze_1(n: Node) -> Result:
+    return _squeeze(n, n.ints("axes", None))
+
+
+@onnx_op("Squeeze", since=13)
+def squeeze(n: Node) -> Result:
+    return _squeeze(n, n.const_ints(1, "axes") if n.optional(1) is not None else None)
+
+
+def _squeeze(n: Node, axes: tuple[int, ...] | None) -> Result:
+    if axes is None:
+        axes = tuple(k for k, d in enumerate(n.shape()) if as_int(d) == 1)
+    return ops.squeeze(n.input(0), axes=axes) if axes else n.input(0)
+
+
+@onnx_op("Unsqueeze")
+def unsqueeze_1(n: Node) -> Result:
+    return ops.expand_dims(n.input(0), axes=n.ints("axes"))
+
+
+@onnx_op("Unsqueeze", since=13)
+def unsqueeze(n: Node) -> Result:
+    return ops.expand_dims(n.input(0), axes=n.const_ints(1, "axes"))
+
+
+@onnx_op("Expand", since=8)
+def expand(n: Node) -> Result:
+    """Broadcasting in both directions: a 1 in the shape keeps the input's size."""
+    dims, target = n.shape(), n.shape_values(1, lower=0)
+    rank = max(len(dims), len(target))
+    ones = (sym(1),)
+    left, right = ones * (rank - len(dims)) + dims, ones * (rank - len(target)) + target
+    result = tuple(ops.broadcast_dim(a, b) for a, b in zip(left, right, strict=True))
+    for k, d in enumerate(result):
+        if d is None:
+            n.fail(f"dimension {k} of size {left[k]} cannot be expanded to {right[k]}")
+    return n.input(0) if result == dims else ops.broadcast_to(n.input(0), result)
+
+
+@onnx_op("Transpose")
+def transpose(n: Node) -> Result:
+    perm = n.ints("perm", None)
+    return ops.transpose(n.input(0), axes=perm)
+
+
+# Joining and cutting
+
+
+@onnx_op("Concat")
+def concat(n: Node) -> Result:
+    axis = normalize_axis(n, n.int("axis", 1 if n.opset < 4 else 0), n.rank())
+    parts = n.all_inputs()
+    if len(parts) == 1:
+        return parts[0]
+    return ops.concat(*parts, axis=axis)
+
+
+@onnx_op("Split")
+def split_1(n: Node) -> Result:
+    """Sizes as an attribute, or (opset 1) as an input."""
+    sizes = n.ints("split", None)
+    if sizes is None and n.optional(1) is not None:
+        sizes = n.const_ints(1, "the sizes of the parts")
+    return _split(n, None if sizes is None else tuple(map(sym, sizes)), n.num_outputs)
+
+
+@onnx_op("Split", since=13)
+def split(n: Node) -> Result:
+    count = n.int("num_outputs", n.num_outputs)
+    return _split(n, None if n.optional(1) is None else n.shape_values(1, lower=0), count)
+
+
+def _split(n: Node, sizes: Shape | None, count: int) -> Result:
+    axis = normalize_axis(n, n.int("axis", 0), n.rank())
+    extent = n.shape()[axis]
+    if sizes is None:
+        part = ceildiv(extent, count)
+        sizes = (part,) * (count - 1) + (extent - part * (count - 1),)
+    if len(sizes) < n.num_outputs:
+        n.fail(f"{n.num_outputs} outputs need as many sizes, got {len(sizes)}")
+    parts, begin = [], sym(0)
+    for size in sizes[: n.num_outputs]:
+        parts.append(ops.slice(n.input(0), (begin,), (size,), axes=(axis,)))
+        begin = begin + size
+    return tuple(parts)
+
+
+@onnx_op("Slice")
+def slice_1(n: Node) -> Result:
+    starts, ends = n.ints("starts"), n.ints("ends")
+    axes = n.ints("axes", tuple(range(len(starts))))
+    return _slice(n, tuple(map(sym, starts)), tuple(map(sym, ends)), axes, (1,) * len(starts))
+
+
+@onnx_op("Slice", since=10)
+def slice_10(n: Node) -> Result:
+    starts, ends = n.shape_values(1), n.shape_values(2)
+    axes = n.const_ints(3, "axes") if n.optional(3) is not None else tuple(range(len(starts)))
+    steps = n.const_ints(4, "steps") if n.optional(4) is not None else (1,) * len(starts)
+    return _slice(n, starts, ends, axes, steps)
+
+
+def _slice(n: Node, starts: Shape, ends: Shape, axes: tuple[int, ...], steps: tuple[int, ...]) -> Result:
+    if not len(starts) == len(ends) == len(axes) == len(steps):
+        n.fail(f"starts, ends, axes and steps must be equally many: {len(starts)}, {len(ends)}, {len(axes)}, {len(steps)}")
+    dims = n.shape()
+    ranges: dict[int, SliceRange] = {}
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        if step == 0:
+            n.fail("a step of a slice must not be 0")
+        k = normalize_axis(n, axis, len(dims))
+        ranges[k] = resolve_slice(dims[k], start, end, step)
+    kept = {k: r for k, r in ranges.items() if not r.is_whole(dims[k])}
+    if not kept:
+        return n.input(0)
+    begins, sizes = tuple(r.begin for r in kept.values()), tuple(r.size for r in kept.values())
+    return ops.slice(n.input(0), begins, sizes, axes=tuple(kept), steps=tuple(r.step for r in kept.values()))
+
+
+@onnx_op("Pad")
+def pad_1(n: Node) -> Result:
+    amounts = n.ints("paddings" if n.opset < 2 else "pads")
+    return _pad(n, tuple(map(sym, amounts)), Constant.of(n.float("value", 0.0), n.dtype()), None)
+
+
+@onnx_op("Pad", since=11)
+def pad(n: Node) -> Result:
+    axes = n.const_ints(3, "axes") if n.optional(3) is not None else None
+    return _pad(n, n.shape_values(1), n.optional(2), axes)
+
+
+def _pad(n: Node, amounts: Shape, value: Expr | None, axes: tuple[int, ...] | None) -> Result:
+    rank = n.rank()
+    axes = tuple(range(rank)) if axes is None else tuple(normalize_axis(n, a, rank) for a in axes)
+    if len(amounts) != 2 * len(axes):
+        n.fail(f"pads must be {len(axes)} begins and as many ends, got {len(amounts)} numbers")
+    before, after = [sym(0)] * rank, [sym(0)] * rank
+    for k, axis in enumerate(axes):
+        before[axis], after[axis] = amounts[k], amounts[len(axes) + k]
+    mode = n.text("mode", "constant")
+    if mode not in ("constant", "reflect", "edge", "wrap"):
+        n.fail(f"attribute 'mode' must be constant, reflect, edge or wrap, not {mode!r}")
+    fill = value if mode == "constant" else None
+    return ops.pad(n.input(0), before, after, fill, mode=mode)
+
+
+@onnx_op("Tile", since=6)
+def tile(n: Node) -> Result:
+    return ops.tile(n.input(0), n.shape_values(1, lower=0))
+
+
+@onnx_op("Tile")
+def tile_1(n: Node) -> Result:
+    count, axis = n.const_ints(1, "tiles"), n.const_ints(2, "axis")
+    return ops.tile(n.input(0), tuple(count[0] if k == axis[0] else 1 for k in range(n.rank())))
+
+
+@onnx_op("SpaceToDepth")
+def space_to_depth(n: Node) -> Result:
+    return ops.space_to_depth(n.input(0), blocksize=n.int("blocksize"))
+
+
+@onnx_op("DepthToSpace")
+def depth_to_space(n: Node) -> Result:
+    return ops.depth_to_space(n.input(0), blocksize=n.int("blocksize"), mode=n.text("mode", "DCR"))
+
+
+@onnx_op("CenterCropPad", since=18)
+def center_crop_pad(n: Node) -> Result:
+    """Crop or pad (with zeros) around the centre to a given shape."""
+    dims, target = n.shape(), n.shape_values(1, lower=0)
+    axes = n.ints("axes", tuple(range(len(dims))))
+    before, after = [sym(0)] * len(dims), [sym(0)] * len(dims)
+    for axis, wanted in zip((normalize_axis(n, a, len(dims)) for a in axes), target, strict=True):
+        have = dims[axis]
+        first = smax(wanted - have, 0) // 2 - smax(have - wanted, 0) // 2
+        before[axis], after[axis] = first, wanted - have - first
+    return ops.pad(n.input(0), before, after, None)
+
+
+@onnx_op("ReverseSequence", since=10)
+def reverse_sequence(n: Node) -> Result:
+    return ops.reverse_sequence(n.input(0), n.input(1), batch_axis=n.int("batch_axis", 1), time_axis=n.int("time_axis", 0))
+
+

@@ -1,0 +1,92 @@
+"""Functions: those that a model brings, and the bodies that ONNX itself gives for many of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+from onnx import AttributeProto
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.tensors import onnx_type
+from relaxlite.frontend.onnx.validation import schema_of
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.symbolic import as_int
+from relaxlite.ir.types import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A function to inline in place of a node."""
+
+    function: onnx.FunctionProto
+    arguments: Mapping[str, AttributeProto]
+
+
+def expand_model_function(function: onnx.FunctionProto, node: Node) -> Expansion:
+    """A function of the model's own, with the node's attributes or their defaults."""
+    given = dict(node.all_attributes())
+    known = {*function.attribute, *(a.name for a in function.attribute_proto)}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ImportModelError(f"function {function.name} has no attribute '{unknown[0]}'")
+    if len(node.inputs) > len(function.input):
+        raise ImportModelError(f"function {function.name} takes {len(function.input)} inputs, got {len(node.inputs)}")
+    return Expansion(function, {**{a.name: a for a in function.attribute_proto}, **given})
+
+
+def expand_schema(node: Node, domain: str) -> Expansion:
+    """The body that the ONNX specification gives for an op."""
+    schema = schema_of(domain, node.op_type, node.opset)
+    if schema is None:
+        raise ImportModelError(f"op {node.op_type} is not known")
+    function = _body(schema, node)
+    if function is None:
+        raise ImportModelError(f"ONNX defines no body of {node.op_type} for these inputs and attributes")
+    given = dict(node.all_attributes())
+    unknown = sorted(given.keys() - schema.attributes.keys())
+    if unknown:
+        raise ImportModelError(f"{node.op_type} has no attribute '{unknown[0]}' in opset {node.opset}")
+    defaults = {name: a.default_value for name, a in schema.attributes.items() if a.default_value.name}
+    return Expansion(function, {**defaults, **given})
+
+
+def _body(schema: onnx.defs.OpSchema, node: Node) -> onnx.FunctionProto | None:
+    function = onnx.FunctionProto()
+    if schema.has_function:
+        data = _newest(schema.function_opset_versions, node.opset)
+        function.ParseFromString(schema.get_function_with_opset_version(data))
+        return function
+    types = [_type_proto(x).SerializeToString() for x in node.inputs]
+    version = _newest(schema.context_dependent_function_opset_versions, node.opset)
+    plain = onnx.NodeProto()
+    plain.CopyFrom(node.proto)
+    del plain.attribute[:]
+    plain.attribute.extend(node.all_attributes().values())
+    body = schema.get_context_dependent_function_with_opset_version(version, plain.SerializeToString(), types)
+    function.ParseFromString(body)
+    return function if function.node else None
+
+
+def _newest(versions: list[int], opset: int) -> int:
+    return max((v for v in versions if v <= opset), default=min(versions))
+
+
+def _type_proto(x: Expr | None) -> onnx.TypeProto:
+    proto = onnx.TypeProto()
+    if x is None or not isinstance(x.ty, TensorType):
+        return proto
+    proto.tensor_type.elem_type = onnx_type(x.ty.dtype)
+    if x.ty.shape is not None:
+        proto.tensor_type.shape.SetInParent()
+        for dim in x.ty.shape:
+            added, value = proto.tensor_type.shape.dim.add(), as_int(dim)
+            if value is not None:
+                added.dim_value = value
+            else:
+                added.dim_param = str(dim)
+    return proto
+
+

@@ -1,0 +1,249 @@
+"""The walk over an ONNX graph: inputs, constants, nodes, functions and subgraphs, into one IRModule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import onnx
+from onnx import AttributeProto
+
+from relaxlite.errors import ImportModelError, RelaxliteError
+from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
+from relaxlite.frontend.onnx.loading import LoadedModel, load_model
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
+from relaxlite.frontend.onnx.shape_values import ShapeResolver
+from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes, SymbolTable, input_types
+from relaxlite.frontend.onnx.tensors import TensorReader, sparse_constant
+from relaxlite.frontend.onnx.validation import OpSurvey, check_graph, check_opsets, node_label, opset_versions
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
+from relaxlite.ir.module import IRModule
+
+_MAX_EXPANSIONS = 64  # functions nested in functions
+
+
+def from_onnx(
+    model: str | Path | bytes | onnx.ModelProto,
+    *,
+    dynamic_shapes: DynamicShapes | None = None,
+    bounds: Bounds | None = None,
+) -> IRModule:
+    """Import an ONNX model; its entry function is "main".
+
+    model: a path (external data is looked for beside it), the bytes of a file, or a ModelProto.
+    dynamic_shapes: changes dimensions of inputs, `{"x": {0: "batch", 2: 224}}` or `{"x": ["batch", None, 224]}`: a name
+        makes a dimension symbolic (equal names are equal sizes), a number fixes it, None keeps it.
+    bounds: sizes that symbols may have, `{"batch": "1..64"}` or `{"batch": (1, 64)}`; checked when the model runs.
+
+    Raises ImportModelError (UnsupportedOpsError lists all unknown ops at once), and InvalidArgumentError for wrong options.
+    """
+    return ModelImporter(load_model(model)).run(dynamic_shapes, bounds)
+
+
+class ModelImporter:
+    """One import: what all graphs of the model share."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.proto = loaded.proto
+        self.name = loaded.name
+        self.reader = TensorReader(loaded.path)
+        self.opsets = opset_versions(self.proto.opset_import)
+        self.functions = {(canonical_domain(f.domain), f.name): f for f in self.proto.functions}
+
+    def run(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
+        graph = self.proto.graph
+        check_opsets(self.opsets)
+        check_graph(graph)
+        survey = OpSurvey(self.functions)
+        survey.visit(graph.node, self.opsets)
+        survey.raise_if_any()
+        table, bb = SymbolTable(bounds), BlockBuilder()
+        given = {t.name for t in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
+        inputs = [i for i in graph.input if i.name not in given]
+        types = input_types(inputs, dynamic_shapes, table)
+        params = tuple(Var(bb.unique_name(i.name), ty) for i, ty in zip(inputs, types, strict=True))
+        importer = GraphImporter(self, bb, ShapeResolver(bb, table), table)
+        with bb.function_of("main", params, _signature(inputs, graph)):
+            importer.define_all({i.name: p for i, p in zip(inputs, params, strict=True)})
+            outputs = importer.graph(graph)
+            bb.result(outputs[0] if len(outputs) == 1 else Tuple(tuple(outputs)))
+        return bb.module(self._metadata())
+
+    def _metadata(self) -> Attrs:
+        proto = self.proto
+        values = {
+            "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
+            "ir_version": proto.ir_version,
+            "opset": self.opsets.get(""),
+            "metadata": tuple((entry.key, entry.value) for entry in proto.metadata_props),
+        }
+        return Attrs(values)
+
+
+def _signature(inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto) -> Attrs:
+    return Attrs({"input_names": tuple(i.name for i in inputs), "output_names": tuple(o.name for o in graph.output)})
+
+
+class GraphImporter:
+    """Converts nodes in order. Scopes: subgraphs see the names of the graphs around them."""
+
+    def __init__(self, model: ModelImporter, bb: BlockBuilder, resolver: ShapeResolver, symbols: SymbolTable) -> None:
+        self.model, self.bb, self.resolver, self.symbols = model, bb, resolver, symbols
+        self.reader = model.reader
+        self._scopes: list[dict[str, Expr]] = [{}]
+        self._opsets: Mapping[str, int] = model.opsets
+        self._arguments: Mapping[str, AttributeProto] | None = None  # of the function being expanded
+        self._path: tuple[str, ...] = ()  # labels of the nodes around
+        self._expansions = 0
+        self._explained: ImportModelError | None = None
+
+    # names
+
+    def define_all(self, values: Mapping[str, Expr]) -> None:
+        self._scopes[-1].update(values)
+
+    def lookup(self, name: str) -> Expr | None:
+        """The value of a name; None for an optional input that is left out (its name is empty)."""
+        if not name:
+            return None
+        for scope in reversed(self._scopes):
+            if name in scope:
+                return scope[name]
+        raise ImportModelError(f"'{name}' is not defined by any input, initializer or node")
+
+    @contextmanager
+    def scope(self, values: Mapping[str, Expr]) -> Iterator[None]:
+        """A body of its own: it sees what is outside, and what it defines ends with it."""
+        self._scopes.append(dict(values))
+        with self.resolver.scope():
+            yield
+        self._scopes.pop()
+
+    # graphs
+
+    def graph(self, graph: onnx.GraphProto) -> list[Expr]:
+        """Convert a graph into the body under construction; its outputs."""
+        scope = self._scopes[-1]
+        for tensor in graph.initializer:
+            scope[tensor.name] = self.reader.constant(tensor)
+        for sparse in graph.sparse_initializer:
+            scope[sparse.values.name] = sparse_constant(sparse, self.reader)
+        self.nodes(graph.node)
+        return [self._output(o.name) for o in graph.output]
+
+    def _output(self, name: str) -> Expr:
+        value = self.lookup(name)
+        assert value is not None
+        return value
+
+    def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
+        for index, proto in enumerate(nodes):
+            label = node_label(proto, index)
+            outer_loc = self.bb.loc
+            self.bb.loc = " in ".join((label, *self._path[::-1]))
+            self._convert(proto, label)
+            self.bb.loc = outer_loc
+
+    def _convert(self, proto: onnx.NodeProto, label: str) -> None:
+        domain = canonical_domain(proto.domain)
+        opset = self._opsets.get(domain, 1)
+        inputs: list[Expr | None] = []
+        try:
+            inputs = [self.lookup(name) for name in proto.input]
+            node = Node(proto, label, inputs, self._attributes(proto), opset, self)
+            result = self._run(node, domain)
+            node.check_all_read()
+            self._define_outputs(proto, result)
+        except RelaxliteError as error:
+            if error is self._explained:  # by a node inside this one
+                raise
+            raise self._explain(str(error), proto, inputs) from error
+        except Exception as error:  # a malformed node must not look like a crash
+            raise self._explain(f"cannot be converted ({type(error).__name__}: {error})", proto, inputs) from error
+
+    def _run(self, node: Node, domain: str) -> Result:
+        key = (domain, node.op_type)
+        function = self.model.functions.get(key)
+        if function is not None:
+            return self._expand(node, expand_model_function(function, node))
+        converter = find_converter(domain, node.op_type, node.opset)
+        if converter is not None:
+            return converter(node)
+        return self._expand(node, expand_schema(node, domain))
+
+    def _explain(self, message: str, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> ImportModelError:
+        lines = [f"{self.bb.loc}: {message}"]
+        for name, value in zip(proto.input, inputs, strict=False):
+            lines.append(f"  input '{name}': {'absent' if value is None else value.ty}")
+        self._explained = ImportModelError("\n".join(lines))
+        return self._explained
+
+    def _attributes(self, proto: onnx.NodeProto) -> dict[str, AttributeProto]:
+        """The node's attributes, with those that refer to the surrounding function's replaced by its arguments."""
+        found = {}
+        for attribute in proto.attribute:
+            if attribute.name in found:
+                raise ImportModelError(f"attribute '{attribute.name}' is given twice")
+            if not attribute.ref_attr_name:
+                found[attribute.name] = attribute
+            elif attribute.ref_attr_name in (self._arguments or {}):
+                found[attribute.name] = (self._arguments or {})[attribute.ref_attr_name]
+        return found
+
+    def _define_outputs(self, proto: onnx.NodeProto, result: Result) -> None:
+        values = result if isinstance(result, tuple) else (result,)
+        if len(values) < len(proto.output):
+            raise ImportModelError(f"the node has {len(proto.output)} outputs, but only {len(values)} of them can be computed")
+        for name, value in zip(proto.output, values, strict=False):
+            if not name:
+                continue
+            if value is None:
+                raise ImportModelError(f"output '{name}' is not supported")
+            self._scopes[-1][name] = self.bb.leaf(value, name)
+
+    # functions
+
+    def _expand(self, node: Node, expansion: Expansion) -> Result:
+        """Inline a function: its inputs are the node's, its attributes those given, or their defaults."""
+        self._expansions += 1
+        if self._expansions > _MAX_EXPANSIONS:
+            raise ImportModelError(f"function {node.op_type} contains itself, or more than {_MAX_EXPANSIONS} functions inside each other")
+        function, arguments = expansion.function, expansion.arguments
+        saved = self._scopes, self._opsets, self._arguments, self._path
+        values = {name: node.optional(k) for k, name in enumerate(function.input)}
+        self._scopes = [{name: value for name, value in values.items() if value is not None}]
+        self._opsets = {**self._opsets, **opset_versions(function.opset_import)}
+        self._arguments, self._path = arguments, (*self._path, node.label)
+        absent = frozenset(name for name, value in values.items() if value is None)
+        self.nodes([_without_absent(n, absent) for n in function.node])
+        outputs = tuple(self._scopes[-1].get(name) for name in function.output)
+        self._scopes, self._opsets, self._arguments, self._path = saved
+        self._expansions -= 1
+        return outputs
+
+    # subgraphs
+
+    def subgraph(self, graph: onnx.GraphProto, values: Sequence[Expr], label: str) -> list[Expr]:
+        """Convert a subgraph whose inputs have these values into the body under construction."""
+        if len(values) != len(graph.input):
+            raise ImportModelError(f"subgraph '{graph.name}' has {len(graph.input)} inputs, but gets {len(values)} values")
+        saved = self._path
+        self._path = (*self._path, label)
+        outer_loc = self.bb.loc
+        with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
+            outputs = self.graph(graph)
+        self._path, self.bb.loc = saved, outer_loc
+        return outputs
+
+
+def _without_absent(node: onnx.NodeProto, absent: frozenset[str]) -> onnx.NodeProto:
+    """The node with inputs left out that the function was not given."""
+    if not absent.intersection(node.input):
+        return node
+    changed = onnx.NodeProto()
+    changed.CopyFrom(node)
+    changed.input[:] = ["" if name in absent else name for name in node.input]
+    return changed

@@ -1,0 +1,63 @@
+"""Reading a model: a path, bytes or a ModelProto; every way in which that can fail is an ImportModelError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    proto: onnx.ModelProto
+    path: Path | None  # where external data is looked for; None for a model in memory
+    name: str  # for messages
+
+
+def load_model(model: str | Path | bytes | onnx.ModelProto) -> LoadedModel:
+    """Read a model without its external data."""
+    if isinstance(model, onnx.ModelProto):
+        return _with_graph(LoadedModel(model, None, "the model"))
+    if isinstance(model, bytes | bytearray | memoryview):
+        return _with_graph(LoadedModel(_parse(bytes(model), "the given bytes"), None, "the model"))
+    if not isinstance(model, str | Path):
+        raise InvalidArgumentError(f"from_onnx takes a path, bytes or an onnx.ModelProto, not {type(model).__name__}")
+    path = Path(model)
+    return _with_graph(LoadedModel(_parse(_read(path), f"'{path}'"), path, f"'{path}'"))
+
+
+def _read(path: Path) -> bytes:
+    if path.is_dir():
+        raise ImportModelError(f"'{path}' is a folder; give the path of the .onnx file in it")
+    if not path.exists():
+        raise ImportModelError(f"there is no file '{path}'")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImportModelError(f"'{path}' cannot be read: {error.strerror}") from error
+
+
+def _parse(data: bytes, what: str) -> onnx.ModelProto:
+    if not data:
+        raise ImportModelError(f"{what}: empty, not an ONNX model")
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except DecodeError as error:
+        # An ONNX file starts with field 1, the IR version, as a varint.
+        damaged = "an ONNX model that is truncated or damaged" if data[0] == 0x08 else "not an ONNX model (not a protobuf)"
+        raise ImportModelError(f"{what}: {damaged}") from error
+    return proto
+
+
+def _with_graph(model: LoadedModel) -> LoadedModel:
+    proto = model.proto
+    if not proto.HasField("graph"):
+        raise ImportModelError(f"{model.name} contains no graph: it is not an ONNX model, or a truncated one")
+    if not proto.graph.output:
+        raise ImportModelError(f"{model.name}: its graph has no outputs, so there is nothing to compute")
+    return model

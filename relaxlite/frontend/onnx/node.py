@@ -1,0 +1,223 @@
+"""One ONNX node as a converter sees it: typed inputs, attributes that are known to be read, and shape values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import numpy as np
+import onnx
+from onnx import AttributeProto
+
+from relaxlite import dtypes
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.shape_values import ShapeResolver
+from relaxlite.frontend.onnx.tensors import element_type
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Array, Constant, Expr, TupleGetItem, Var
+from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.types import TensorType, TupleType
+
+if TYPE_CHECKING:
+    from relaxlite.frontend.onnx.importer import GraphImporter
+
+T = TypeVar("T")
+Shape = tuple[SymExpr, ...]
+_KIND_NAMES = {number: name for name, number in AttributeProto.AttributeType.items()}
+
+
+class _Required:
+    pass
+
+
+REQUIRED = _Required()
+
+
+class Node:
+    """A node under conversion. Attributes that nobody reads are an error (`check_all_read`), never ignored."""
+
+    def __init__(
+        self,
+        proto: onnx.NodeProto,
+        label: str,
+        inputs: Sequence[Expr | None],
+        attributes: Mapping[str, AttributeProto],
+        opset: int,
+        importer: GraphImporter,
+    ) -> None:
+        self.proto, self.label, self.opset, self.importer = proto, label, opset, importer
+        self.inputs = list(inputs)
+        self._attributes = attributes
+        self._unread = set(attributes)
+
+    # context
+
+    @property
+    def bb(self) -> BlockBuilder:
+        return self.importer.bb
+
+    @property
+    def resolver(self) -> ShapeResolver:
+        return self.importer.resolver
+
+    @property
+    def op_type(self) -> str:
+        return self.proto.op_type
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.proto.output)
+
+    def wants(self, index: int) -> bool:
+        """Whether the graph names this output."""
+        return index < len(self.proto.output) and bool(self.proto.output[index])
+
+    def emit(self, expr: Expr, name: str | None = None) -> Var:
+        return self.bb.emit(expr, name)
+
+    def fields(self, call: Expr) -> tuple[Expr, ...]:
+        """The results of a call that yields several."""
+        var = self.bb.emit(call)
+        assert isinstance(var.ty, TupleType)
+        return tuple(self.bb.emit(TupleGetItem(var, k)) for k in range(len(var.ty.fields)))
+
+    def fail(self, message: str) -> NoReturn:
+        raise ImportModelError(message)
+
+    # inputs
+
+    def input(self, index: int) -> Expr:
+        found = self.optional(index)
+        if found is None:
+            self.fail(f"input {index} is missing")
+        return found
+
+    def optional(self, index: int) -> Expr | None:
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def all_inputs(self) -> list[Expr]:
+        return [self.input(k) for k in range(len(self.inputs))]
+
+    def type(self, index: int = 0) -> TensorType:
+        return self.type_of(self.input(index))
+
+    def type_of(self, expr: Expr) -> TensorType:
+        if not isinstance(expr.ty, TensorType):
+            self.fail(f"an input is {expr.ty}, not a tensor")
+        return expr.ty
+
+    def dtype(self, index: int = 0) -> str:
+        return self.type(index).dtype
+
+    def shape(self, index: int = 0) -> Shape:
+        return self.shape_of(self.input(index))
+
+    def shape_of(self, expr: Expr) -> Shape:
+        shape = self.type_of(expr).shape
+        if shape is None:
+            self.fail("the shape of an input is not known: it comes out of branches whose results differ in rank")
+        return shape
+
+    def rank(self, index: int = 0) -> int:
+        return len(self.shape(index))
+
+    # values that must be known
+
+    def const(self, index: int) -> Array | None:
+        """The value of an input that is a constant, or None."""
+        found = self.optional(index)
+        if isinstance(found, Constant):
+            return found.value
+        known = None if found is None else self.bb.known_value(found)
+        if known is None or not all(SymExpr.is_const.fget(v) if isinstance(v, SymExpr) else True for v in known.reshape(-1)):  # type: ignore[attr-defined]
+            return None
+        assert found is not None
+        return np.array([int(v) for v in known.reshape(-1)]).reshape(known.shape).astype(dtypes.to_numpy(self.type_of(found).dtype))
+
+    def const_ints(self, index: int, what: str) -> tuple[int, ...]:
+        """An input that must be known at compile time, as integers: axes and the like."""
+        value = self.const(index)
+        if value is None:
+            self.fail(f"{what} (input {index}) must be known when the model is compiled, but it is computed from the model's inputs")
+        return tuple(int(v) for v in value.reshape(-1))
+
+    def shape_values(self, index: int, *, lower: int | None = None) -> Shape:
+        """An integer input as symbolic values; elements that only run time knows become fresh symbols."""
+        return self.resolver.values(self.input(index), lower=lower)
+
+    # attributes
+
+    def has(self, name: str) -> bool:
+        return name in self._attributes
+
+    def int(self, name: str, default: int | T | _Required = REQUIRED) -> int | T:
+        attribute = self._take(name, AttributeProto.INT, default)
+        return default if attribute is None else attribute.i  # type: ignore[return-value]
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.int(name, int(default)))
+
+    def float(self, name: str, default: float | T | _Required = REQUIRED) -> float | T:
+        attribute = self._take(name, AttributeProto.FLOAT, default)
+        return default if attribute is None else attribute.f  # type: ignore[return-value]
+
+    def text(self, name: str, default: str | T | _Required = REQUIRED) -> str | T:
+        attribute = self._take(name, AttributeProto.STRING, default)
+        return default if attribute is None else attribute.s.decode("utf-8", "replace")  # type: ignore[return-value]
+
+    def ints(self, name: str, default: Sequence[int] | T | _Required = REQUIRED) -> tuple[int, ...] | T:
+        attribute = self._take(name, AttributeProto.INTS, default)
+        if attribute is None:
+            return tuple(default) if isinstance(default, list) else default  # type: ignore[return-value]
+        return tuple(attribute.ints)
+
+    def floats(self, name: str, default: Sequence[float] | T | _Required = REQUIRED) -> tuple[float, ...] | T:
+        attribute = self._take(name, AttributeProto.FLOATS, default)
+        return default if attribute is None else tuple(attribute.floats)  # type: ignore[return-value]
+
+    def texts(self, name: str, default: Sequence[str] | T | _Required = REQUIRED) -> tuple[str, ...] | T:
+        attribute = self._take(name, AttributeProto.STRINGS, default)
+        return default if attribute is None else tuple(s.decode() for s in attribute.strings)  # type: ignore[return-value]
+
+    def element_type(self, name: str, default: str | _Required = REQUIRED) -> str:
+        """An attribute that names an element type by its number."""
+        number = self.int(name, REQUIRED if isinstance(default, _Required) else None)
+        return element_type(number, f"attribute '{name}'") if number is not None else default  # type: ignore[return-value]
+
+    def tensor(self, name: str) -> Constant | None:
+        attribute = self._take(name, AttributeProto.TENSOR, None)
+        return None if attribute is None else self.importer.reader.constant(attribute.t)
+
+    def sparse_tensor(self, name: str) -> onnx.SparseTensorProto | None:
+        attribute = self._take(name, AttributeProto.SPARSE_TENSOR, None)
+        return None if attribute is None else attribute.sparse_tensor
+
+    def graph(self, name: str) -> onnx.GraphProto:
+        attribute = self._take(name, AttributeProto.GRAPH, REQUIRED)
+        assert attribute is not None
+        return attribute.g
+
+    def ignore(self, *names: str) -> None:
+        """Attributes that mean nothing when a model is only run: momentum, seeds of training, hints."""
+        self._unread.difference_update(names)
+
+    def all_attributes(self) -> Mapping[str, AttributeProto]:
+        """Every attribute, for an expansion that passes them on."""
+        self._unread.clear()
+        return self._attributes
+
+    def _take(self, name: str, kind: int, default: object) -> AttributeProto | None:
+        attribute = self._attributes.get(name)
+        self._unread.discard(name)
+        if attribute is None:
+            if isinstance(default, _Required):
+                self.fail(f"attribute '{name}' is missing")
+            return None
+        if attribute.type != kind and not (attribute.type == AttributeProto.UNDEFINED):
+            self.fail(f"attribute '{name}' has kind {_KIND_NAMES.get(attribute.type, attribute.type)}, not {_KIND_NAMES[kind]}")
+        return attribute
+
+    def check_all_read(self) -> None:
+        if self._unread:
+            names = ", ".join(f"'{name}'" for name in sorted(self._unread))
+            self.fail(f"attribute {names} of {self.op_type} (opset {self.opset}) is not known to relaxlite and is never ignored")

@@ -1,0 +1,120 @@
+"""Integer tensors as symbolic shapes: the values where they are known, run-time checked symbols where they are not.
+
+`BlockBuilder.known_value` follows shape arithmetic while all of it is known. Where one element comes out of data (a
+length that the model computes), the elements around it are still resolved one by one, and only that one is read at run
+time: `tensor_to_shape`, then a MatchShape that binds a fresh symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.symbols import SymbolTable
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Constant, Expr, Var
+from relaxlite.ir.op import Op
+from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
+from relaxlite.ir.types import TensorType
+
+# Ops whose elements are resolved through their operands rather than read at run time.
+_TRANSPARENT = frozenset(
+    ("concat", "expand_dims", "squeeze", "reshape", "cast", "add", "subtract", "multiply", "gather", "slice", "neg", "truncdiv",
+     "maximum", "minimum", "transpose", "broadcast_to", "where")
+)  # fmt: skip
+_MAX_DEPTH = 24
+
+
+class ShapeResolver:
+    """Reads integer tensors as shapes. What is bound inside a branch or loop body is known there only (`scope`)."""
+
+    def __init__(self, bb: BlockBuilder, symbols: SymbolTable) -> None:
+        self._bb, self._symbols = bb, symbols
+        self._learned: list[Var] = []
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is learned inside is forgotten at the end."""
+        count = len(self._learned)
+        yield
+        while len(self._learned) > count:
+            self._bb.learn(self._learned.pop(), None)
+
+    def _learn(self, x: Var, values: object, shape: tuple[int, ...]) -> None:
+        array = np.empty(shape, dtype=object)
+        array.reshape(-1)[:] = values
+        self._bb.learn(x, array)
+        self._learned.append(x)
+
+    def known(self, x: Expr) -> tuple[SymExpr, ...] | None:
+        """The elements of an integer tensor of rank 0 or 1, if they are known without reading any at run time."""
+        return self._bb.known_shape(x)
+
+    def values(self, x: Expr, *, lower: int | None = None) -> tuple[SymExpr, ...]:
+        """The elements of an integer tensor of rank 0 or 1; `lower` bounds those that are read at run time."""
+        known = self._bb.known_shape(x)
+        if known is not None:
+            return known
+        self._resolve(x, lower, _MAX_DEPTH)
+        known = self._bb.known_shape(x)
+        return known if known is not None else self._read(x, lower)
+
+    def reshape_target(self, x: Expr, target: Expr, *, allow_zero: bool) -> tuple[SymExpr, ...]:
+        """The shape that ONNX Reshape means by a target that only run time knows: its 0 and -1 are resolved there."""
+        assert isinstance(x.ty, TensorType) and isinstance(target.ty, TensorType) and target.ty.shape
+        rank, emit = as_int(target.ty.shape[0]), self._bb.emit
+        if rank is None:
+            raise ImportModelError("the target shape has an unknown number of dimensions")
+        if target.ty.dtype != "int64":
+            target = emit(ops.cast(target, dtype="int64"))
+        dims = x.ty.shape or ()
+        if not allow_zero:
+            kept = emit(ops.shape_to_tensor((*dims[:rank], *(sym(0),) * (rank - len(dims)))))
+            target = emit(ops.where(emit(ops.equal(target, np.int64(0))), kept, target))
+        is_open = emit(ops.equal(target, np.int64(-1)))
+        given = emit(ops.prod(emit(ops.where(is_open, np.int64(1), target)), axes=(0,)))
+        count = emit(ops.reshape(emit(ops.shape_to_tensor((product(dims),))), ()))
+        left = emit(ops.truncdiv(count, emit(ops.maximum(given, np.int64(1)))))
+        resolved = emit(ops.where(is_open, left, target), "target")
+        return self._read(resolved, 0)
+
+    def _resolve(self, x: Expr, lower: int | None, depth: int) -> None:
+        """Make the elements of x known, if they can be followed to values that can be read."""
+        if not isinstance(x, Var) or self._bb.known_value(x) is not None or depth == 0:
+            return
+        call = self._bb.definition(x)
+        if isinstance(call, Call) and isinstance(call.callee, Op) and call.callee.name in _TRANSPARENT and _is_integer(call):
+            for operand in call.args:
+                self._resolve(operand, lower, depth - 1)
+            found = self._bb.evaluate(call)
+            if found is not None:
+                self._learn(x, found.reshape(-1), found.shape)
+                return
+        self._read(x, lower)
+
+    def _read(self, x: Expr, lower: int | None) -> tuple[SymExpr, ...]:
+        """Bind fresh symbols to the elements of x at run time; () where x cannot be read so."""
+        ty = x.ty
+        if not isinstance(ty, TensorType) or ty.shape is None or len(ty.shape) > 1 or not dtypes.is_integer(ty.dtype):
+            return ()
+        count = as_int(product(ty.shape))
+        if count is None:
+            raise ImportModelError(f"an input that stands for a shape has {ty.shape[0]} elements: their number must be known")
+        if count == 0:
+            return ()
+        hint = x.name if isinstance(x, Var) else "dim"
+        symbols = [self._symbols.fresh(hint if count == 1 else f"{hint}_{k}", lower=lower) for k in range(count)]
+        shape = self._bb.emit(ops.tensor_to_shape(x))
+        self._bb.match_shape(shape, symbols)
+        if isinstance(x, Var):
+            self._learn(x, symbols, tuple(as_int(d) or 0 for d in ty.shape))
+        return tuple(symbols)
+
+
+def _is_integer(call: Call) -> bool:
+    return all(isinstance(a.ty, TensorType) and (dtypes.is_integer(a.ty.dtype) or isinstance(a, Constant)) for a in call.args)

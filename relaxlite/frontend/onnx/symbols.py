@@ -1,0 +1,205 @@
+"""Symbolic dimensions of a model's inputs: the model's own names, overrides, bounds, and names that are arithmetic.
+
+The same name is the same symbol, across inputs. A dimension without name and value gets a symbol of its own,
+`x_dim2`. A name that is arithmetic over other dimensions of the inputs (`past_length + length`) becomes that expression.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import onnx
+
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.onnx.tensors import element_type
+from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, smax, smin, sym
+from relaxlite.ir.types import TensorType
+
+Dim: TypeAlias = "int | str | None"
+DynamicShapes: TypeAlias = "Mapping[str, Mapping[int, Dim] | Sequence[Dim]]"
+Bounds: TypeAlias = "Mapping[str, tuple[int | None, int | None] | str]"
+Fraction: TypeAlias = "tuple[SymExpr, int]"  # numerator and positive denominator
+
+_RANGE = re.compile(r"\s*(\d*)\s*(\.\.)?\s*(\d*)\s*")
+
+
+class SymbolTable:
+    """The symbols of one model, by name."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self._bounds = {name: _parse_range(name, value) for name, value in (bounds or {}).items()}
+        self._symbols: dict[str, SymVar] = {}
+
+    def named(self, name: str) -> SymVar:
+        """The symbol of this name."""
+        if name not in self._symbols:
+            lower, upper = self._bounds.get(name, (0, None))
+            self._symbols[name] = SymVar(name, lower=lower, upper=upper)
+        return self._symbols[name]
+
+    def fresh(self, name: str, *, lower: int | None = 0) -> SymVar:
+        """A new symbol with a name of its own, near to this one."""
+        unique, count = name, 0
+        while unique in self._symbols:
+            count += 1
+            unique = f"{name}_{count}"
+        if unique in self._bounds:
+            return self.named(unique)
+        self._symbols[unique] = SymVar(unique, lower=lower)
+        return self._symbols[unique]
+
+    def check_bounds_used(self) -> None:
+        for name in self._bounds:
+            if name not in self._symbols:
+                raise InvalidArgumentError(f"bounds: the model has no symbol '{name}'; it has {_listed(self._symbols)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none"
+
+
+def _parse_range(name: str, value: tuple[int | None, int | None] | str) -> tuple[int, int | None]:
+    """ "1..512", "1..", "..512", "8" (at most 8), or a pair."""
+    if isinstance(value, str):
+        found = _RANGE.fullmatch(value)
+        if found is None or not (found[1] or found[3]):
+            raise InvalidArgumentError(f"bounds of '{name}': {value!r} is not a range such as '1..512', '1..' or '..512'")
+        value = (int(found[1]) if found[1] else None, int(found[3]) if found[3] else None) if found[2] else (None, int(found[1]))
+    if not isinstance(value, tuple | list) or len(value) != 2 or any(not isinstance(v, int | None) for v in value):
+        raise InvalidArgumentError(f"bounds of '{name}' must be a pair of integers or None, or text such as '1..512', not {value!r}")
+    lower, upper = value[0] or 0, value[1]
+    if lower < 0 or (upper is not None and upper < lower):
+        raise InvalidArgumentError(f"bounds of '{name}': no size lies in {lower}..{'' if upper is None else upper}")
+    return lower, upper
+
+
+# Inputs
+
+
+def input_types(inputs: Sequence[onnx.ValueInfoProto], overrides: DynamicShapes | None, table: SymbolTable) -> list[TensorType]:
+    """The types of a graph's inputs, with symbols for what is not fixed."""
+    by_name = {i.name: i for i in inputs}
+    for name in overrides or {}:
+        if name not in by_name:
+            raise InvalidArgumentError(f"dynamic_shapes: the model has no input '{name}'; it has {_listed(by_name)}")
+    shapes = {i.name: _override(i.name, declared_dims(i), (overrides or {}).get(i.name)) for i in inputs}
+    names = dict.fromkeys(d for dims in shapes.values() for d in dims if isinstance(d, str))
+    simple = {name for name in names if _parse(name, names.keys() - {name}, table) is None}
+    types = []
+    for info in inputs:
+        dims = [_dimension(info.name, k, d, simple, table) for k, d in enumerate(shapes[info.name])]
+        types.append(TensorType.of(dims, _dtype(info)))
+    table.check_bounds_used()
+    return types
+
+
+def _dimension(name: str, axis: int, dim: Dim, simple: set[str], table: SymbolTable) -> SymExpr:
+    if dim is None:
+        return table.fresh(f"{name}_dim{axis}")
+    if isinstance(dim, int):
+        return sym(dim)
+    found = None if dim in simple else _parse(dim, simple, table)
+    return table.named(dim) if found is None else found
+
+
+def _dtype(info: onnx.ValueInfoProto) -> str:
+    return element_type(info.type.tensor_type.elem_type, f"input '{info.name}'")
+
+
+def declared_dims(info: onnx.ValueInfoProto) -> list[Dim] | None:
+    """The dimensions as declared, or None where not even the rank is."""
+    kind = info.type.WhichOneof("value")
+    if kind != "tensor_type":
+        raise ImportModelError(f"input '{info.name}' is a {kind or 'value without a type'}, not a tensor")
+    if not info.type.tensor_type.HasField("shape"):
+        return None
+    return [_declared_dim(d) for d in info.type.tensor_type.shape.dim]
+
+
+def _declared_dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
+    if dim.HasField("dim_value"):
+        return dim.dim_value if dim.dim_value >= 0 else None  # some exporters write -1 for "any"
+    return dim.dim_param.strip() or None if dim.dim_param not in ("?", "-1") else None
+
+
+def _override(name: str, dims: list[Dim] | None, given: Mapping[int, Dim] | Sequence[Dim] | None) -> list[Dim]:
+    """The dimensions, changed by what the caller said of them (None keeps one)."""
+    if dims is None:
+        if given is None or isinstance(given, Mapping | str):
+            raise ImportModelError(
+                f"input '{name}' declares no shape, not even its rank; give it: dynamic_shapes={{{name!r}: ['batch', 3, ...]}}"
+            )
+        return [_checked(name, k, d) for k, d in enumerate(given)]
+    changes = given if isinstance(given, Mapping) else dict(enumerate(given or ()))
+    if given is not None and not isinstance(given, Mapping) and (isinstance(given, str) or len(given) != len(dims)):
+        raise InvalidArgumentError(f"dynamic_shapes['{name}'] must name all {len(dims)} dimensions, got {given!r}")
+    made = list(dims)
+    for axis, dim in changes.items():
+        if not isinstance(axis, int) or not -len(dims) <= axis < len(dims):
+            raise InvalidArgumentError(f"dynamic_shapes['{name}']: axis {axis!r} does not exist; the input has {len(dims)} dimensions")
+        if dim is not None:
+            made[axis] = _checked(name, axis, dim)
+    return made
+
+
+def _checked(name: str, axis: int, dim: Dim) -> Dim:
+    if dim is None or (isinstance(dim, str) and dim.strip()) or (isinstance(dim, int) and dim >= 0):
+        return dim
+    raise InvalidArgumentError(f"dynamic_shapes['{name}'][{axis}] must be a name or a size, not {dim!r}")
+
+
+# Names that are arithmetic
+
+
+def _parse(text: str, names: Iterable[str], table: SymbolTable) -> SymExpr | None:
+    """The text as arithmetic over these names; None where it is none, or a plain name."""
+    if text.isidentifier():
+        return None
+    known = {name for name in names if name.isidentifier()}
+    try:
+        found = _fraction(ast.parse(text, mode="eval").body, known, table)
+    except (SyntaxError, ZeroDivisionError, ValueError, RecursionError):
+        return None
+    return found[0] if found is not None and found[1] == 1 else None
+
+
+def _fraction(node: ast.expr, known: set[str], table: SymbolTable) -> Fraction | None:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return sym(node.value), 1
+    if isinstance(node, ast.Name) and node.id in known:
+        return table.named(node.id), 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _fraction(node.operand, known, table)
+        return None if inner is None else (-inner[0], inner[1])
+    if isinstance(node, ast.BinOp):
+        left, right = _fraction(node.left, known, table), _fraction(node.right, known, table)
+        return None if left is None or right is None else _combine(node.op, left, right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        args = [_fraction(a, known, table) for a in node.args]
+        return None if None in args else _function(node.func.id.lower(), [a for a in args if a is not None])
+    return None
+
+
+def _combine(op: ast.operator, left: Fraction, right: Fraction) -> Fraction | None:
+    (a, p), (b, q) = left, right
+    if isinstance(op, ast.Add | ast.Sub):
+        return a * q + (b * p if isinstance(op, ast.Add) else b * -p), p * q
+    if isinstance(op, ast.Mult):
+        return a * b, p * q
+    if isinstance(op, ast.Div) and b.is_const and b.const > 0:
+        return a * q, p * b.const
+    if isinstance(op, ast.FloorDiv):
+        return floordiv(a * q, b * p), 1
+    return None
+
+
+def _function(name: str, args: list[Fraction]) -> Fraction | None:
+    if name in ("floor", "ceil", "ceiling") and len(args) == 1:
+        a, p = args[0]
+        return (floordiv(a, p) if name == "floor" else -floordiv(-a, p)), 1
+    if name in ("min", "max") and args and all(p == 1 for _, p in args):
+        return (smin if name == "min" else smax)(*(a for a, _ in args)), 1
+    return None

@@ -1,0 +1,177 @@
+"""ONNX tensors as constants: element types, raw and external data, without copies where the bytes allow it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from relaxlite import dtypes
+from relaxlite.errors import ImportModelError
+from relaxlite.ir.expr import Constant
+
+_DTYPES: dict[int, str] = {
+    TensorProto.FLOAT: "float32", TensorProto.DOUBLE: "float64", TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16", TensorProto.BOOL: "bool",
+    TensorProto.INT8: "int8", TensorProto.INT16: "int16", TensorProto.INT32: "int32", TensorProto.INT64: "int64",
+    TensorProto.UINT8: "uint8", TensorProto.UINT16: "uint16", TensorProto.UINT32: "uint32", TensorProto.UINT64: "uint64",
+}  # fmt: skip
+_PACKED = {"INT4": "int8", "UINT4": "uint8"}  # two elements per byte in the file, one per byte here
+
+
+def element_type_name(elem_type: int) -> str:
+    """ONNX's name of an element type, for messages."""
+    names = {value: key for key, value in TensorProto.DataType.items()}
+    return names.get(elem_type, f"number {elem_type}")
+
+
+def element_type(elem_type: int, what: str) -> str:
+    """The dtype of an ONNX element type; ImportModelError names `what` where there is none."""
+    found = _DTYPES.get(elem_type)
+    if found is None:
+        name = element_type_name(elem_type)
+        raise ImportModelError(f"{what} has element type {name}, which relaxlite does not have; it has {', '.join(dtypes.ALL)}")
+    return found
+
+
+class TensorReader:
+    """Makes constants of a model's tensors. `model_path` is where external data is looked for."""
+
+    def __init__(self, model_path: Path | None) -> None:
+        self._model_path = model_path
+
+    def constant(self, tensor: TensorProto, name: str | None = None) -> Constant:
+        """The tensor as a constant; `name` where the tensor itself has none."""
+        name = tensor.name or name
+        what = f"tensor '{name}'" if name else "a tensor"
+        array = self._array(tensor, what)
+        return Constant.of(array if array.flags.aligned else array.copy(), name=name)
+
+    def _array(self, tensor: TensorProto, what: str) -> Any:
+        packed = _PACKED.get(element_type_name(tensor.data_type))
+        dtype = dtypes.to_numpy(packed or element_type(tensor.data_type, what))
+        shape = tuple(tensor.dims)
+        if any(d < 0 for d in shape):
+            raise ImportModelError(f"{what} has a negative dimension: {shape}")
+        if tensor.HasField("segment"):
+            raise ImportModelError(f"{what} is stored in segments, which no known version of ONNX uses")
+        if tensor.data_location == TensorProto.EXTERNAL:
+            return self._external(tensor, dtype, shape, what) if not packed else self._external_packed(tensor, shape, what)
+        if packed or not tensor.HasField("raw_data"):
+            return _decoded(tensor, dtype, shape, what)
+        return _from_bytes(tensor.raw_data, dtype, shape, what)
+
+    def _external(self, tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
+        size = math.prod(shape) * dtype.itemsize
+        path, offset = self._external_range(tensor, size, what)
+        if size == 0:
+            return np.zeros(shape, dtype)
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
+
+    def _external_packed(self, tensor: TensorProto, shape: tuple[int, ...], what: str) -> Any:
+        size = (math.prod(shape) + 1) // 2
+        path, offset = self._external_range(tensor, size, what)
+        inline = TensorProto(data_type=tensor.data_type, dims=shape)
+        with path.open("rb") as file:
+            file.seek(offset)
+            inline.raw_data = file.read(size)
+        return _decoded(inline, np.dtype("int8" if element_type_name(tensor.data_type) == "INT4" else "uint8"), shape, what)
+
+    def _external_range(self, tensor: TensorProto, size: int, what: str) -> tuple[Path, int]:
+        """The file and the offset of `size` bytes; checks that they are there, inside the model's folder."""
+        info = {entry.key: entry.value for entry in tensor.external_data}
+        path = self._external_path(info.get("location", ""), what)
+        offset, length = _number(info, "offset", 0, what), _number(info, "length", size, what)
+        if length != size:
+            raise ImportModelError(
+                f"external data of {what} has a length of {length} bytes, but shape {tuple(tensor.dims)} of "
+                f"{element_type_name(tensor.data_type)} needs {size}"
+            )
+        if offset + size > path.stat().st_size:
+            raise ImportModelError(
+                f"external data file '{path.name}' is too short for {what}: {path.stat().st_size} bytes, but it needs {size} "
+                f"bytes at offset {offset}; the file is truncated or belongs to another model"
+            )
+        return path, offset
+
+    def _external_path(self, location: str, what: str) -> Path:
+        if self._model_path is None:
+            raise ImportModelError(
+                f"{what} is stored in external file '{location}', but the model was given as bytes; give the path of the model file"
+            )
+        if not location:
+            raise ImportModelError(f"{what} is stored externally, but names no file")
+        if _leaves_folder(location):
+            raise ImportModelError(f"external data of {what} points outside the model's folder: '{location}'")
+        folder = self._model_path.parent
+        path = folder / location
+        # A download cache may hold both the model and its data as links into one folder.
+        allowed = (folder.resolve(), self._model_path.resolve().parent)
+        if not any(path.resolve().is_relative_to(parent) for parent in allowed):
+            raise ImportModelError(f"external data of {what} points outside the model's folder: '{location}' is a link to '{path.resolve()}'")
+        if not path.is_file():
+            raise ImportModelError(f"external data file '{location}' of {what} is missing in folder '{folder}'")
+        return path
+
+
+def _leaves_folder(location: str) -> bool:
+    for path in (PurePosixPath(location), PureWindowsPath(location)):
+        if path.is_absolute() or path.drive or path.root or ".." in path.parts:
+            return True
+    return False
+
+
+def _number(info: dict[str, str], key: str, default: int, what: str) -> int:
+    text = info.get(key)
+    if text is None:
+        return default
+    if not text.isdigit():
+        raise ImportModelError(f"external data of {what} has {key}={text!r}, which is no number of bytes")
+    return int(text)
+
+
+def _from_bytes(data: bytes, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
+    needed = math.prod(shape) * dtype.itemsize
+    if len(data) != needed:
+        raise ImportModelError(f"{what} of shape {shape} and type {dtype.name} needs {needed} bytes of data, but has {len(data)}")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def _decoded(tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
+    """A tensor whose elements stand in a typed field, or two to a byte."""
+    try:
+        array = numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as error:
+        raise ImportModelError(f"{what} of shape {shape} does not hold as many elements as its shape says: {error}") from error
+    return np.ascontiguousarray(array.astype(dtype, copy=False)).reshape(shape)
+
+
+def sparse_constant(sparse: onnx.SparseTensorProto, reader: TensorReader) -> Constant:
+    """A sparse tensor, made dense: indices are linear (nnz,), or one row of coordinates per value (nnz, rank)."""
+    values, indices = reader.constant(sparse.values), reader.constant(sparse.indices)
+    shape = tuple(sparse.dims)
+    where = indices.value
+    if where.ndim == 2:
+        where = np.ravel_multi_index(tuple(where.T), shape) if where.size else where.reshape(-1)
+    dense = np.zeros(math.prod(shape), values.value.dtype)
+    if where.size and (where.min() < 0 or where.max() >= dense.size):
+        raise ImportModelError(f"sparse tensor '{sparse.values.name}' has an index outside its shape {shape}")
+    dense[where] = values.value
+    return Constant.of(dense.reshape(shape), name=sparse.values.name or None)
+
+
+def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[TensorProto]:
+    """The tensors that an attribute holds."""
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+
+
+def onnx_type(dtype: str) -> int:
+    """The ONNX number of an element type."""
+    return next(number for number, name in _DTYPES.items() if name == dtype)

@@ -1,0 +1,390 @@
+"""Structural equality and hashing: the same up to names of variables, buffers, loop variables and symbols.
+
+Both read a node as a stream of tokens in which every variable is the number of its binding, so that equal nodes have
+equal streams. Ignored: names, source locations, names of constants, the order of a module's definitions, how statements
+are nested in `Seq`, and whether equal values are one object. Not ignored: the facts of symbols, names of definitions
+that are called, attributes (1 is not 1.0), and the bits of constants, but any NaN equals any NaN.
+A variable that is bound outside of the compared nodes equals only itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from relaxlite import dtypes
+from relaxlite.ir.expr import (
+    Binding,
+    Body,
+    Call,
+    Constant,
+    Expr,
+    ExternFunction,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.printer import excerpt
+from relaxlite.ir.program import (
+    Allocate,
+    Barrier,
+    Binary,
+    Buffer,
+    Cast,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Literal,
+    Load,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
+)
+from relaxlite.ir.symbolic import Max, Min, Pair, SymExpr, SymVar
+from relaxlite.ir.text import attrs_key, content_digest, number_text
+from relaxlite.ir.types import FuncType, ShapeType, TensorType, TupleType, Type, defined_symbols
+from relaxlite.ir.visitor import value_children
+
+Node: TypeAlias = "IRModule | Function | TensorProgram | ExternFunction | Body | Binding | Expr | Type | Stmt | Value"
+Token: TypeAlias = "str | int | tuple[Token, ...] | None"
+
+
+def structural_equal(a: Node, b: Node) -> bool:
+    """Whether two nodes of any level are the same up to names."""
+    return first_difference(a, b) is None
+
+
+def structural_hash(node: Node) -> str:
+    """Equal for structurally equal nodes, in every process: 32 hexadecimal digits."""
+    stream = _Stream(is_stable=True)
+    stream.node(node)
+    return hashlib.sha256(repr(stream.tokens).encode()).hexdigest()[:32]
+
+
+def first_difference(a: Node, b: Node) -> str | None:
+    """Where two nodes differ, for a message; None if they are structurally equal."""
+    if a is b:
+        return None
+    if isinstance(a, IRModule) and isinstance(b, IRModule):
+        return _module_difference(a, b)
+    left, right = _Stream(is_stable=False), _Stream(is_stable=False)
+    left.node(a)
+    right.node(b)
+    if left.tokens == right.tokens:
+        return None
+    pairs = enumerate(zip(left.tokens, right.tokens, strict=False))
+    position = next((k for k, (x, y) in pairs if x != y), min(len(left.tokens), len(right.tokens)))
+    here, there = left.excerpt_at(position), right.excerpt_at(position)
+    if here != there:
+        return f"`{here}` against `{there}`"
+    tokens = (s.tokens[position] if position < len(s.tokens) else "nothing" for s in (left, right))
+    return f"`{here}`: {' against '.join(map(str, tokens))}"
+
+
+def _module_difference(a: IRModule, b: IRModule) -> str | None:
+    if a.keys() != b.keys():
+        return f"definitions {sorted(a.keys() - b.keys())} against {sorted(b.keys() - a.keys())}"
+    if attrs_key(a.attrs) != attrs_key(b.attrs):
+        return f"attributes of the module: {a.attrs} against {b.attrs}"
+    for name in a:
+        found = first_difference(a[name], b[name])
+        if found is not None:
+            return f"{name}: {found}"
+    return None
+
+
+class _Stream:
+    """Collects the tokens of a node. `is_stable`: tokens that mean the same in another process."""
+
+    def __init__(self, *, is_stable: bool) -> None:
+        self.tokens: list[Token] = []
+        self._is_stable = is_stable
+        self._marks: list[tuple[int, Binding | Expr | Stmt]] = []
+        self._numbers: dict[Var | SymVar | Buffer, int] = {}
+        self._bound = 0
+        self._values: dict[int, int] = {}  # number of a value, by id, within one statement
+        self._keys: dict[Token, int] = {}  # number of a value, by what it is made of
+
+    def add(self, *tokens: Token) -> None:
+        self.tokens.extend(tokens)
+
+    def excerpt_at(self, position: int) -> str:
+        """The line of the statement or binding that a token belongs to."""
+        nodes = [node for start, node in self._marks if start <= position]
+        return excerpt(nodes[-1], lines=1) if nodes else str(self.tokens[0])
+
+    def _mark(self, node: Binding | Expr | Stmt) -> None:
+        self._marks.append((len(self.tokens), node))
+
+    # variables and symbolic integers
+
+    def _bind(self, node: Var | SymVar | Buffer) -> None:
+        self._numbers[node] = self._bound
+        self._bound += 1
+        if isinstance(node, SymVar):
+            self.add(("symbol", node.lower, node.upper, node.divisor))
+
+    @contextmanager
+    def _scoped(self, node: SymVar | Buffer) -> Iterator[None]:
+        outer = self._numbers.get(node)
+        self._bind(node)
+        yield
+        del self._numbers[node]
+        if outer is not None:
+            self._numbers[node] = outer
+
+    def _bind_symbols(self, types: Iterable[Type]) -> None:
+        for ty in types:
+            for var in defined_symbols(ty):
+                if var not in self._numbers:
+                    self._bind(var)
+
+    def _use(self, node: Var | SymVar | Buffer) -> str:
+        number = self._numbers.get(node)
+        if number is not None:
+            return str(number)
+        return "free" if self._is_stable else f"free {id(node)}"
+
+    def _expr(self, expr: SymExpr) -> str:
+        """Terms, factors and the operands of min and max are sorted anew, for their order depends on names."""
+        if expr.is_const:
+            return str(expr.const)
+        if isinstance(expr, SymVar):
+            return f"%{self._use(expr)}"
+        if isinstance(expr, Pair):
+            a, b = self._expr(expr.a), self._expr(expr.b)
+            a, b = sorted((a, b)) if isinstance(expr, Min | Max) else (a, b)
+            return f"({expr.symbol} {a} {b})"
+        terms = (f"{coef}*{'*'.join(sorted(map(self._expr, monomial)))}" for monomial, coef in expr.terms)
+        return f"({' + '.join(sorted(terms))} + {expr.const})"
+
+    def _exprs(self, exprs: Iterable[SymExpr]) -> Token:
+        return tuple(map(self._expr, exprs))
+
+    def _type(self, ty: Type) -> Token:
+        if isinstance(ty, TensorType):
+            return ("Tensor", ty.rank if ty.shape is None else self._exprs(ty.shape), ty.dtype)
+        if isinstance(ty, ShapeType):
+            return ("Shape", ty.rank if ty.values is None else self._exprs(ty.values))
+        if isinstance(ty, TupleType):
+            return ("Tuple", *map(self._type, ty.fields))
+        if isinstance(ty, FuncType):
+            self._bind_symbols(ty.params)
+            return ("Func", *map(self._type, ty.params), self._type(ty.result))
+        return "Object"
+
+    # any node
+
+    def node(self, node: Node) -> None:
+        if isinstance(node, IRModule):
+            self.add(attrs_key(node.attrs))
+            for name in sorted(node):
+                self.add(name)
+                self.node(node[name])
+        elif isinstance(node, Function | TensorProgram | ExternFunction | Body):
+            self.add(type(node).__name__)
+            _DEFINITIONS[type(node)](self, node)
+        elif isinstance(node, Let | MatchShape):
+            self._binding(node)
+        elif isinstance(node, TensorType | ShapeType | TupleType | FuncType):
+            self.add(self._type(node))
+        elif isinstance(node, For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | Seq):
+            self._stmt(node)
+        elif isinstance(node, _VALUES):
+            self.add(self._value(node))
+        else:
+            self._value_of(node)  # type: ignore[arg-type]
+
+    # functions
+
+    def _function(self, function: Function) -> None:
+        self.add(attrs_key(function.attrs))
+        self._params(function.params)
+        self._body(function.body)
+
+    def _extern(self, extern: ExternFunction) -> None:
+        self._bind_symbols(extern.params)
+        self.add(extern.symbol, extern.num_outputs, attrs_key(extern.attrs), *map(self._type, extern.params))
+
+    def _params(self, params: tuple[Var, ...]) -> None:
+        self._bind_symbols(p.ty for p in params)
+        for param in params:
+            self._mark(param)
+            self._bind(param)
+            self.add(self._type(param.ty))
+
+    def _body(self, body: Body) -> None:
+        for block in body.blocks:
+            self.add("dataflow" if block.is_dataflow else "block")
+            for binding in block.bindings:
+                self._binding(binding)
+        self._mark(body.result)
+        self.add("result")
+        self._value_of(body.result)
+
+    def _binding(self, binding: Binding) -> None:
+        self._mark(binding)
+        if isinstance(binding, MatchShape):
+            self.add("MatchShape")
+            self._value_of(binding.source)
+            self._bind_symbols((ShapeType(binding.shape),))
+            self.add(self._exprs(binding.shape))
+        else:
+            self._value_of(binding.value)
+            self._mark(binding)
+        self._bind(binding.var)
+        self.add(self._type(binding.var.ty))
+
+    def _value_of(self, expr: Expr) -> None:
+        if isinstance(expr, Var):
+            self.add(self._use(expr))
+        elif isinstance(expr, Constant):
+            self.add(("Constant", content_digest(expr.value)))
+        elif isinstance(expr, ShapeValue):
+            self.add(("ShapeValue", self._exprs(expr.values)))
+        elif isinstance(expr, GlobalVar):
+            self.add(("GlobalVar", expr.name))
+        elif isinstance(expr, Call):
+            self._call(expr)
+        elif isinstance(expr, Tuple):
+            self.add("Tuple", len(expr.fields))
+            for field in expr.fields:
+                self._value_of(field)
+        elif isinstance(expr, TupleGetItem):
+            self.add("TupleGetItem", expr.index)
+            self._value_of(expr.value)
+        elif isinstance(expr, If):
+            self.add("If", self._type(expr.ty))
+            self._value_of(expr.cond)
+            self._body(expr.then_body)
+            self._body(expr.else_body)
+        elif isinstance(expr, Loop):
+            self._loop(expr)
+        else:
+            raise TypeError(f"{expr!r} is no node of the IR")
+
+    def _call(self, call: Call) -> None:
+        if isinstance(call.callee, Op):
+            self.add(("Op", call.callee.name))
+        else:
+            self._value_of(call.callee)
+        self.add(len(call.args), attrs_key(call.attrs), self._exprs(call.sym_args))
+        for arg in call.args:
+            self._value_of(arg)
+        self.add(self._type(call.ty))
+
+    def _loop(self, loop: Loop) -> None:
+        self.add("Loop", len(loop.inits), self._type(loop.ty))
+        for operand in (loop.cond, *loop.inits):
+            self._value_of(operand)
+        self._params(loop.params)
+        self._body(loop.body)
+
+    # programs
+
+    def _program(self, program: TensorProgram) -> None:
+        self.add(attrs_key(program.attrs), program.num_outputs, len(program.params), len(program.symbols))
+        for symbol in program.symbols:
+            self._bind(symbol)
+        for buffer in program.params:
+            self._bind(buffer)
+            self.add(self._buffer(buffer))
+        self._stmt(program.body)
+
+    def _buffer(self, buffer: Buffer) -> Token:
+        return ("Buffer", self._exprs(buffer.shape), buffer.dtype, buffer.scope)
+
+    def _stmt(self, stmt: Stmt) -> None:
+        if isinstance(stmt, Seq):
+            for inner in stmt.stmts:
+                self._stmt(inner)
+            return
+        self._mark(stmt)
+        self._values = {}
+        self.add(type(stmt).__name__)
+        if isinstance(stmt, Store):
+            index, value = self._exprs(stmt.indices), self._value(stmt.value)
+            self.add(self._use(stmt.buffer), index, value, stmt.combine)
+        elif isinstance(stmt, For):
+            self.add(self._expr(stmt.extent), stmt.kind)
+            self._nested(stmt.var, stmt.body)
+        elif isinstance(stmt, LetIndex):
+            self.add(self._value(stmt.value))
+            self._nested(stmt.var, stmt.body)
+        elif isinstance(stmt, Allocate):
+            self.add(self._buffer(stmt.buffer))
+            self._nested(stmt.buffer, stmt.body)
+        elif isinstance(stmt, Check):
+            self.add(self._value(stmt.cond), stmt.message)
+        elif isinstance(stmt, IfThenElse):
+            self.add(self._value(stmt.cond))
+            for branch in (stmt.then, stmt.other):
+                if branch is not None:
+                    self._stmt(branch)
+                self.add("end" if branch is not None else "none")
+
+    def _nested(self, bound: SymVar | Buffer, body: Stmt) -> None:
+        with self._scoped(bound):
+            self._stmt(body)
+        self.add("end")
+
+    def _value(self, value: Value) -> int:
+        """The number of a value: the same for equal values. What a new one is made of becomes a token."""
+        found = self._values.get(id(value))
+        if found is None:
+            key = (*self._head(value), *map(self._value, value_children(value)))
+            found = self._keys.get(key)
+            if found is None:
+                found = self._keys[key] = len(self._keys)
+                self.add(key)
+            self._values[id(value)] = found
+        return found
+
+    def _head(self, value: Value) -> tuple[Token, ...]:
+        kind = type(value).__name__
+        if isinstance(value, Literal):
+            return (kind, value.dtype, _number_key(value))
+        if isinstance(value, Load):
+            return (kind, self._use(value.buffer), self._exprs(value.indices))
+        if isinstance(value, Unary | Binary | Compare):
+            return (kind, value.op)
+        if isinstance(value, Cast):
+            return (kind, value.dtype)
+        if isinstance(value, IndexValue):
+            return (kind, value.dtype, self._expr(value.index))
+        return (kind, value.name, value.dtype) if isinstance(value, Intrinsic) else (kind,)
+
+
+_VALUES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic)
+_DEFINITIONS: dict[type, Callable[..., None]] = {
+    Function: _Stream._function,
+    TensorProgram: _Stream._program,
+    ExternFunction: _Stream._extern,
+    Body: _Stream._body,
+}
+
+
+def _number_key(literal: Literal) -> str:
+    """1 and 1.0 are the same float32, 1 and True the same bool; 0.0 and -0.0 differ."""
+    if literal.dtype == "bool":
+        return str(bool(literal.value))
+    return number_text(float(literal.value) if dtypes.is_float(literal.dtype) else literal.value)

@@ -1,0 +1,400 @@
+"""Gather and scatter: indices that come from data.
+
+An index is bound to a symbol by `LetIndex` right around the store. Negative indices count from the end. That indices lie
+inside is checked by nests of their own, ahead of the main one, which stays a perfect nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Attr, Op, Sample, register
+from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
+from relaxlite.ir.ops.elementwise import check_dtype
+from relaxlite.ir.ops.reduce import normalize_axes, normalize_axis
+from relaxlite.ir.ops.scalars import Scalar, index, select
+from relaxlite.ir.ops.shape import int_tuple
+from relaxlite.ir.program import Buffer, Check, LetIndex, Load, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.types import TensorType, Type
+
+REDUCTIONS = ("none", "add", "mul", "max", "min")
+_UFUNCS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
+
+Draw = Callable[[tuple[int, ...], np.random.Generator], Any]
+
+
+def from_end(position: Value, size: SymExpr) -> Value:
+    """An index as int64, a negative one counted from the end."""
+    wide = Scalar(position).cast("int64")
+    if position.dtype in dtypes.UNSIGNED:
+        return wide.value
+    return select(wide < 0, wide + size, wide).value
+
+
+def let_indices(values: Sequence[Value], make: Callable[..., Stmt]) -> Stmt:
+    """Bind indices that come from data to symbols, for the statement make(*symbols)."""
+    symbols = [SymVar(f"p{k}" if len(values) > 1 else "p") for k in range(len(values))]
+    stmt = make(*symbols)
+    for symbol, value in reversed(list(zip(symbols, values, strict=True))):
+        stmt = LetIndex(symbol, value, stmt)
+    return stmt
+
+
+def check_indices(op: str, indices: Buffer, size_of: Callable[..., SymExpr], axis_text: str) -> Stmt:
+    """A nest over `indices` that stops at one outside of -size..size-1; `size_of` gets the loop variables."""
+
+    def check(*i: SymExpr) -> Stmt:
+        size = size_of(*i)
+        position = Scalar(indices[i]).cast("int64")
+        low = index(0) if indices.dtype in dtypes.UNSIGNED else index(-size)
+        return Check(((position >= low) & (position < size)).value, f"{op}: an index is out of range for {axis_text} of size {size}")
+
+    return loops("ijklmn", indices.shape, check)
+
+
+def plain_indices(indices: Any) -> Any:
+    """int64 indices, also from an object array of constant symbolic values; TypeError when one is symbolic."""
+    if indices.dtype != object:
+        return indices.astype(np.int64)
+    return np.array([int(v) for v in indices.reshape(-1)], np.int64).reshape(indices.shape)
+
+
+def draw_indices(size: int) -> Draw:
+    """Sample indices for an axis of this size, negative ones too."""
+    return lambda shape, rng: rng.integers(-size, size, shape)
+
+
+class _Indexed(Op):
+    """What gathers and scatters share."""
+
+    is_symbolic = True
+
+    def index_type(self, indices: Expr) -> TensorType:
+        ty = self.tensor(indices, "indices")
+        check_dtype(self, ty, dtypes.INTEGERS, "indices")
+        return ty
+
+
+@register
+class Gather(_Indexed):
+    """Slices of x along `axis`, chosen by indices: out[a..., i..., b...] = x[a..., indices[i...], b...]."""
+
+    name = "gather"
+    operands = ("x", "indices")
+    attrs = {"axis": Attr("int", 0)}
+
+    def infer(self, x: Expr, indices: Expr, *, axis: int) -> Type:
+        ty, positions = self.tensor(x, "x"), self.index_type(indices)
+        dims = ty.shape or ()
+        axis = normalize_axis(self, axis, len(dims))
+        return TensorType.of((*dims[:axis], *(positions.shape or ()), *dims[axis + 1 :]), ty.dtype)
+
+    def lower(self, x: Buffer, indices: Buffer, *, out: Buffer, axis: int) -> Stmt:
+        axis = normalize_axis(self, axis, len(x.shape))
+        stop = axis + len(indices.shape)
+
+        def element(*i: SymExpr) -> Stmt:
+            position = from_end(indices[i[axis:stop]], x.shape[axis])
+            return let_indices([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[stop:]))))
+
+        check = check_indices("gather", indices, lambda *i: x.shape[axis], f"axis {axis}")
+        return seq(check, loops("ijklmn", out.shape, element))
+
+    def reference(self, x: Any, indices: Any, *, axis: int) -> Any:
+        return np.take(x, plain_indices(indices), axis)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(((5, "n"), ("m",)), {"axis": 0}, ("float32", "int64"), make={1: draw_indices(5)})
+        yield Sample((("n", 3, "m"), (2, "n")), {"axis": 1}, ("float32", "int32"), make={1: draw_indices(3)})
+        yield Sample((("n", 4), ()), {"axis": -1}, ("int64", "int64"), make={1: draw_indices(4)})
+
+
+@register
+class GatherElements(_Indexed):
+    """One element of x per index: out[i...] = x[i...] with i[axis] replaced by indices[i...]."""
+
+    name = "gather_elements"
+    operands = ("x", "indices")
+    attrs = {"axis": Attr("int", 0)}
+
+    def infer(self, x: Expr, indices: Expr, *, axis: int) -> Type:
+        ty, positions = self.tensor(x, "x"), self.index_type(indices)
+        if ty.rank != positions.rank:
+            self.fail(f"x {ty} and indices {positions} must have the same rank")
+        normalize_axis(self, axis, ty.rank or 0)
+        return TensorType(positions.shape, ty.dtype, ty.rank)
+
+    def lower(self, x: Buffer, indices: Buffer, *, out: Buffer, axis: int) -> Stmt:
+        axis = normalize_axis(self, axis, len(x.shape))
+
+        def element(*i: SymExpr) -> Stmt:
+            position = from_end(indices[i], x.shape[axis])
+            return let_indices([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[axis + 1 :]))))
+
+        return seq(*element_checks(self.name, x, indices, axis), loops("ijklmn", out.shape, element))
+
+    def reference(self, x: Any, indices: Any, *, axis: int) -> Any:
+        grid = list(np.indices(indices.shape))
+        grid[axis] = plain_indices(indices)
+        return x[tuple(grid)]
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", 3), ("n", 5)), {"axis": 1}, ("float32", "int64"), make={1: draw_indices(3)})
+        yield Sample(((4, "n"), (2, "n")), {"axis": -2}, ("float32", "int64"), make={1: draw_indices(4)})
+
+
+def element_checks(op: str, x: Buffer, indices: Buffer, axis: int) -> list[Stmt]:
+    """Indices inside the axis, and the other dimensions of `indices` no larger than x's."""
+    checks: list[Stmt] = []
+    for k, (d, n) in enumerate(zip(x.shape, indices.shape, strict=True)):
+        if k != axis and not PROVER.can_prove_le(n, d):
+            checks.append(Check((index(n) <= d).value, f"{op}: dimension {k} of indices, {n}, is larger than that of x, {d}"))
+    return [*checks, check_indices(op, indices, lambda *i: x.shape[axis], f"axis {axis}")]
+
+
+class _Tuples(_Indexed):
+    """gather_nd and scatter_nd: the last dimension of indices, of constant size, holds index tuples."""
+
+    def tuple_size(self, ty: TensorType, positions: TensorType, batch_dims: int = 0) -> int:
+        size = as_int(positions.shape[-1]) if positions.shape else None
+        if size is None or size > (ty.rank or 0) - batch_dims:
+            self.fail(f"the last dimension of indices {positions} must be a constant of at most the rank of x {ty}")
+        return size
+
+    def tuple_checks(self, x: Buffer, indices: Buffer, batch_dims: int = 0) -> list[Stmt]:
+        checks = []
+        for c in range(as_int(indices.shape[-1]) or 0):
+            size = x.shape[batch_dims + c]
+            column = _Column(indices, c)
+            checks.append(loops("ijklmn", indices.shape[:-1], column.check(self.name, size, batch_dims + c)))
+        return checks
+
+
+class _Column:
+    """Component c of every index tuple."""
+
+    def __init__(self, indices: Buffer, c: int) -> None:
+        self.indices, self.c = indices, c
+
+    def check(self, op: str, size: SymExpr, axis: int) -> Callable[..., Stmt]:
+        def make(*i: SymExpr) -> Stmt:
+            position = Scalar(Load(self.indices, (*i, sym(self.c)))).cast("int64")
+            inside = (position >= index(-size)) & (position < size)
+            return Check(inside.value, f"{op}: an index is out of range for axis {axis} of size {size}")
+
+        return make
+
+
+def _tuple_positions(x: Buffer, indices: Buffer, at: tuple[SymExpr, ...], batch_dims: int = 0) -> list[Value]:
+    count = as_int(indices.shape[-1]) or 0
+    return [from_end(Load(indices, (*at, sym(c))), x.shape[batch_dims + c]) for c in range(count)]
+
+
+@register
+class GatherNd(_Tuples):
+    """Slices of x at index tuples: out[q..., t...] = x[q[:batch_dims]..., indices[q..., :]..., t...]."""
+
+    name = "gather_nd"
+    operands = ("x", "indices")
+    attrs = {"batch_dims": Attr("int", 0)}
+
+    def infer(self, x: Expr, indices: Expr, *, batch_dims: int) -> Type:
+        ty, positions = self.tensor(x, "x"), self.index_type(indices)
+        dims, places = ty.shape or (), positions.shape or ()
+        size = self.tuple_size(ty, positions, batch_dims)
+        for k in range(batch_dims):
+            if PROVER.can_prove_ne(dims[k], places[k]):
+                self.fail(f"batch dimension {k} is {dims[k]} in x and {places[k]} in indices")
+        return TensorType.of((*places[:-1], *dims[batch_dims + size :]), ty.dtype)
+
+    def lower(self, x: Buffer, indices: Buffer, *, out: Buffer, batch_dims: int) -> Stmt:
+        outer = len(indices.shape) - 1
+
+        def element(*i: SymExpr) -> Stmt:
+            at = i[:outer]
+            positions = _tuple_positions(x, indices, at, batch_dims)
+            return let_indices(positions, lambda *p: Store(out, i, Load(x, (*at[:batch_dims], *p, *i[outer:]))))
+
+        batches: list[Stmt] = [
+            Check(index(a).equals(b).value, f"gather_nd: batch dimension {k} is {a} in x and {b} in indices")
+            for k, (a, b) in enumerate(zip(x.shape[:batch_dims], indices.shape[:batch_dims], strict=True))
+            if not PROVER.can_prove_equal(a, b)
+        ]
+        return seq(*batches, *self.tuple_checks(x, indices, batch_dims), loops("ijklmn", out.shape, element))
+
+    def reference(self, x: Any, indices: Any, *, batch_dims: int) -> Any:
+        positions = plain_indices(indices)
+        shape = positions.shape[:-1] + x.shape[batch_dims + positions.shape[-1] :]
+        out = np.empty(shape, x.dtype)
+        for at in np.ndindex(positions.shape[:-1]):
+            out[at] = x[at[:batch_dims]][tuple(positions[at])]
+        return out
+
+    def samples(self) -> Iterable[Sample]:
+        types = ("float32", "int64")
+        yield Sample(((3, 3, "n"), ("m", 2)), {}, types, make={1: draw_indices(3)})
+        yield Sample((("n", 4, 2), ("n", 3, 1)), {"batch_dims": 1}, types, make={1: draw_indices(4)})
+        yield Sample(((4, 4), ("n", 2, 2)), {}, ("int64", "int64"), make={1: draw_indices(4)})
+
+
+class _Scatter(_Tuples):
+    operands = ("x", "indices", "updates")
+
+    def check_updates(self, ty: TensorType, updates: Expr, expected: Shape) -> None:
+        given = self.tensor(updates, "updates")
+        shape = given.shape or ()
+        if given.dtype != ty.dtype:
+            self.fail(f"updates have dtype {given.dtype}, x has {ty.dtype}")
+        if len(shape) != len(expected) or any(map(PROVER.can_prove_ne, shape, expected)):
+            self.fail(f"updates have shape {format_shape(shape)}; x and indices need {format_shape(expected)}")
+
+    def update_checks(self, updates: Buffer, expected: Shape) -> list[Stmt]:
+        pairs = dict.fromkeys(zip(updates.shape, expected, strict=True))
+        return [
+            Check(index(a).equals(b).value, f"{self.name}: updates have a dimension of size {a} where {b} is needed")
+            for a, b in pairs
+            if not PROVER.can_prove_equal(a, b)
+        ]
+
+    def scatter(self, out: Any, where: Any, updates: Any, reduction: str) -> Any:
+        if reduction == "none":
+            out[where] = updates
+        else:
+            _UFUNCS[reduction].at(out, where, updates)
+        return out
+
+
+def _combine(reduction: str) -> str | None:
+    return None if reduction == "none" else reduction
+
+
+@register
+class ScatterElements(_Scatter):
+    """A copy of x with element i... , i[axis] replaced by indices[i...], set to (or combined with) updates[i...].
+
+    Of several updates of one element the last wins, unless `reduction` combines them.
+    """
+
+    name = "scatter_elements"
+    attrs = {"axis": Attr("int", 0), "reduction": Attr("str", "none", REDUCTIONS)}
+
+    def infer(self, x: Expr, indices: Expr, updates: Expr, *, axis: int, reduction: str) -> Type:
+        ty, positions = self.tensor(x, "x"), self.index_type(indices)
+        if ty.rank != positions.rank:
+            self.fail(f"x {ty} and indices {positions} must have the same rank")
+        normalize_axis(self, axis, ty.rank or 0)
+        self.check_updates(ty, updates, positions.shape or ())
+        return ty
+
+    def lower(self, x: Buffer, indices: Buffer, updates: Buffer, *, out: Buffer, axis: int, reduction: str) -> Stmt:
+        axis = normalize_axis(self, axis, len(x.shape))
+
+        def update(*i: SymExpr) -> Stmt:
+            position = from_end(indices[i], x.shape[axis])
+            return let_indices(
+                [position], lambda p: Store(out, (*i[:axis], p, *i[axis + 1 :]), updates[i], _combine(reduction))
+            )
+
+        checks = [*self.update_checks(updates, indices.shape), *element_checks(self.name, x, indices, axis)]
+        return seq(*checks, compute(out, lambda *i: x[i]), loops("ijklmn", indices.shape, update))
+
+    def reference(self, x: Any, indices: Any, updates: Any, *, axis: int, reduction: str) -> Any:
+        grid = list(np.indices(indices.shape))
+        grid[axis] = plain_indices(indices)
+        return self.scatter(x.copy(), tuple(grid), updates, reduction)
+
+    def samples(self) -> Iterable[Sample]:
+        types = ("float32", "int64", "float32")
+        for reduction in REDUCTIONS:
+            shapes = (("n", 5), ("n", 3), ("n", 3))
+            yield Sample(shapes, {"axis": 1, "reduction": reduction}, types, make={1: draw_indices(5)})
+
+
+@register
+class ScatterNd(_Scatter):
+    """A copy of x with the slices at index tuples set to (or combined with) updates: out[indices[q..., :]..., t...].
+
+    Of several updates of one element the last wins, unless `reduction` combines them.
+    """
+
+    name = "scatter_nd"
+    attrs = {"reduction": Attr("str", "none", REDUCTIONS)}
+
+    def infer(self, x: Expr, indices: Expr, updates: Expr, *, reduction: str) -> Type:
+        ty, positions = self.tensor(x, "x"), self.index_type(indices)
+        size = self.tuple_size(ty, positions)
+        self.check_updates(ty, updates, (*(positions.shape or ())[:-1], *(ty.shape or ())[size:]))
+        return ty
+
+    def lower(self, x: Buffer, indices: Buffer, updates: Buffer, *, out: Buffer, reduction: str) -> Stmt:
+        outer, size = len(indices.shape) - 1, as_int(indices.shape[-1]) or 0
+        shape = (*indices.shape[:-1], *x.shape[size:])
+
+        def update(*i: SymExpr) -> Stmt:
+            positions = _tuple_positions(x, indices, i[:outer])
+            return let_indices(positions, lambda *p: Store(out, (*p, *i[outer:]), updates[i], _combine(reduction)))
+
+        checks = [*self.update_checks(updates, shape), *self.tuple_checks(x, indices)]
+        return seq(*checks, compute(out, lambda *i: x[i]), loops("ijklmn", shape, update))
+
+    def reference(self, x: Any, indices: Any, updates: Any, *, reduction: str) -> Any:
+        positions = plain_indices(indices)
+        where = tuple(positions[..., c] for c in range(positions.shape[-1]))
+        return self.scatter(x.copy(), where, updates, reduction)
+
+    def samples(self) -> Iterable[Sample]:
+        types = ("float32", "int64", "float32")
+        for reduction in REDUCTIONS:
+            shapes = ((4, 4, "n"), ("m", 2), ("m", "n"))
+            yield Sample(shapes, {"reduction": reduction}, types, make={1: draw_indices(4)})
+        yield Sample((("n+1",), (1, 1), (1,)), {}, ("int64", "int64", "int64"), make={1: draw_indices(1)})
+
+
+@register
+class ReverseSequence(_Indexed):
+    """The first `lengths[b]` elements along the time axis reversed, for each b along the batch axis."""
+
+    name = "reverse_sequence"
+    operands = ("x", "lengths")
+    attrs = {"batch_axis": Attr("int", 1), "time_axis": Attr("int", 0)}
+    is_symbolic = False
+
+    def infer(self, x: Expr, lengths: Expr, *, batch_axis: int, time_axis: int) -> Type:
+        ty = self.tensor(x, "x")
+        self.index_type(lengths)
+        normalize_axes(self, (batch_axis, time_axis), ty.rank or 0)
+        return ty
+
+    def lower(self, x: Buffer, lengths: Buffer, *, out: Buffer, batch_axis: int, time_axis: int) -> Stmt:
+        batch, time = batch_axis % len(x.shape), time_axis % len(x.shape)
+        size = x.shape[time]
+
+        def check(b: SymExpr) -> Stmt:
+            length = Scalar(lengths[b]).cast("int64")
+            return Check(((length >= 0) & (length <= size)).value, f"reverse_sequence: a length lies outside of 0..{size}")
+
+        def element(*i: SymExpr) -> Stmt:
+            length, t = Scalar(lengths[i[batch]]).cast("int64"), i[time]
+            source = select(index(t) < length, length - 1 - t, index(t)).value
+            return let_indices([source], lambda p: Store(out, i, Load(x, (*i[:time], p, *i[time + 1 :]))))
+
+        return seq(loops("i", lengths.shape, check), loops("ijklmn", out.shape, element))
+
+    def reference(self, x: Any, lengths: Any, *, batch_axis: int, time_axis: int) -> Any:
+        out, axes = x.copy(), (batch_axis, time_axis)
+        moved, source = np.moveaxis(out, axes, (0, 1)), np.moveaxis(x, axes, (0, 1))
+        for b, length in enumerate(int_tuple(lengths)):
+            moved[b, :length] = source[b, :length][::-1]
+        return out
+
+    def samples(self) -> Iterable[Sample]:
+        draw: Draw = lambda shape, rng: rng.integers(0, 5, shape)  # noqa: E731
+        yield Sample(((4, "n", 2), ("n",)), {}, ("float32", "int64"), make={1: draw})
+        attrs = {"batch_axis": 0, "time_axis": 1}
+        yield Sample((("n", 4), ("n",)), attrs, ("float32", "int32"), make={1: draw})

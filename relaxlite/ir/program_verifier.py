@@ -1,0 +1,256 @@
+"""The rules of tensor programs, and the error that every broken rule of the IR raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, get_args
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import VerifyError
+from relaxlite.ir.printer import excerpt
+from relaxlite.ir.program import (
+    BINARY,
+    COMBINE,
+    COMPARE,
+    UNARY,
+    Allocate,
+    Binary,
+    Buffer,
+    Cast,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Literal,
+    Load,
+    LoopKind,
+    Scope,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
+)
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
+from relaxlite.ir.visitor import value_children
+
+INPLACE = "inplace"  # attribute of a program that may store into its inputs
+
+PROGRAM_RULES = {
+    "symbol": "a symbol is bound by the program, a loop or let_index before it is used, and only inside of that",
+    "buffer": "a buffer is a parameter or allocated around its uses",
+    "input": f"inputs are not written, unless the program has the attribute {INPLACE}",
+    "rank": "an element is named by one index per dimension",
+    "bounds": "a constant index lies inside the buffer, unless a condition guards it",
+    "dtype": "operands of one operation, and a buffer and what is stored into it, have the same dtype; conditions are bool",
+    "operation": "only the operations of ir/program.py",
+    "extent": "a vectorized loop has a constant extent, a local buffer a constant size",
+}
+
+
+def violation(where: str, rule: str, message: str, excerpt_text: str, loc: str | None = None) -> VerifyError:
+    """The error for a broken rule: what, the rule, the piece of IR, the source it comes from."""
+    shown = excerpt_text.replace("\n", "\n    ")
+    place = "" if loc is None else f"\n  source: {loc}"
+    return VerifyError(f"{where}: {message}\n  rule: {rule}\n  in: {shown}{place}")
+
+
+def verify_program(name: str, program: TensorProgram) -> None:
+    """Raise VerifyError unless the program keeps the rules."""
+    _ProgramVerifier(name).program(program)
+
+
+class _ProgramVerifier:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._symbols: set[SymVar] = set()
+        self._buffers: set[Buffer] = set()
+        self._read_only: frozenset[Buffer] = frozenset()
+        self._at: Stmt | str = ""
+        self._guards = 0  # conditions, or loops that never run, around the statement
+        self._checked: set[tuple[int, bool]] = set()  # values of this statement, by id and whether they are guarded
+
+    def _fail(self, rule: str, message: str) -> NoReturn:
+        shown = self._at if isinstance(self._at, str) else excerpt(self._at)
+        raise violation(f"program {self._name}", PROGRAM_RULES[rule], message, shown)
+
+    def program(self, program: TensorProgram) -> None:
+        self._at = f"program {self._name}({', '.join(b.name for b in program.params)})"
+        if not 0 <= program.num_outputs <= len(program.params):
+            self._fail("buffer", f"{program.num_outputs} outputs of {len(program.params)} parameters")
+        for symbol in program.symbols:
+            self._new(self._symbols, symbol, "symbol", f"symbol {symbol.name} is listed twice")
+        for buffer in program.params:
+            self._buffer(buffer)
+            self._new(self._buffers, buffer, "buffer", f"buffer {buffer.name} is listed twice")
+        if not program.attrs.get(INPLACE):
+            self._read_only = frozenset(program.inputs)
+        self._stmt(program.body)
+
+    def _new(self, known: set[SymVar] | set[Buffer], item: SymVar | Buffer, rule: str, message: str) -> None:
+        if item in known:
+            self._fail(rule, message)
+        known.add(item)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _bound(self, var: SymVar) -> Iterator[None]:
+        self._new(self._symbols, var, "symbol", f"symbol {var.name} is bound again inside of its own scope")
+        yield
+        self._symbols.remove(var)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        self._guards += 1
+        yield
+        self._guards -= 1
+
+    def _exprs(self, exprs: Iterable[SymExpr]) -> None:
+        for expr in exprs:
+            for var in expr.free_vars():
+                if var not in self._symbols:
+                    self._fail("symbol", f"symbol {var.name} of {expr} is not bound here")
+
+    def _buffer(self, buffer: Buffer) -> None:
+        self._exprs(buffer.shape)
+        self._dtype(buffer.dtype)
+        if buffer.scope not in get_args(Scope):
+            self._fail("operation", f"buffer {buffer.name} has the unknown scope {buffer.scope!r}")
+
+    def _dtype(self, dtype: str) -> None:
+        if dtype not in dtypes.ALL:
+            self._fail("dtype", f"unknown dtype {dtype!r}")
+
+    # statements
+
+    def _stmt(self, stmt: Stmt) -> None:
+        if isinstance(stmt, Seq):
+            for inner in stmt.stmts:
+                self._stmt(inner)
+            return
+        self._at, self._checked = stmt, set()
+        if isinstance(stmt, For):
+            self._for(stmt)
+        elif isinstance(stmt, Store):
+            self._store(stmt)
+        elif isinstance(stmt, LetIndex):
+            self._value(stmt.value)
+            if not dtypes.is_integer(stmt.value.dtype):
+                self._fail("dtype", f"symbol {stmt.var.name} is bound to a {stmt.value.dtype}; an index is an integer")
+            with self._bound(stmt.var):
+                self._stmt(stmt.body)
+        elif isinstance(stmt, Allocate):
+            self._allocate(stmt)
+        elif isinstance(stmt, IfThenElse | Check):
+            self._condition(stmt.cond)
+            if isinstance(stmt, IfThenElse):
+                with self._guarded():
+                    self._stmt(stmt.then)
+                    if stmt.other is not None:
+                        self._stmt(stmt.other)
+
+    def _for(self, stmt: For) -> None:
+        self._exprs((stmt.extent,))
+        if stmt.kind not in get_args(LoopKind):
+            self._fail("operation", f"unknown kind of loop {stmt.kind!r}")
+        if stmt.kind == "vectorized" and not stmt.extent.is_const:
+            self._fail("extent", f"the vectorized loop over {stmt.var.name} has the extent {stmt.extent}")
+        with self._bound(stmt.var):
+            if as_int(stmt.extent) == 0:
+                with self._guarded():
+                    self._stmt(stmt.body)
+            else:
+                self._stmt(stmt.body)
+
+    def _store(self, stmt: Store) -> None:
+        self._element(stmt.buffer, stmt.indices, is_guarded=False)
+        if stmt.buffer in self._read_only:
+            self._fail("input", f"{stmt.buffer.name} is an input")
+        if stmt.combine is not None and stmt.combine not in COMBINE:
+            self._fail("operation", f"unknown combination {stmt.combine!r}; known: {', '.join(COMBINE)}")
+        self._value(stmt.value)
+        if stmt.value.dtype != stmt.buffer.dtype:
+            self._fail("dtype", f"a {stmt.value.dtype} is stored into {stmt.buffer.name}, which is {stmt.buffer.dtype}")
+
+    def _allocate(self, stmt: Allocate) -> None:
+        buffer = stmt.buffer
+        self._buffer(buffer)
+        if buffer.scope == "local" and not all(dim.is_const for dim in buffer.shape):
+            self._fail("extent", f"the local buffer {buffer.name} has the shape ({', '.join(map(str, buffer.shape))})")
+        self._new(self._buffers, buffer, "buffer", f"buffer {buffer.name} is allocated again inside of its own scope")
+        self._stmt(stmt.body)
+        self._buffers.remove(buffer)
+
+    def _element(self, buffer: Buffer, indices: tuple[SymExpr, ...], *, is_guarded: bool) -> None:
+        if buffer not in self._buffers:
+            self._fail("buffer", f"buffer {buffer.name} is not known here")
+        self._exprs(indices)
+        if len(indices) != len(buffer.shape):
+            self._fail("rank", f"{buffer.name} has {len(buffer.shape)} dimensions, got {len(indices)} indices")
+        for index, dim in zip(indices, buffer.shape, strict=True):
+            value, extent = as_int(index), as_int(dim)
+            is_outside = value is not None and (value < 0 or (extent is not None and value >= extent))
+            if is_outside and not is_guarded and self._guards == 0:
+                self._fail("bounds", f"index {index} of {buffer.name} lies outside of 0..{dim - 1}")
+
+    # values
+
+    def _condition(self, cond: Value) -> None:
+        self._value(cond)
+        if cond.dtype != "bool":
+            self._fail("dtype", f"a condition is {cond.dtype}, not bool")
+
+    def _value(self, value: Value, *, is_guarded: bool = False) -> None:
+        if (id(value), is_guarded) in self._checked:
+            return
+        self._checked.add((id(value), is_guarded))
+        for k, child in enumerate(value_children(value)):
+            self._value(child, is_guarded=is_guarded or (isinstance(value, Select) and k > 0))
+        if isinstance(value, Load):
+            self._element(value.buffer, value.indices, is_guarded=is_guarded)
+        elif isinstance(value, Literal):
+            self._literal(value)
+        elif isinstance(value, Unary):
+            self._known(value.op, UNARY)
+        elif isinstance(value, Binary):
+            self._known(value.op, BINARY)
+            self._same(value.op, value.a, value.b)
+            if value.op == "div" and not dtypes.is_float(value.dtype):
+                self._fail("dtype", f"div of {value.dtype}; integers have floordiv and truncdiv")
+        elif isinstance(value, Compare):
+            self._known(value.op, COMPARE)
+            self._same(value.op, value.a, value.b)
+        elif isinstance(value, Select):
+            if value.cond.dtype != "bool":
+                self._fail("dtype", f"the condition of a select is {value.cond.dtype}, not bool")
+            self._same("select", value.then, value.other)
+        elif isinstance(value, IndexValue):
+            self._exprs((value.index,))
+        if isinstance(value, Literal | Cast | IndexValue | Intrinsic):
+            self._dtype(value.dtype)
+
+    def _known(self, op: str, table: tuple[str, ...]) -> None:
+        if op not in table:
+            self._fail("operation", f"unknown operation {op!r}")
+
+    def _same(self, op: str, a: Value, b: Value) -> None:
+        if a.dtype != b.dtype:
+            self._fail("dtype", f"{op} of {a.dtype} and {b.dtype}")
+
+    def _literal(self, literal: Literal) -> None:
+        value, dtype = literal.value, literal.dtype
+        self._dtype(dtype)
+        if dtypes.is_integer(dtype):
+            limits = np.iinfo(dtypes.to_numpy(dtype))
+            fits = isinstance(value, int | np.integer) and limits.min <= value <= limits.max
+        else:
+            fits = dtype != "bool" or value in (False, True)
+        if not fits:
+            self._fail("dtype", f"{value} is no {dtype}")

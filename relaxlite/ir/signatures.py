@@ -1,0 +1,175 @@
+"""Do two types agree, and does a call fit the signature of what it calls?
+
+Dimensions agree when an Analyzer proves them equal: not proven is not equal. Every function gives the reason of a
+disagreement as text, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.expr import Call, ExternFunction, Function
+from relaxlite.ir.printer import print_type
+from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
+from relaxlite.ir.types import UNIT, FuncType, ShapeType, TensorType, TupleType, Type
+
+Dims = tuple[SymExpr, ...]
+
+
+def mismatch(claimed: Type, actual: Type, analyzer: Analyzer, *, is_exact: bool = False) -> str | None:
+    """Why a value of type `actual` cannot pass as `claimed`, which may know less, unless `is_exact`."""
+    if isinstance(claimed, TensorType) and isinstance(actual, TensorType):
+        if claimed.dtype != actual.dtype:
+            return f"dtype {claimed.dtype} against {actual.dtype}"
+        return _dims_mismatch(claimed.shape, actual.shape, claimed.rank, actual.rank, analyzer, is_exact)
+    if isinstance(claimed, ShapeType) and isinstance(actual, ShapeType):
+        return _dims_mismatch(claimed.values, actual.values, claimed.rank, actual.rank, analyzer, is_exact)
+    if isinstance(claimed, TupleType) and isinstance(actual, TupleType):
+        if len(claimed.fields) != len(actual.fields):
+            return f"{len(claimed.fields)} fields against {len(actual.fields)}"
+        for k, (left, right) in enumerate(zip(claimed.fields, actual.fields, strict=True)):
+            reason = mismatch(left, right, analyzer, is_exact=is_exact)
+            if reason is not None:
+                return f"field {k}: {reason}"
+        return None
+    return None if claimed == actual else f"{print_type(claimed)} against {print_type(actual)}"
+
+
+def _dims_mismatch(
+    claimed: Dims | None, actual: Dims | None, rank: int | None, actual_rank: int | None, analyzer: Analyzer, is_exact: bool
+) -> str | None:
+    if claimed is None:
+        if is_exact and (actual is not None or rank != actual_rank):
+            return "a type that knows less against one that knows more"
+        return None if rank is None or rank == actual_rank else f"rank {rank} against {_rank(actual_rank)}"
+    if actual is None:
+        return f"shape ({_join(claimed)}) against an unknown one"
+    if len(claimed) != len(actual):
+        return f"rank {len(claimed)} against {len(actual)}"
+    for k, (left, right) in enumerate(zip(claimed, actual, strict=True)):
+        if left is not right and not analyzer.can_prove_equal(left, right):
+            return f"dimension {k}: {left} against {right}, which are not proven equal"
+    return None
+
+
+def _rank(rank: int | None) -> str:
+    return "an unknown one" if rank is None else str(rank)
+
+
+def _join(dims: Dims) -> str:
+    return ", ".join(map(str, dims))
+
+
+def dims_of(ty: Type) -> Dims | None:
+    """The dimensions of a tensor, or the values of a shape, where they are known."""
+    if isinstance(ty, TensorType):
+        return ty.shape
+    return ty.values if isinstance(ty, ShapeType) else None
+
+
+def bind(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr]) -> None:
+    """Add to `values` what the symbols that stand alone in the parameters' types are for these arguments."""
+    for param, arg in zip(params, args, strict=False):
+        if isinstance(param, TupleType) and isinstance(arg, TupleType):
+            bind(param.fields, arg.fields, values)
+            continue
+        for left, right in zip(dims_of(param) or (), dims_of(arg) or (), strict=False):
+            if isinstance(left, SymVar):
+                values.setdefault(left, right)
+
+
+def instantiate(ty: Type, values: Mapping[SymVar, SymExpr], keep: frozenset[SymVar] | set[SymVar] = frozenset()) -> Type:
+    """A type under an assignment. A shape with a symbol that is neither assigned nor in `keep` becomes unknown."""
+    if isinstance(ty, TupleType):
+        return TupleType(tuple(instantiate(field, values, keep) for field in ty.fields))
+    dims = dims_of(ty)
+    if dims is None or not isinstance(ty, TensorType | ShapeType):
+        return ty
+    is_known = all(var in values or var in keep for dim in dims for var in dim.free_vars())
+    made = tuple(substitute(dim, values) for dim in dims) if is_known else None
+    return TensorType(made, ty.dtype, len(dims)) if isinstance(ty, TensorType) else ShapeType(made, len(dims))
+
+
+def match_arguments(
+    params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr], analyzer: Analyzer
+) -> str | None:
+    """Bind the symbols of the parameters and compare each type."""
+    bind(params, args, values)
+    for k, (param, arg) in enumerate(zip(params, args, strict=True)):
+        free = [v.name for dim in dims_of(param) or () for v in dim.free_vars() if v not in values]
+        if free:
+            return f"argument {k}: nothing determines the callee's symbol {free[0]}"
+        reason = mismatch(instantiate(param, values), arg, analyzer)
+        if reason is not None:
+            return f"argument {k}: the callee has {reason}"
+    return None
+
+
+def call_mismatch(call: Call, callee: Function | TensorProgram | ExternFunction | FuncType, analyzer: Analyzer) -> str | None:
+    """Why a call does not fit what it calls. `args` have been checked one by one before."""
+    args = [arg.ty for arg in call.args]
+    if isinstance(callee, TensorProgram):
+        return _program_mismatch(call, args, callee, analyzer)
+    if isinstance(callee, ExternFunction):
+        passed = args if is_destination_passing(call) else [*args, *_results(call.ty)]
+        if len(passed) != len(callee.params):
+            return f"takes {len(callee.params) - callee.num_outputs} inputs and {callee.num_outputs} outputs, {_got(call)}"
+        return match_arguments(callee.params, passed, {}, analyzer)
+    ty = callee if isinstance(callee, FuncType) else callee.ty
+    if len(args) != len(ty.params):
+        return f"takes {len(ty.params)} arguments, got {len(args)}"
+    values: dict[SymVar, SymExpr] = {}
+    reason = match_arguments(ty.params, args, values, analyzer)
+    if reason is None:
+        reason = mismatch(call.ty, instantiate(ty.result, values), analyzer)
+        reason = reason and f"result: {reason}"
+    return reason
+
+
+def is_destination_passing(call: Call) -> bool:
+    return call.ty == UNIT
+
+
+def _got(call: Call) -> str:
+    if is_destination_passing(call):
+        return f"got {len(call.args)} arguments in destination-passing form"
+    return f"got {len(call.args)} inputs for {len(_results(call.ty))} results"
+
+
+def _results(ty: Type) -> tuple[Type, ...]:
+    return ty.fields if isinstance(ty, TupleType) else (ty,)
+
+
+def _program_mismatch(call: Call, args: list[Type], program: TensorProgram, analyzer: Analyzer) -> str | None:
+    if len(call.sym_args) != len(program.symbols):
+        return f"takes {len(program.symbols)} symbols, got {len(call.sym_args)}"
+    passed = args if is_destination_passing(call) else [*args, *_results(call.ty)]
+    if len(passed) != len(program.params):
+        return f"takes {len(program.inputs)} inputs and {program.num_outputs} outputs, {_got(call)}"
+    values = dict(zip(program.symbols, call.sym_args, strict=True))
+    for symbol, value in values.items():
+        if not _keeps_facts(symbol, value, analyzer):
+            return f"symbol {symbol.name} is declared {_facts(symbol)}, which is not proven of {value}"
+    for buffer, ty in zip(program.params, passed, strict=True):
+        shape = tuple(substitute(dim, values) for dim in buffer.shape)
+        reason = mismatch(TensorType(shape, buffer.dtype, len(shape)), ty, analyzer)
+        if reason is not None:
+            return f"parameter {buffer.name} has {reason}"
+    return None
+
+
+def _keeps_facts(symbol: SymVar, value: SymExpr, analyzer: Analyzer) -> bool:
+    """Whether a value is proven to keep a symbol's facts. That it is not negative is not asked: sizes never are."""
+    if value is symbol:
+        return True
+    if symbol.lower is not None and symbol.lower > 0 and not analyzer.can_prove_le(symbol.lower, value):
+        return False
+    if symbol.upper is not None and not analyzer.can_prove_le(value, symbol.upper):
+        return False
+    return symbol.divisor == 1 or analyzer.can_prove_divisible(value, symbol.divisor)
+
+
+def _facts(symbol: SymVar) -> str:
+    return f"lower={symbol.lower}, upper={symbol.upper}, divisor={symbol.divisor}"

@@ -1,0 +1,172 @@
+"""Machine code in memory: loads object code and links it to the thread pool, scratch memory and the C library.
+
+Kernels may import `relaxlite_parallel_for` and the other symbols of threadpool.py, the two functions for scratch memory,
+and mathematical functions of the C library. Anything else is an error that names the symbol.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import itertools
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from relaxlite.errors import ArtifactError
+from relaxlite.runtime import threadpool
+
+_LIBM = (
+    "exp", "log", "log1p", "expm1", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
+    "atanh", "tanh", "erf", "pow", "atan2", "fmod", "floor", "ceil", "trunc", "rint", "nearbyint", "roundeven", "fma",
+    "ldexp",
+)  # fmt: skip
+# LLVM itself calls these where a target has no instruction for something, and for copies of memory.
+_MEMORY = ("memcpy", "memset", "memmove")
+
+_SCRATCH_IR = """
+declare ptr @aligned_alloc(i64, i64)
+declare void @free(ptr)
+
+; 64-byte aligned memory, or null when there is none
+define ptr @relaxlite_scratch_alloc(i64 %bytes) {
+  %least = call i64 @llvm.umax.i64(i64 %bytes, i64 1)
+  %padded = add i64 %least, 63
+  %size = and i64 %padded, -64
+  %overflows = icmp slt i64 %size, 1
+  br i1 %overflows, label %fail, label %ok
+ok:
+  %memory = call ptr @aligned_alloc(i64 64, i64 %size)
+  ret ptr %memory
+fail:
+  ret ptr null
+}
+
+define void @relaxlite_scratch_free(ptr %memory) {
+  call void @free(ptr %memory)
+  ret void
+}
+"""
+_WINDOWS_SCRATCH_IR = """
+declare ptr @_aligned_malloc(i64, i64)
+declare void @_aligned_free(ptr)
+
+define ptr @relaxlite_scratch_alloc(i64 %bytes) {
+  %least = call i64 @llvm.umax.i64(i64 %bytes, i64 1)
+  %memory = call ptr @_aligned_malloc(i64 %least, i64 64)
+  ret ptr %memory
+}
+
+define void @relaxlite_scratch_free(ptr %memory) {
+  call void @_aligned_free(ptr %memory)
+  ret void
+}
+"""
+_SCRATCH_SYMBOLS = ("relaxlite_scratch_alloc", "relaxlite_scratch_free")
+
+_numbers = itertools.count()
+_lock = threading.Lock()
+
+
+class NativeLibrary:
+    """Loaded object code. Its addresses are valid until `close`, or until the object is collected."""
+
+    def __init__(self, jit: llvm.orcjit.LLJIT, tracker: llvm.orcjit.ResourceTracker, name: str) -> None:
+        self._jit, self._tracker, self._name = jit, tracker, name
+        self._addresses: dict[str, int] = {}
+
+    def address(self, symbol: str) -> int:
+        """Where a function starts. ArtifactError when there is no such symbol, or something that it needs is missing."""
+        if self._tracker is None:
+            raise ArtifactError(f"symbol {symbol!r} asked of a library that is closed")
+        if symbol not in self._addresses:
+            try:
+                found = self._jit.lookup(self._name, symbol)
+            except RuntimeError as error:
+                raise ArtifactError(_explain(symbol, str(error))) from error
+            self._addresses[symbol] = int(found[symbol])
+            found.detach()  # closing it would unload the library
+        return self._addresses[symbol]
+
+    def close(self) -> None:
+        """Unload the code; nothing may be running in it."""
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
+            self._addresses.clear()
+
+
+def load_object(object_code: bytes, symbols: Mapping[str, int] | None = None) -> NativeLibrary:
+    """Link object code into this process. `symbols`: names and addresses that it may use beside the usual ones.
+
+    ArtifactError when the bytes are not object code for this machine or need a symbol that is not there.
+    """
+    builder = llvm.JITLibraryBuilder().add_object_img(object_code)
+    for name, address in {**_imports(), **(symbols or {})}.items():
+        builder.import_symbol(name, address)
+    with _lock:
+        jit = _jit()
+        library = f"relaxlite.{next(_numbers)}"
+        try:
+            tracker = builder.link(jit, library)
+        except RuntimeError as error:
+            raise ArtifactError(f"object code could not be linked: {error}") from error
+    return NativeLibrary(jit, tracker, library)
+
+
+@cache
+def _jit() -> llvm.orcjit.LLJIT:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.create_lljit_compiler(suppress_errors=True)
+
+
+@cache
+def _imports() -> dict[str, int]:
+    """Everything that kernels may call."""
+    return {**threadpool.symbols(), **_scratch_functions(), **_library_functions()}
+
+
+def _scratch_functions() -> dict[str, int]:
+    is_windows = sys.platform == "win32"
+    names = ("_aligned_malloc", "_aligned_free") if is_windows else ("aligned_alloc", "free")
+    library: Any = ctypes.cdll.msvcrt if is_windows else ctypes.CDLL(None)
+    return threadpool.link_native(
+        _WINDOWS_SCRATCH_IR if is_windows else _SCRATCH_IR,
+        imports={name: _address_of(getattr(library, name)) for name in names},
+        exports=_SCRATCH_SYMBOLS,
+        name="relaxlite_scratch",
+    )
+
+
+def _library_functions() -> dict[str, int]:
+    """The C library's mathematical functions, as double and as float; those that it lacks are left out."""
+    if sys.platform == "win32":
+        libraries: list[Any] = [ctypes.cdll.ucrtbase]
+    else:
+        libraries = [ctypes.CDLL(ctypes.util.find_library("m")), ctypes.CDLL(None)]
+    found: dict[str, int] = {}
+    for name in (*_LIBM, *(f"{name}f" for name in _LIBM), *_MEMORY):
+        function = next((getattr(library, name) for library in libraries if hasattr(library, name)), None)
+        if function is not None:
+            found[name] = _address_of(function)
+    return found
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _explain(symbol: str, message: str) -> str:
+    missing = re.search(r"Symbols not found: \[ (.*?) \]", message)
+    if missing is None:
+        return f"kernel {symbol!r} could not be linked: {message}"
+    names = missing[1].replace("(", "").split(", ")
+    if symbol in names:
+        return f"the object code has no symbol {symbol!r}"
+    return f"kernel {symbol!r} needs {', '.join(names)}, which neither the runtime nor the C library has"
