@@ -64,7 +64,7 @@ def build(
         kernels=code.kernels,
         object_code=code.object_code,
         constants=constants,
-        target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
+        target=TargetInfo(machine.triple, machine.cpu, tuple(f[1:] for f in machine.features if f.startswith("+"))),
         metadata=_metadata(module, lowered, context),
     )
 

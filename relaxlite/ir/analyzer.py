@@ -55,8 +55,6 @@ from relaxlite.ir.symbolic import (
     sym,
 )
 
-_MAX_NODES = 32  # expressions that one elimination visits
-_MAX_RELAXATIONS = 100  # and makes
 _MAX_CASES = 3  # nested case distinctions: 2**3 leaves
 _MAX_MEMO = 1 << 14  # answers kept; an Analyzer may live as long as the process
 
@@ -113,7 +111,7 @@ class Analyzer:
         atom, rest = found
         new._facts, new._index, new._equal = (), {}, {atom: rest}
         for left, right in self._equal.items():
-            if _occurs(atom, left):
+            if occurs(atom, left):
                 new._add_facts(left - right, right - left)
             else:
                 new._equal[left] = new.simplify(right)
@@ -139,7 +137,7 @@ class Analyzer:
     def _add_facts(self, *facts: SymExpr) -> None:
         """Each is >= 0. Also bounds each of its monomials by the interval of the others."""
         for fact in facts:
-            simple = _tighten(self.simplify(fact))
+            simple = tighten(self.simplify(fact))
             if simple.is_const or simple in self._facts:
                 continue
             for monomial, coef in simple.terms:
@@ -156,7 +154,7 @@ class Analyzer:
 
     def can_prove_nonneg(self, a: IntLike) -> bool:
         """a >= 0."""
-        expr = _tighten(sym(a))
+        expr = tighten(sym(a))
         if expr.is_const:
             return expr.const >= 0
         lower, upper = self.interval(expr)
@@ -225,7 +223,7 @@ class Analyzer:
         """Inclusive constant bounds, term by term: quick, and blind to what terms have in common."""
         total: Interval = (e.const, e.const)
         for monomial, coef in e.terms:
-            total = add(total, scale(self._monomial_interval(monomial), coef))
+            total = add(total, scale(self.monomial_interval(monomial), coef))
         return total
 
     def residue(self, e: SymExpr) -> Residue:
@@ -241,13 +239,13 @@ class Analyzer:
 
     # bounds of monomials and atoms
 
-    def _monomial_interval(self, monomial: Monomial) -> Interval:
+    def monomial_interval(self, monomial: Monomial) -> Interval:
         found = self._intervals.get(monomial)
         if found is None:
             if len(monomial) == 1:
                 found = self._atom_interval(monomial[0])
             else:
-                found = functools.reduce(multiply, (self._monomial_interval((atom,)) for atom in monomial), ONE)
+                found = functools.reduce(multiply, (self.monomial_interval((atom,)) for atom in monomial), ONE)
                 if all(monomial.count(atom) % 2 == 0 for atom in monomial):
                     found = intersect(found, (0, None))
             found = self._intervals[monomial] = intersect(found, self._known.get(monomial, UNBOUNDED))
@@ -286,137 +284,29 @@ class Analyzer:
 
     def _bounds(self, expr: SymExpr) -> Interval:
         simple = self.simplify(expr)
-        low, high = self._eliminate(simple, None, _MAX_CASES), self._eliminate(-simple, None, _MAX_CASES)
+        low, high = self._lower_bound(simple, None, _MAX_CASES), self._lower_bound(-simple, None, _MAX_CASES)
         return intersect(self.interval(expr), (low, None if high is None else -high))
 
     def _reaches_zero(self, expr: SymExpr) -> bool:
-        simple = _tighten(self.simplify(expr))
-        low = self._eliminate(simple, 0, _MAX_CASES)
-        if low is not None and low >= 0:
+        simple = tighten(self.simplify(expr))
+        if is_nonneg((self._lower_bound(simple, 0, _MAX_CASES), None)):
             return True
-        return any(self.can_prove_nonneg(other) for other in self._sufficient(simple))
+        return any(self.can_prove_nonneg(other) for other in sufficient(simple, self))
 
-    def _sufficient(self, expr: SymExpr) -> Iterator[SymExpr]:
-        """Expressions that are >= 0 only where this one is: without a common factor, without a division."""
-        common = _common_monomial(expr)
-        if common and is_nonneg(self._monomial_interval(common)):
-            yield sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
-        else:
-            yield from self._without_quotient(expr)
-
-    def _without_quotient(self, expr: SymExpr) -> Iterator[SymExpr]:
-        """What is >= 0 just where the expression is: for a // b <= x, a < b*(x + 1); for a // b >= x, a >= b*x."""
-        for monomial, coef in expr.terms:
-            q = monomial[0]
-            if len(monomial) > 1 or abs(coef) != 1 or not isinstance(q, FloorDiv) or not is_nonneg(self.interval(q.b)):
-                continue
-            rest = expr - q * coef
-            if not _occurs(q, rest):
-                yield q.a + q.b * rest if coef > 0 else q.b * (rest + 1) - 1 - q.a
-
-    def _eliminate(self, expr: SymExpr, goal: int | None, cases: int) -> int | None:
-        """The best constant c found with expr >= c; the first that reaches the goal, if there is one."""
-        best: int | None = None
-        nodes = [(form, 1) for form in dict.fromkeys((expr, without_mod(expr)))]
-        seen = {node for node, _ in nodes}
-        made = 0
-        for node, factor in nodes:  # grows; expr*factor >= node
-            best = intersect((best, None), scale_down(self.interval(node), factor))[0]
-            if goal is not None and best is not None and best >= goal:
-                return best
-            left = _MAX_RELAXATIONS - made if len(nodes) < _MAX_NODES else 0
-            for made, (new, k) in enumerate(itertools.islice(self._relaxations(node), left), made + 1):
-                if new not in seen:
-                    seen.add(new)
-                    nodes.append((new, factor * k))
-        pair = _find_extremum(expr) if cases > 0 else None
-        if pair is None:
-            return best
-        return intersect((best, None), (self._eliminate_by_cases(expr, pair, goal, cases - 1), None))[0]
-
-    def _eliminate_by_cases(self, expr: SymExpr, pair: Pair, goal: int | None, cases: int) -> int | None:
-        found = []
+    def _lower_bound(self, expr: SymExpr, goal: int | None, cases: int) -> int | None:
+        """By elimination; where that misses the goal and a min or max is left, by the cases a <= b and b <= a."""
+        found = eliminate(expr, goal, self)
+        pair = find_extremum(expr) if cases > 0 else None
+        if pair is None or (goal is not None and found is not None and found >= goal):
+            return found
+        least: Interval = UNBOUNDED
         for low, high in ((pair.a, pair.b), (pair.b, pair.a)):
             branch = self.assume_le(low, high)
-            bound = branch._eliminate(branch.simplify(_decide(expr, low, high)), goal, cases)
+            bound = branch._lower_bound(branch.simplify(decide_extrema(expr, low, high)), goal, cases - 1)
             if bound is None or (goal is not None and bound < goal):
-                return None
-            found.append(bound)
-        return min(found)
-
-    def _relaxations(self, node: SymExpr) -> Iterator[tuple[SymExpr, int]]:
-        """(new, k) with node*k >= new: minus a multiple of a fact, such that a term cancels."""
-        meanings = [fact for monomial, _ in node.terms for atom in monomial for fact in self._meaning(atom)]
-        for monomial, coef in self._targets(node):
-            facts = meanings + [fact for atom in monomial for fact in self._index.get(atom, ())]
-            if len(monomial) > 1:
-                facts += [fact for atom in monomial for fact in self._constant_facts(atom)]
-                facts += [x * x + s * x for x in monomial if monomial.count(x) > 1 for s in (1, -1)]
-            for fact in dict.fromkeys(facts):
-                for part, weight in fact.terms:
-                    rest = divide_monomial(monomial, part) if (weight > 0) == (coef > 0) else None
-                    if rest is None or not is_nonneg(self._monomial_interval(rest)):
-                        continue
-                    common = math.gcd(weight, coef)
-                    k = abs(weight) // common
-                    yield node * k - fact * monomial_expr(rest, abs(coef) // common), k
-
-    def _targets(self, node: SymExpr) -> Iterable[tuple[Monomial, int]]:
-        """The terms to cancel: one without a lower bound, or what can outweigh it, or the innermost; else any."""
-        unbounded = [m for m, coef in node.terms if self._monomial_interval(m)[0 if coef > 0 else 1] is None]
-        if not unbounded:
-            return node.terms
-        first, innermost = (max(ms, key=self._monomial_depth) for ms in (unbounded, [m for m, _ in node.terms]))
-        return [(m, coef) for m, coef in node.terms if m is innermost or divide_monomial(m, first) is not None]
-
-    def _monomial_depth(self, monomial: Monomial) -> int:
-        return max(map(self._depth, monomial))
-
-    def _depth(self, atom: SymExpr) -> int:
-        """Larger than that of all that its range or its operands mention: what is innermost is eliminated first."""
-        if isinstance(atom, SymVar):
-            return self._depths.get(atom, 0)
-        assert isinstance(atom, Pair)
-        return self._remember("depth", atom, 0, lambda: 1 + self._max_depth(atom.a, atom.b))
-
-    def _max_depth(self, *exprs: SymExpr) -> int:
-        return max((self._depth(atom) for e in exprs for monomial, _ in e.terms for atom in monomial), default=0)
-
-    def _constant_facts(self, atom: SymExpr) -> Iterator[SymExpr]:
-        low, high = self._monomial_interval((atom,))
-        if low is not None:
-            yield atom - low
-        if high is not None:
-            yield high - atom
-
-    def _meaning(self, atom: SymExpr) -> tuple[SymExpr, ...]:
-        """What is >= 0 by the definition of the atom."""
-        if isinstance(atom, SymVar):
-            return ()
-        return self._remember("meaning", atom, (), lambda: tuple(self._define(atom)))
-
-    def _define(self, atom: SymExpr) -> Iterator[SymExpr]:
-        if isinstance(atom, Min):
-            yield from (atom.a - atom, atom.b - atom)
-        elif isinstance(atom, Max):
-            yield from (atom - atom.a, atom - atom.b)
-        elif isinstance(atom, FloorDiv | FloorMod) and is_nonneg(self.interval(atom.b)):
-            least, most = self._remainder_bounds(atom.a, atom.b)
-            remainder = atom.a - atom * atom.b if isinstance(atom, FloorDiv) else atom
-            yield from (remainder - least, most - remainder)
-            if is_nonneg(self.interval(atom.a)) and not (isinstance(atom, FloorDiv) and atom.b.is_const):
-                yield atom.a - atom
-
-    def _remainder_bounds(self, a: SymExpr, b: SymExpr) -> tuple[IntLike, IntLike]:
-        """Bounds of a % b for b > 0."""
-        if not b.is_const:
-            return 0, b - 1
-        known = self._equal.get(floormod(a, b))
-        if known is not None:
-            return known, known
-        modulus, rest = self.residue(a)
-        modulus = math.gcd(modulus, b.const)
-        return rest % modulus, b - modulus + rest % modulus
+                return found
+            least = minimum(least, (None, bound))
+        return intersect((found, None), (least[1], None))[0]
 
     def _remember(self, question: str, expr: SymExpr, unknown: T, answer: Callable[[], T]) -> T:
         """The answer, computed once; `unknown` is what a question hears that comes back to itself."""
@@ -442,12 +332,6 @@ _OF_PAIR: dict[type[Pair], Callable[[Interval, Interval], Interval]] = {
 }
 
 
-def _tighten(expr: SymExpr) -> SymExpr:
-    """2x - 1 >= 0 says x - 1 >= 0."""
-    common = math.gcd(*(coef for _, coef in expr.terms))
-    return floordiv(expr, common) if common > 1 else expr
-
-
 def _only_atom(expr: SymExpr) -> SymExpr | None:
     return expr if isinstance(expr, SymVar | Pair) else None
 
@@ -458,7 +342,7 @@ def _single_out(difference: SymExpr) -> tuple[SymExpr, SymExpr] | None:
     for monomial, coef in difference.terms:
         if len(monomial) == 1 and abs(coef) == 1:
             rest = (monomial[0] * coef - difference) * coef
-            if not _occurs(monomial[0], rest):
+            if not occurs(monomial[0], rest):
                 found.append((monomial[0], rest))
     return max(found, key=lambda item: item[0].serial if isinstance(item[0], SymVar) else -1, default=None)
 
@@ -469,38 +353,6 @@ def _common_monomial(expr: SymExpr) -> Monomial:
         return ()
     shared = functools.reduce(operator.and_, (collections.Counter(monomial) for monomial, _ in expr.terms))
     return tuple(shared.elements())
-
-
-def _occurs(atom: SymExpr, expr: SymExpr) -> bool:
-    atoms = [found for monomial, _ in expr.terms for found in monomial]
-    return any(x is atom or (isinstance(x, Pair) and (_occurs(atom, x.a) or _occurs(atom, x.b))) for x in atoms)
-
-
-def _find_extremum(expr: SymExpr) -> Pair | None:
-    """The first min or max in the expression, an inner one before the one around it."""
-    for monomial, _ in expr.terms:
-        for atom in monomial:
-            if isinstance(atom, Pair):
-                for found in (_find_extremum(atom.a), _find_extremum(atom.b)):
-                    if found is not None:
-                        return found
-                if isinstance(atom, Min | Max):
-                    return atom
-    return None
-
-
-def _decide(expr: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
-    """The expression where low <= high: each min and max of the two is one of them."""
-
-    def change(atom: SymExpr) -> SymExpr:
-        if not isinstance(atom, Pair):
-            return atom
-        a, b = _decide(atom.a, low, high), _decide(atom.b, low, high)
-        if isinstance(atom, Min | Max) and {a, b} == {low, high}:
-            return low if isinstance(atom, Min) else high
-        return rebuild(atom, a, b)
-
-    return map_atoms(expr, change)
 
 
 def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:

@@ -11,6 +11,7 @@ from relaxlite.frontend.onnx.slices import SliceRange, resolve_slice
 from relaxlite.frontend.onnx.tensors import sparse_constant
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.ops.broadcast import broadcast_dim
 from relaxlite.ir.ops.shape import infer_dimension
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, product, smax, sym
 
@@ -145,7 +146,7 @@ def expand(n: Node) -> Result:
     rank = max(len(dims), len(target))
     ones = (sym(1),)
     left, right = ones * (rank - len(dims)) + dims, ones * (rank - len(target)) + target
-    result = tuple(ops.broadcast_dim(a, b) for a, b in zip(left, right, strict=True))
+    result = tuple(broadcast_dim(a, b) for a, b in zip(left, right, strict=True))
     for k, d in enumerate(result):
         if d is None:
             n.fail(f"dimension {k} of size {left[k]} cannot be expanded to {right[k]}")

@@ -12,14 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from relaxlite.errors import TypeInferenceError
+from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import index
 from relaxlite.ir.program import Buffer, Check, Stmt, Value, compute, seq
 from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin, sym
-
-try:
-    from relaxlite.ir.analyzer import Analyzer
-except ImportError:  # INTERIM until analyzer.py is there
-    from relaxlite.ir.ops._interim import Analyzer
 
 Shape = tuple[SymExpr, ...]
 

@@ -14,7 +14,7 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_checks, broadcast_index, broadcast_shapes, format_shape
 from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index
-from relaxlite.ir.program import Allocate, Buffer, Check, Stmt, compute, reduce, seq
+from relaxlite.ir.program import Buffer, Check, Stmt, reduce, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 

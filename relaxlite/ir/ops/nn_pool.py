@@ -18,7 +18,7 @@ from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import accumulator, in_accumulator
 from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Stmt, Value, compute, reduce, seq
+from relaxlite.ir.program import Buffer, Stmt, Value, compute, reduce, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 

@@ -118,7 +118,7 @@ def _coordinate(
     if mode == "tf_half_pixel_for_nn":
         return (at + 0.5) / scale
     if mode == "half_pixel_symmetric":
-        return size * 0.5 * (1.0 - out / (scale * size)) + half
+        return size * 0.5 * (1.0 - out / (scale * size)) + (at + 0.5) / scale - 0.5
     if mode == "pytorch_half_pixel":
         return choose(out > 1.0, half, 0.0)
     if mode == "align_corners":
@@ -145,3 +145,253 @@ def _cubic(distance: Any, a: float, choose: Callable[..., Any]) -> Any:
 
 def _triangle(distance: Any, choose: Callable[..., Any]) -> Any:
     return choose(distance < 1.0, 1.0 - distance, 0.0)
+
+
+@register
+class Resize(Op):
+    """x resized to `sizes`, with the attributes of ONNX's Resize.
+
+    `scales` (one per dimension) overrides sizes / shape in the coordinates; `roi` (starts, then ends, of every dimension) is
+    for tf_crop_and_resize, which yields `extrapolation_value` outside x. Half precision and integers are computed in
+    float32 (nearest copies any dtype).
+    """
+
+    name = "resize"
+    operands = ("x", "sizes")
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "mode": Attr("str", "nearest", ("nearest", "linear", "cubic")),
+        "coordinate_transformation_mode": Attr("str", "half_pixel", COORDINATES),
+        "nearest_mode": Attr("str", "round_prefer_floor", ROUNDINGS),
+        "cubic_coeff_a": Attr("float", -0.75),
+        "exclude_outside": Attr("bool", False),
+        "extrapolation_value": Attr("float", 0.0),
+        "antialias": Attr("bool", False),
+        "scales": Attr("floats", None),
+        "roi": Attr("floats", None),
+    }
+
+    def infer(self, x: Expr, sizes: Expr, **attrs: Any) -> Type:
+        ty, dims = self.tensor(x, "x"), self.shape(sizes, "sizes")
+        rank = len(ty.shape or ())
+        if len(dims) != rank:
+            self.fail(f"sizes must have one value per dimension of x {ty}, got {format_shape(dims)}")
+        for name, count in (("scales", rank), ("roi", 2 * rank)):
+            if attrs[name] is not None and len(attrs[name]) != count:
+                self.fail(f"{name} must have {count} values, got {attrs[name]}")
+        if attrs["mode"] != "nearest" and ty.dtype == "bool":
+            self.fail("x must not be bool, unless mode is nearest")
+        return TensorType.of(dims, ty.dtype)
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        x, sizes = call.args
+        ty, target, attrs = self.tensor(x), self.shape(sizes), dict[str, Any](call.attrs)
+        axes = _resized_axes(ty.shape or (), target, attrs)
+        if not axes:
+            return get_op("reshape")(x, ShapeValue(target))
+        if attrs["mode"] == "nearest":
+            return None
+        if ty.dtype not in ("float32", "float64"):
+            wide = emit_op(bb, "resize", emit_op(bb, "cast", x, dtype="float32"), ShapeValue(target), **attrs)
+            return get_op("cast")(wide, dtype=ty.dtype)
+        if len(axes) == 1:
+            return None
+        dims, rank = list(ty.shape or ()), len(target)
+        for axis in axes:
+            dims[axis.k] = target[axis.k]
+            scales = None if axis.scale is None else [axis.scale if k == axis.k else 1.0 for k in range(rank)]
+            roi = [axis.roi[end] if k == axis.k else float(end) for end in (0, 1) for k in range(rank)]
+            x = bb.emit(self(x, ShapeValue(tuple(dims)), **{**attrs, "scales": scales, "roi": roi}))
+        return x
+
+    def lower(self, x: Buffer, sizes: Shape, *, out: Buffer, **attrs: Any) -> Stmt:
+        axes = _resized_axes(x.shape, sizes, attrs)
+        if attrs["mode"] == "nearest":
+            return _lower_nearest(x, out, axes, attrs)
+        (axis,) = axes
+        return _lower_weighted(x, out, axis, attrs)
+
+    def reference(self, x: Any, sizes: tuple[int, ...], **attrs: Any) -> Any:
+        is_nearest = attrs["mode"] == "nearest"
+        wide = x if is_nearest or x.dtype in (np.float32, np.float64) else x.astype(np.float32)
+        with np.errstate(all="ignore"):
+            for axis in _resized_axes(tuple(map(sym, x.shape)), tuple(map(sym, sizes)), attrs):
+                wide = _resize_axis(wide, axis, attrs)
+        return get_op("cast").reference(wide, dtype=dtypes.from_numpy(x.dtype)).reshape(sizes)
+
+    def samples(self) -> Iterable[Sample]:
+        kinds, large = ("float32", "shape"), lambda shape, rng: rng.standard_normal(shape).astype(np.float32) * 9
+        yield Sample((("n", 2, "h", "w"), ("n", 2, "h*2", "w*3")), {"nearest_mode": "ceil"}, kinds)
+        yield Sample((("n", "h"), ("n", "h*2")), {"coordinate_transformation_mode": "asymmetric"}, kinds)
+        yield Sample((("h*2", "w*4"), ("h", "w")), {"nearest_mode": "floor"}, ("uint8", "shape"))
+        for coordinates in COORDINATES:
+            attrs = {"coordinate_transformation_mode": coordinates, "roi": (0.0, 0.2, 1.0, 1.3), "extrapolation_value": 7.0}
+            yield Sample((("n", "h"), ("n", 5)), attrs, kinds)
+            yield Sample((("n", "h"), ("n", 5)), {"mode": "linear", **attrs}, kinds, tolerance=1e-4)
+        yield Sample(((1, "h", "w"), (1, 4, "w*2")), {"mode": "linear"}, kinds, tolerance=1e-4)
+        yield Sample(((1, "h", 5), (1, "h+3", 3)), {"mode": "cubic", "exclude_outside": True}, kinds, tolerance=1e-4)
+        yield Sample(((1, "h"), (1, 6)), {"mode": "cubic", "scales": (1.0, 2.5)}, kinds, tolerance=1e-4)
+        yield Sample((("h", 7), ("h", 3)), {"mode": "linear", "antialias": True}, kinds, tolerance=1e-4)
+        yield Sample((("h*3", 7), ("h", 9)), {"mode": "cubic", "antialias": True}, kinds, tolerance=1e-4)
+        yield Sample((("n", 3), ("n", 5)), {"mode": "linear"}, ("float16", "shape"), tolerance=4e-3)
+        yield Sample((("n", 3), ("n", 6)), {"mode": "linear"}, ("int32", "shape"), make={0: large})
+
+
+def _resized_axes(shape: Shape, sizes: Shape, attrs: Mapping[str, Any]) -> list[_Axis]:
+    rank, scales, roi = len(shape), attrs["scales"], attrs["roi"]
+    axes = []
+    for k in range(rank):
+        part = (0.0, 1.0) if roi is None else (roi[k], roi[rank + k])
+        axes.append(_Axis(k, shape[k], sizes[k], None if scales is None else scales[k], part, attrs))
+    return [axis for axis in axes if not axis.is_identity()]
+
+
+def _outside(where: Any, size: Any) -> Any:
+    return (where < 0.0) | (where > size - 1.0)
+
+
+def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str, Any]) -> Stmt:
+    exact = {axis.k: axis for axis in axes if axis.nearest(sym(0)) is not None}
+    tables = {axis.k: Buffer(f"nearest{axis.k}", (axis.out,), "int64") for axis in axes if axis.k not in exact}
+    places = {axis.k: Buffer(f"where{axis.k}", (axis.out,), "float32") for axis in axes if axis.crops}
+    sources = {k: SymVar(f"s{k}") for k in tables}
+
+    def nearest(axis: _Axis, o: SymExpr) -> Value:
+        where = axis.coordinate(o)
+        found = _nearest(where, attrs["nearest_mode"], where.unary("floor"), select).cast("int64")
+        return found.minimum(index(axis.size - 1)).maximum(0).value
+
+    def copy(*i: SymVar) -> Stmt:
+        at = tuple(sources.get(k, exact[k].nearest(o) if k in exact else o) for k, o in enumerate(i))
+        value = Scalar(x[at])  # type: ignore[index]
+        for axis in axes:
+            if axis.crops:
+                outside = _outside(Scalar(places[axis.k][i[axis.k]]), index(axis.size).cast("float32"))
+                value = select(outside, attrs["extrapolation_value"], value)
+        body: Stmt = Store(out, i, value.value)
+        for k, table in tables.items():
+            body = LetIndex(sources[k], table[i[k]], body)
+        return body
+
+    stages = [compute(tables[a.k], lambda o, a=a: nearest(a, o)) for a in axes if a.k in tables]
+    stages += [compute(places[a.k], lambda o, a=a: a.coordinate(o).value) for a in axes if a.crops]
+    body = seq(*stages, loops("ijklmn", out.shape, copy))
+    for buffer in (*tables.values(), *places.values()):
+        body = Allocate(buffer, body)
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """The weights of linear or cubic interpolation around a source coordinate, with `taps` neighbours from `first` on."""
+
+    axis: _Axis
+    attrs: Mapping[str, Any]
+
+    @property
+    def half(self) -> int:
+        return 1 if self.attrs["mode"] == "linear" else 2
+
+    @property
+    def taps(self) -> SymExpr:
+        """Twice the support: with antialiasing, the kernel is stretched by the factor that x shrinks by."""
+        if not self.attrs["antialias"]:
+            return sym(2 * self.half)
+        if self.axis.scale is not None:
+            return sym(2 * math.ceil(self.half * max(1.0, 1 / self.axis.scale)) + 1)
+        return smax(self.half, ceildiv(self.axis.size * self.half, smax(self.axis.out, 1))) * 2 + 1
+
+    @property
+    def is_normalized(self) -> bool:
+        return bool(self.attrs["antialias"] or self.attrs["exclude_outside"])
+
+    def stretch(self, scale: Any, maximum: Callable[[Any, Any], Any]) -> Any:
+        return maximum(1.0 / scale, 1.0) if self.attrs["antialias"] else 1.0
+
+    def first(self, where: Any, stretch: Any, floor: Callable[[Any], Any]) -> Any:
+        """The first neighbour of a coordinate, a whole float32; it may lie outside x."""
+        return floor(where + (1.0 - stretch * float(self.half)))
+
+    def weight(self, distance: Any, stretch: Any, choose: Callable[..., Any]) -> Any:
+        """Of a neighbour at a distance >= 0."""
+        near = distance / stretch if self.attrs["antialias"] else distance
+        return _triangle(near, choose) if self.half == 1 else _cubic(near, self.attrs["cubic_coeff_a"], choose)
+
+
+def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any]) -> Stmt:
+    """out = sum over taps t of weights[o, t] * x[first(o) + t], clamped into x."""
+    kernel, k = _Kernel(axis, attrs), axis.k
+    where = Buffer("where", (axis.out,), "float32")
+    weights = Buffer("weights", (axis.out, kernel.taps), "float32")
+    totals = Buffer("totals", (axis.out,), "float32")
+    stretch = kernel.stretch(axis.scale_value(), Scalar.maximum)
+    size, first = index(axis.size).cast("float32"), SymVar("first", lower=None)
+
+    def begin(o: SymExpr) -> Scalar:
+        return kernel.first(Scalar(where[o]), stretch, lambda v: v.unary("floor"))  # type: ignore[no-any-return]
+
+    def weight(o: SymExpr, t: SymExpr) -> Value:
+        position = begin(o) + index(t).cast("float32")
+        found = kernel.weight((position - Scalar(where[o])).abs(), stretch, select)
+        if attrs["exclude_outside"]:
+            found = select(_outside(position, size), 0.0, found)
+        return found.value  # type: ignore[no-any-return]
+
+    def term(i: tuple[SymVar, ...], t: SymExpr) -> Scalar:
+        clamped = smin(smax(first + t, 0), axis.size - 1)
+        at = (*i[:k], clamped, *i[k + 1 :])
+        return Scalar(weights[i[k], t]).cast(out.dtype) * Scalar(x[at])
+
+    def element(*i: SymVar) -> Stmt:
+        start, taps = begin(i[k]).cast("int64").value, as_int(kernel.taps)
+        if taps is not None and not attrs["antialias"]:
+            total = term(i, sym(0))
+            for t in range(1, taps):
+                total = total + term(i, sym(t))
+            return LetIndex(first, start, Store(out, i, total.value))
+        summed = loops("t", (kernel.taps,), lambda t: Store(out, i, term(i, t).value, "add"))
+        return seq(Store(out, i, identity("add", out.dtype)), LetIndex(first, start, summed))
+
+    def cropped(*i: SymVar) -> Value:
+        outside = _outside(Scalar(where[i[k]]), size)
+        return select(outside, attrs["extrapolation_value"], Scalar(out[i])).value
+
+    stages = [compute(where, lambda o: axis.coordinate(o).value), compute(weights, weight)]
+    if kernel.is_normalized:
+        stages.append(reduce(totals, (kernel.taps,), "add", identity("add", "float32"), lambda o, t: weights[o, t]))
+        stages.append(compute(weights, lambda o, t: (Scalar(weights[o, t]) / Scalar(totals[o])).value))
+    stages.append(loops("ijlmnp", out.shape, element))
+    if axis.crops:
+        stages.append(compute(out, cropped))
+    body = seq(*stages)
+    for buffer in (totals, weights, where) if kernel.is_normalized else (weights, where):
+        body = Allocate(buffer, body)
+    return body
+
+
+def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:
+    """One dimension resized in NumPy: by a gather, or by a dense matrix of weights."""
+    size, out = int(axis.size), int(axis.out)
+    scale = np.float32(axis.scale) if axis.scale is not None else np.float32(out) / np.float32(size)
+    at = np.arange(out, dtype=np.float32)
+    where = _coordinate(at, scale, np.float32(out), np.float32(size), axis.roi, attrs, np.where).astype(np.float32)
+    where = np.broadcast_to(where, (out,))
+    if attrs["mode"] == "nearest":
+        found = np.clip(_nearest(where, attrs["nearest_mode"], np.floor(where), np.where), 0, size - 1)
+        result = np.take(x, found.astype(np.int64), axis.k)
+    else:
+        kernel = _Kernel(axis, attrs)
+        stretch = kernel.stretch(scale, np.maximum)
+        positions = kernel.first(where, stretch, np.floor)[:, None] + np.arange(int(kernel.taps), dtype=np.float32)
+        weights = kernel.weight(np.abs(positions - where[:, None]), stretch, np.where)
+        if attrs["exclude_outside"]:
+            weights = np.where(_outside(positions, size), 0, weights)
+        if kernel.is_normalized:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        matrix = np.zeros((out, size), x.dtype)
+        columns = np.clip(positions, 0, size - 1).astype(np.int64)
+        np.add.at(matrix, (np.arange(out)[:, None], columns), weights.astype(x.dtype))
+        result = np.moveaxis(np.tensordot(matrix, x, (1, axis.k)), 0, axis.k)
+    if not axis.crops:
+        return result
+    outside = _outside(where, size).reshape(-1, *(1,) * (x.ndim - 1 - axis.k))
+    return np.where(outside, x.dtype.type(attrs["extrapolation_value"]), result)

@@ -1,0 +1,55 @@
+"""Matrix products: MatMul, Gemm, Einsum, Det."""
+
+from __future__ import annotations
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+
+
+def emit_matmul(n: Node, a: Expr, b: Expr) -> Expr:
+    """a @ b; contracted dimensions with different symbols are checked at run time."""
+    return n.emit(matmul_call(n, a, b))
+
+
+def matmul_call(n: Node, a: Expr, b: Expr) -> Expr:
+    left, right = n.shape_of(a), n.shape_of(b)
+    if left and right:
+        a = unify_dims(n.bb, a, {len(left) - 1: right[-2] if len(right) > 1 else right[0]})
+    return ops.matmul(a, b)
+
+
+@onnx_op("MatMul")
+def matmul(n: Node) -> Result:
+    return matmul_call(n, n.input(0), n.input(1))
+
+
+@onnx_op("Gemm")
+def gemm(n: Node) -> Result:
+    """alpha * A' @ B' + beta * C, where C is broadcast to the product (before opset 7 if `broadcast` says so)."""
+    alpha, beta = n.float("alpha", 1.0), n.float("beta", 1.0)
+    if n.opset < 7:
+        n.int("broadcast", 0)  # the operand's shape says as much
+    a = n.emit(ops.transpose(n.input(0), axes=(1, 0))) if n.flag("transA") else n.input(0)
+    b = n.emit(ops.transpose(n.input(1), axes=(1, 0))) if n.flag("transB") else n.input(1)
+    if len(n.shape_of(a)) != 2 or len(n.shape_of(b)) != 2:
+        n.fail("Gemm multiplies matrices: its first two inputs must have rank 2")
+    product = matmul_call(n, a, b)
+    if alpha != 1.0:
+        product = scaled(n, n.emit(product), alpha)
+    c = n.optional(2)
+    if c is None or beta == 0.0:
+        return product
+    added = c if beta == 1.0 else n.emit(scaled(n, c, beta))
+    return ops.add(n.emit(product), added)
+
+
+def scaled(n: Node, x: Expr, factor: float) -> Expr:
+    dtype = n.type_of(x).dtype
+    if not dtypes.is_float(dtype) and factor != int(factor):
+        wide = n.emit(ops.multiply(n.emit(ops.cast(x, dtype="float64")), Constant.of(factor, "float64")))
+        return ops.cast(wide, dtype=dtype)
+    return ops.multiply(x, Constant.of(factor, dtype))

@@ -1,0 +1,177 @@
+"""Convolutions and pools."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
+from relaxlite.frontend.onnx.windows import auto_pad, split_padding, window_pads
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
+
+Shape = tuple[SymExpr, ...]
+
+
+def kernel_of(n: Node, weight: int = 1) -> Shape:
+    """The spatial sizes of the filter, checked against the attribute that repeats them."""
+    shape, given = n.shape(weight)[2:], n.ints("kernel_shape", None)
+    if given is not None and any(as_int(d) not in (None, k) for d, k in zip(shape, given, strict=False)):
+        n.fail(f"attribute 'kernel_shape' is {given}, but the filter has shape ({', '.join(map(str, n.shape(weight)))})")
+    return shape
+
+
+def per_axis(n: Node, name: str, count: int) -> tuple[int, ...]:
+    found = n.ints(name, None) or (1,) * count
+    if len(found) != count:
+        n.fail(f"attribute '{name}' must have {count} values, one per spatial dimension, got {len(found)}")
+    return found
+
+
+def conv_attributes(n: Node, weight: int = 1) -> tuple[Shape, dict[str, object]]:
+    """(pads, the other attributes) of a convolution."""
+    sizes = n.shape(0)[2:]
+    if len(n.shape(weight)) != len(sizes) + 2:
+        n.fail(f"input of rank {len(sizes) + 2} and filter of rank {len(n.shape(weight))} do not fit")
+    strides, dilations = per_axis(n, "strides", len(sizes)), per_axis(n, "dilations", len(sizes))
+    pads = window_pads(n, sizes, kernel_of(n, weight), strides, dilations)
+    return pads, {"strides": strides, "dilations": dilations, "groups": n.int("group", 1)}
+
+
+@onnx_op("Conv")
+def conv(n: Node) -> Result:
+    pads, attrs = conv_attributes(n)
+    x = unify_dims(n.bb, n.input(0), {1: n.shape(1)[1] * attrs["groups"]})  # type: ignore[operator]
+    return with_bias(n, ops.conv(x, n.input(1), pads, **attrs), n.optional(2))
+
+
+def with_bias(n: Node, call: Expr, bias: Expr | None) -> Expr:
+    """A result of shape (n, c, spatial...) plus one number per channel."""
+    if bias is None:
+        return call
+    spatial = len(n.shape_of(call)) - 2
+    if len(n.shape_of(bias)) != 1:
+        n.fail(f"the bias must have one dimension, got {bias.ty}")
+    column: Expr
+    if isinstance(bias, Constant):
+        column = Constant.of(np.reshape(bias.value, (-1, *(1,) * spatial)), name=bias.name)
+    else:
+        column = n.emit(ops.reshape(bias, (*n.shape_of(bias), *(1,) * spatial)))
+    return ops.add(n.emit(call), column)
+
+
+@onnx_op("ConvTranspose")
+def conv_transpose(n: Node) -> Result:
+    sizes = n.shape(0)[2:]
+    count = len(sizes)
+    strides, dilations = per_axis(n, "strides", count), per_axis(n, "dilations", count)
+    extra = n.ints("output_padding", None) or (0,) * count
+    mode, pads = auto_pad(n), n.ints("pads", None) or (0,) * (2 * count)
+    wanted = n.ints("output_shape", None)
+    target = None if wanted is None else tuple(sym(d) for d in wanted[-count:])
+    if target is None and mode in ("SAME_UPPER", "SAME_LOWER"):
+        target = tuple(d * s for d, s in zip(sizes, strides, strict=True))
+    padding = tuple(sym(p) for p in pads) if mode != "VALID" else (sym(0),) * (2 * count)
+    if target is not None:
+        extents = [(k - 1) * d + 1 for k, d in zip(kernel_of(n), dilations, strict=True)]
+        totals = [(sizes[k] - 1) * strides[k] + extra[k] + extents[k] - target[k] for k in range(count)]
+        pairs = [split_padding(total, more_at_end=mode == "SAME_UPPER") for total in totals]
+        padding = tuple(p for p, _ in pairs) + tuple(p for _, p in pairs)
+    else:
+        kernel_of(n)
+    call = ops.conv_transpose(
+        n.input(0), n.input(1), padding, strides=strides, dilations=dilations, groups=n.int("group", 1), output_padding=extra
+    )
+    return with_bias(n, call, n.optional(2))
+
+
+# Pools
+
+
+def _pool(n: Node) -> tuple[Shape, dict[str, object]]:
+    """(pads, attributes) that all pools share."""
+    sizes, kernel = n.shape(0)[2:], n.ints("kernel_shape")
+    if len(kernel) != len(sizes):
+        n.fail(f"attribute 'kernel_shape' must have {len(sizes)} values, one per spatial dimension, got {len(kernel)}")
+    strides, dilations = per_axis(n, "strides", len(sizes)), per_axis(n, "dilations", len(sizes))
+    pads = window_pads(n, sizes, kernel, strides, dilations)
+    return pads, {"kernel": kernel, "strides": strides, "dilations": dilations, "ceil_mode": n.flag("ceil_mode")}
+
+
+@onnx_op("MaxPool")
+def max_pool(n: Node) -> Result:
+    pads, attrs = _pool(n)
+    order = n.int("storage_order", 0)
+    if n.wants(1):
+        return n.fields(ops.max_pool_with_indices(n.input(0), pads, storage_order=order, **attrs))
+    return ops.max_pool(n.input(0), pads, **attrs)
+
+
+@onnx_op("AveragePool")
+def average_pool(n: Node) -> Result:
+    pads, attrs = _pool(n)
+    return ops.avg_pool(n.input(0), pads, count_include_pad=n.flag("count_include_pad"), **attrs)
+
+
+@onnx_op("LpPool")
+def lp_pool(n: Node) -> Result:
+    pads, attrs = _pool(n)
+    return ops.lp_pool(n.input(0), pads, p=_norm_order(n), **attrs)
+
+
+def _norm_order(n: Node) -> int:
+    """A float in opset 1, an integer since."""
+    if n.opset >= 2:
+        return n.int("p", 2)
+    value = n.float("p", 2.0)
+    if value != int(value):
+        n.fail(f"attribute 'p' must be a whole number, got {value}")
+    return int(value)
+
+
+def _spatial_axes(n: Node) -> tuple[int, ...]:
+    if n.rank() < 3:
+        n.fail(f"the input must be (n, c, spatial...), got {n.type()}")
+    return tuple(range(2, n.rank()))
+
+
+@onnx_op("GlobalAveragePool")
+def global_average_pool(n: Node) -> Result:
+    return ops.mean(n.input(0), axes=_spatial_axes(n), keepdims=True)
+
+
+@onnx_op("GlobalMaxPool")
+def global_max_pool(n: Node) -> Result:
+    return ops.max(n.input(0), axes=_spatial_axes(n), keepdims=True)
+
+
+@onnx_op("GlobalLpPool")
+def global_lp_pool(n: Node) -> Result:
+    axes, order = _spatial_axes(n), _norm_order(n)
+    if order in (1, 2):
+        return (ops.reduce_l1 if order == 1 else ops.reduce_l2)(n.input(0), axes=axes, keepdims=True)
+    power = Constant.of(order, n.dtype())
+    total = n.emit(ops.sum(n.emit(ops.power(n.emit(ops.abs(n.input(0))), power)), axes=axes, keepdims=True))
+    return ops.power(total, Constant.of(1 / order, n.dtype()))
+
+
+@onnx_op("MaxUnpool", since=9)
+def max_unpool(n: Node) -> Result:
+    """Each value back at its index in a tensor of zeros; padded at the end to the shape that is asked for."""
+    x, indices, dims = n.input(0), n.input(1), n.shape(0)
+    kernel = n.ints("kernel_shape")
+    strides, pads = per_axis(n, "strides", len(kernel)), n.ints("pads", None) or (0,) * (2 * len(kernel))
+    spatial = [
+        (dims[k + 2] - 1) * strides[k] + kernel[k] - pads[k] - pads[len(kernel) + k] for k in range(len(kernel))
+    ]
+    full = (*dims[:2], *spatial)
+    zeros = n.emit(ops.full((product(full),), Constant.of(0, n.dtype())))
+    flat = [n.emit(ops.reshape(v, (product(dims),))) for v in (indices, x)]
+    made = n.emit(ops.scatter_elements(zeros, flat[0], flat[1], axis=0))
+    placed = ops.reshape(made, full)
+    if n.optional(2) is None:
+        return placed
+    after = tuple(t - f for t, f in zip(n.shape_values(2, lower=0), full, strict=True))
+    return ops.pad(n.emit(placed), (0,) * len(full), after, None)

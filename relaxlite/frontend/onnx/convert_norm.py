@@ -1,0 +1,185 @@
+"""Normalizations and softmax."""
+
+from __future__ import annotations
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.symbolic import SymExpr, product
+
+Shape = tuple[SymExpr, ...]
+
+_SOFTMAX = {"Softmax": "softmax", "LogSoftmax": "log_softmax"}
+
+
+def _softmax_1(op: Op, n: Node) -> Result:
+    """Before opset 13: over all dimensions from `axis` on, taken together."""
+    dims = n.shape()
+    axis = normalize_axis(n, n.int("axis", 1), len(dims))
+    if axis == len(dims) - 1:
+        return op(n.input(0), axis=-1)
+    rows = n.emit(ops.reshape(n.input(0), (product(dims[:axis]), product(dims[axis:]))))
+    return ops.reshape(n.emit(op(rows, axis=-1)), dims)
+
+
+def _softmax_13(op: Op, n: Node) -> Result:
+    return op(n.input(0), axis=n.int("axis", -1))
+
+
+def _register_softmax(name: str, op: Op) -> None:
+    onnx_op(name)(lambda n: _softmax_1(op, n))
+    onnx_op(name, since=13)(lambda n: _softmax_13(op, n))
+
+
+for _name, _op in _SOFTMAX.items():
+    _register_softmax(_name, get_op(_op))
+
+
+@onnx_op("Hardmax")
+def hardmax_1(n: Node) -> Result:
+    dims = n.shape()
+    axis = normalize_axis(n, n.int("axis", 1), len(dims))
+    rows = n.emit(ops.reshape(n.input(0), (product(dims[:axis]), product(dims[axis:]))))
+    return ops.reshape(n.emit(_hardmax(n, rows, 1)), dims)
+
+
+@onnx_op("Hardmax", since=13)
+def hardmax(n: Node) -> Result:
+    return _hardmax(n, n.input(0), normalize_axis(n, n.int("axis", -1), n.rank()))
+
+
+def _hardmax(n: Node, x: Expr, axis: int) -> Expr:
+    """One at the first maximum, zero elsewhere."""
+    first = n.emit(ops.argmax(x, axis=axis))
+    values = Constant.of([0, 1], n.type_of(x).dtype)
+    return ops.one_hot(first, (n.shape_of(x)[axis],), values, axis=axis)
+
+
+@onnx_op("BatchNormalization")
+def batch_norm_1(n: Node) -> Result:
+    n.ignore("consumed_inputs", "momentum")
+    if n.opset < 7 and not n.flag("is_test") and n.num_outputs > 1:
+        n.fail("BatchNormalization in training mode is not supported; export the model for inference")
+    if not n.flag("spatial", True):
+        n.fail("attribute 'spatial'=0 (statistics per element, not per channel) is not supported")
+    return _batch_norm(n)
+
+
+@onnx_op("BatchNormalization", since=9)
+def batch_norm(n: Node) -> Result:
+    n.ignore("momentum")
+    if n.opset >= 14 and n.flag("training_mode"):
+        n.fail("BatchNormalization with training_mode=1 is not supported; export the model for inference")
+    return _batch_norm(n)
+
+
+def _batch_norm(n: Node) -> Result:
+    """In the widest of the types of x and its weights (which may differ since opset 15)."""
+    if any(n.wants(k) for k in range(1, n.num_outputs)):
+        n.fail("BatchNormalization with more than one output is training, which is not supported; export the model for inference")
+    epsilon = n.float("epsilon", 1e-5)
+    values = n.all_inputs()
+    wide = max((n.type_of(v).dtype for v in values), key=dtypes.itemsize)
+    cast = [v if n.type_of(v).dtype == wide else n.emit(ops.cast(v, dtype=wide)) for v in values]
+    result = ops.batch_norm(*cast, epsilon=epsilon)
+    return result if wide == n.dtype() else ops.cast(n.emit(result), dtype=n.dtype())
+
+
+@onnx_op("InstanceNormalization")
+def instance_norm(n: Node) -> Result:
+    n.ignore("consumed_inputs")
+    return ops.instance_norm(n.input(0), n.input(1), n.input(2), epsilon=n.float("epsilon", 1e-5))
+
+
+@onnx_op("GroupNormalization", since=18)
+def group_norm_18(n: Node) -> Result:
+    """Until opset 21 scale and bias hold one number per group."""
+    groups = n.int("num_groups")
+    per_group = n.shape()[1] // groups
+    weights = [
+        n.emit(ops.reshape(n.emit(ops.broadcast_to(n.emit(ops.reshape(n.input(k), (groups, 1))), (groups, per_group))), (n.shape()[1],)))
+        for k in (1, 2)
+    ]
+    return _group_norm(n, groups, weights)
+
+
+@onnx_op("GroupNormalization", since=21)
+def group_norm(n: Node) -> Result:
+    return _group_norm(n, n.int("num_groups"), [n.input(1), n.input(2)])
+
+
+def _group_norm(n: Node, groups: int, weights: list[Expr]) -> Result:
+    check_stash(n)
+    return ops.group_norm(n.input(0), *weights, groups=groups, epsilon=n.float("epsilon", 1e-5))
+
+
+def check_stash(n: Node) -> None:
+    """The type that statistics are computed in: our ops use float32 for half-precision floats, as the default says."""
+    stash = n.int("stash_type", 1)
+    if stash not in (1, 11) or (stash == 1 and n.dtype() == "float64"):
+        n.int("stash_type", 1)
+
+
+@onnx_op("LayerNormalization", since=17)
+def layer_norm(n: Node) -> Result:
+    check_stash(n)
+    dims = n.shape()
+    axis = normalize_axis(n, n.int("axis", -1), len(dims))
+    epsilon = n.float("epsilon", 1e-5)
+    weights = [_weight(n, w, dims[axis:]) for w in (n.input(1), n.optional(2)) if w is not None]
+    result = ops.layer_norm(n.input(0), *weights, axis=axis, epsilon=epsilon)
+    if not n.wants(1) and not n.wants(2):
+        return result
+    return (result, *_statistics(n, tuple(range(axis, len(dims))), epsilon))
+
+
+def _weight(n: Node, weight: Expr, tail: Shape) -> Expr:
+    """A scale or bias, broadcast to the normalized dimensions."""
+    shape = n.shape_of(weight)
+    if len(shape) == len(tail):
+        return weight if shape == tail or all(not d.is_const for d in shape) else n.emit(ops.broadcast_to(weight, tail))
+    if len(shape) > len(tail):
+        lead = len(shape) - len(tail)
+        return _weight(n, n.emit(ops.squeeze(weight, axes=tuple(range(lead)))), tail)
+    return n.emit(ops.broadcast_to(weight, tail))
+
+
+def _statistics(n: Node, axes: tuple[int, ...], epsilon: float) -> tuple[Expr, Expr]:
+    """Mean and 1 / standard deviation, in float32 for half-precision floats."""
+    wide = "float32" if n.dtype() in ("float16", "bfloat16") else n.dtype()
+    x = n.input(0) if wide == n.dtype() else n.emit(ops.cast(n.input(0), dtype=wide))
+    average = n.emit(ops.mean(x, axes=axes, keepdims=True))
+    centered = n.emit(ops.subtract(x, average))
+    variance = n.emit(ops.mean(n.emit(ops.multiply(centered, centered)), axes=axes, keepdims=True))
+    shifted = n.emit(ops.add(variance, Constant.of(epsilon, wide)))
+    return average, n.emit(ops.reciprocal(n.emit(ops.sqrt(shifted))))
+
+
+@onnx_op("RMSNormalization", since=23)
+def rms_norm(n: Node) -> Result:
+    check_stash(n)
+    dims = n.shape()
+    axis = normalize_axis(n, n.int("axis", -1), len(dims))
+    scale = _weight(n, n.input(1), dims[axis:])
+    return ops.rms_norm(n.input(0), scale, axis=axis, epsilon=n.float("epsilon", 1e-5))
+
+
+@onnx_op("LRN")
+def lrn(n: Node) -> Result:
+    return ops.lrn(
+        n.input(0), size=n.int("size"), alpha=n.float("alpha", 1e-4), beta=n.float("beta", 0.75), bias=n.float("bias", 1.0)
+    )
+
+
+@onnx_op("LpNormalization")
+def lp_norm(n: Node) -> Result:
+    return ops.lp_normalize(n.input(0), axis=n.int("axis", -1), p=n.int("p", 2))
+
+
+@onnx_op("MeanVarianceNormalization", since=9)
+def mean_variance_norm(n: Node) -> Result:
+    return ops.mean_variance_normalize(n.input(0), axes=n.ints("axes", (0, 2, 3)))
