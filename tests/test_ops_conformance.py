@@ -1,6 +1,6 @@
-"""Every op that declares samples: its NumPy reference against its loops, at several sizes of every symbol.
+"""Every op that declares samples: its NumPy reference against its loops and against machine code, at several sizes.
 
-`RUNNERS` names the ways to run a lowered module; add one (compiled code) and every sample of every op runs through it.
+`RUNNERS` names the ways to run a module: each makes it ready once, and runs it at every size of its symbols.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import relaxlite as rl
 from relaxlite import dtypes
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ExecutionError
@@ -26,14 +27,20 @@ from relaxlite.ir.types import TensorType
 
 SIZES = (0, 1, 3, 7)
 FUNCTIONS = {"min": smin, "max": smax}  # what the dimensions of a sample may use
-Runner = Callable[[IRModule, list[Any]], Any]
+Runner = Callable[[IRModule], Callable[..., Any]]
 
 
-def run_loops(module: IRModule, args: list[Any]) -> Any:
-    return Interpreter(module).run("main", *args)
+def interpreted(module: IRModule) -> Callable[..., Any]:
+    """Decomposed and lowered, its loops run one scalar at a time."""
+    lowered = Interpreter(legalize(module))
+    return lambda *args: lowered.run("main", *args)
 
 
-RUNNERS: dict[str, Runner] = {"interpreter": run_loops}
+def compiled(module: IRModule) -> Callable[..., Any]:
+    return rl.compile(module)
+
+
+RUNNERS: dict[str, Runner] = {"interpreted": interpreted, "compiled": compiled}
 
 
 # A sample as a module
@@ -56,7 +63,7 @@ def operand_dtypes(sample: Sample) -> tuple[str, ...]:
 
 
 def sample_module(op: Op, sample: Sample) -> IRModule:
-    """main(x...) = op(x...), with shape operands made of the symbols of the parameters (and, last, an anchor for the rest)."""
+    """main(sizes, x...) = op(x...). The shape of `sizes` binds every symbol, also those of shape operands alone."""
     symbols = sample_symbols(sample)
     types = operand_dtypes(sample)
     params = [
@@ -65,7 +72,7 @@ def sample_module(op: Op, sample: Sample) -> IRModule:
         if dtype != "shape"
     ]
     bb = BlockBuilder()
-    anchor = Var("sizes", TensorType.of(tuple(symbols.values()), "bool"))  # binds every symbol
+    anchor = Var("sizes", TensorType.of(tuple(symbols.values()), "bool"))
     with bb.function_of("main", (anchor, *params)):
         tensors = iter(params)
         operands = [
@@ -140,7 +147,8 @@ def program_of(call: Call) -> tuple[TensorProgram, tuple[SymVar, ...]]:
     op = call.callee
     assert isinstance(op, Op)
     operands: list[Any] = [
-        a.values if isinstance(a, ShapeValue) else Buffer(f"x{k}", a.ty.shape, a.ty.dtype) for k, a in enumerate(call.args)
+        a.values if isinstance(a, ShapeValue) else Buffer(f"x{k}", a.ty.shape, a.ty.dtype)
+        for k, a in enumerate(call.args)
     ]
     outs = [Buffer(f"out{k}", t.shape, t.dtype) for k, t in enumerate(result_types(call.ty))]
     inputs = [b for b in operands if isinstance(b, Buffer)]
@@ -152,16 +160,14 @@ def program_of(call: Call) -> tuple[TensorProgram, tuple[SymVar, ...]]:
 
 # The tests
 
-CASES = [
-    pytest.param(op, sample, id=f"{op.name}-{k}") for op in all_ops() for k, sample in enumerate(op.samples())
-]
+CASES = [pytest.param(op, sample, id=f"{op.name}-{k}") for op in all_ops() for k, sample in enumerate(op.samples())]
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("op", "sample"), CASES)
-def test_reference_agrees_with_loops(op: Op, sample: Sample, runner: str) -> None:
+def test_reference_agrees_with(op: Op, sample: Sample, runner: str) -> None:
     module = sample_module(op, sample)
-    lowered = legalize(module)
+    run = RUNNERS[runner](module)
     sizes = SIZES if sample_symbols(sample) else (1,)
     for size in sizes:
         args = sample_arguments(sample, size, np.random.default_rng(size))
@@ -171,7 +177,7 @@ def test_reference_agrees_with_loops(op: Op, sample: Sample, runner: str) -> Non
             if size == 0:  # NumPy has no answer for nothing
                 continue
             raise
-        found = RUNNERS[runner](lowered, args)
+        found = run(*args)
         for want, got in zip(as_tuple(expected), as_tuple(found), strict=True):
             assert_same(want, got, sample.tolerance, f"{op.name} at size {size}")
 
@@ -191,19 +197,83 @@ def assert_same(want: Any, got: Any, tolerance: float, what: str) -> None:
 
 def test_every_op_has_samples_or_is_tested_elsewhere() -> None:
     missing = [op.name for op in all_ops() if "." not in op.name and not list(op.samples())]
-    assert missing == ["tensor_to_shape"]
+    assert missing == ["nms_collect", "nms_select", "tensor_to_shape"]  # the first two: through non_max_suppression
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 5), (5, 1), (5, 5), (1, 1), (0, 1), (1, 0), (0, 0)])
-def test_ambiguous_dimensions_broadcast(n: int, m: int) -> None:
-    module = sample_module(ops.add, Sample((("n", 2), ("m", 2))))
-    a, b = np.arange(n * 2, dtype="f4").reshape(n, 2), np.full((m, 2), 10, "f4")
-    np.testing.assert_array_equal(run_loops(legalize(module), [np.zeros((n, m), bool), a, b]), a + b)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_ambiguous_dimensions_broadcast(runner: str) -> None:
+    run = RUNNERS[runner](sample_module(ops.add, Sample((("n", 2), ("m", 2)))))
+    for n, m in ((1, 5), (5, 1), (5, 5), (1, 1), (0, 1), (1, 0), (0, 0)):
+        a, b = np.arange(n * 2, dtype="f4").reshape(n, 2), np.full((m, 2), 10, "f4")
+        np.testing.assert_array_equal(run(np.zeros((n, m), bool), a, b), a + b)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 3), (0, 2)])
-def test_ambiguous_dimensions_that_disagree_stop_the_program(n: int, m: int) -> None:
-    module = sample_module(ops.add, Sample((("n",), ("m",))))
-    args = [np.zeros((n, m), bool), np.zeros(n, "f4"), np.zeros(m, "f4")]
-    with pytest.raises(ExecutionError, match="add: operands could not be broadcast: one dimension is n, the other m"):
-        run_loops(legalize(module), args)
+# Run-time checks: (op, sample, arguments that pass none of them, message). The first argument binds the symbols.
+
+SCALAR = np.zeros((), bool)
+CHECKS: list[tuple[Op, Sample, tuple[Any, ...], str]] = [
+    (
+        ops.add,
+        Sample((("n",), ("m",))),
+        (np.zeros((2, 3), bool), np.zeros(2, "f4"), np.zeros(3, "f4")),
+        "add: operands could not be broadcast: one dimension is n, the other m, and neither is 1",
+    ),
+    (
+        ops.gather,
+        Sample(((5, 2), (3,)), {"axis": 0}, ("float32", "int64")),
+        (SCALAR, np.zeros((5, 2), "f4"), np.array([0, 5, 1])),
+        "gather: an index is out of range for axis 0 of size 5",
+    ),
+    (
+        ops.gather,
+        Sample((("n", 2), (3,)), {"axis": 0}, ("float32", "int32")),
+        (np.zeros(5, bool), np.zeros((5, 2), "f4"), np.array([0, -6, 1], "i4")),
+        "gather: an index is out of range for axis 0 of size n",
+    ),
+    (
+        ops.scatter_nd,
+        Sample(((4,), (2, 1), (2,)), {}, ("float32", "int64", "float32")),
+        (SCALAR, np.zeros(4, "f4"), np.array([[0], [4]]), np.ones(2, "f4")),
+        "scatter_nd: an index is out of range for axis 0 of size 4",
+    ),
+    (
+        ops.reshape,
+        Sample((("n", 2), ("m",)), dtypes=("float32", "shape")),
+        (np.zeros((3, 5), bool), np.zeros((3, 2), "f4")),
+        "",  # the loops and the view of a compiled model each have their words
+    ),
+    (
+        ops.slice,
+        Sample((("n",), (2,), ("m",)), {}, ("float32", "shape", "shape")),
+        (np.zeros((5, 4), bool), np.arange(5, dtype="f4")),
+        "slice: axis 0 of size n: begin 2, size m and step 1 leave it",
+    ),
+    (
+        ops.broadcast_to,
+        Sample((("n",), ("m",)), {}, ("float32", "shape")),
+        (np.zeros((3, 5), bool), np.arange(3, dtype="f4")),
+        "broadcast_to: operands could not be broadcast: one dimension is n, the other m",
+    ),
+    (
+        ops.concat,
+        Sample((("n", 2), ("m", 2)), {"axis": 1}),
+        (np.zeros((3, 5), bool), np.zeros((3, 2), "f4"), np.zeros((5, 2), "f4")),
+        "concat: sizes m and n of operands differ",
+    ),
+    (
+        ops.top_k,
+        Sample((("n",), (3,)), {}, ("float32", "shape")),
+        (np.zeros(2, bool), np.zeros(2, "f4")),
+        "top_k: k = 3 exceeds the size n of axis 0",
+    ),
+]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("op", "sample", "args", "message"), CHECKS)
+def test_run_time_checks_stop_with_a_message(
+    op: Op, sample: Sample, args: tuple[Any, ...], message: str, runner: str
+) -> None:
+    run = RUNNERS[runner](sample_module(op, sample))
+    with pytest.raises(ExecutionError, match=message):
+        run(*args)

@@ -1,11 +1,12 @@
 """The oracle: what a module means, computed with NumPy and plain Python loops.
 
-`run_program` runs one tensor program; `Interpreter(module).run("main", x, y)` a graph-level function of any stage before
-bytecode. Types are taken at their word: every result is checked against the type that the module gives it.
+`run_program` runs one tensor program; `Interpreter(module).run("main", x, y)` a graph-level function of any stage
+before bytecode. Types are taken at their word: every result is checked against the type that the module gives it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,22 @@ from relaxlite.codegen.python_source import compile_to_python, poisoned
 from relaxlite.errors import ExecutionError, InputError, ShapeMismatchError
 from relaxlite.ir.builder import BlockBuilder, result_types
 from relaxlite.ir.expr import (
-    Block, Body, Call, Constant, Expr, ExternFunction, Function, GlobalVar, If, Let, Loop, MatchShape, ShapeValue, Tuple,
-    TupleGetItem, Var,
+    Block,
+    Body,
+    Call,
+    Constant,
+    Expr,
+    ExternFunction,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    ShapeValue,
+    Tuple,
+    TupleGetItem,
+    Var,
 )  # fmt: skip
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
@@ -35,7 +50,7 @@ def run_program(
     outputs: Sequence[Any] | None = None,
     name: str = "program",
 ) -> list[Any]:
-    """Run the loops. Symbols: a mapping, a sequence in the program's order, or None to read them off the inputs' shapes.
+    """Run the loops. Symbols: a mapping, a sequence in the program's order, or None: read off the inputs' shapes.
 
     Without `outputs`, they are allocated; with them, they are filled in place.
     """
@@ -46,7 +61,9 @@ def run_program(
     for buffer, array in zip(program.params, arrays, strict=True):
         expected = tuple(evaluate(d, values) for d in buffer.shape)
         if array.shape != expected or array.dtype != dtypes.to_numpy(buffer.dtype):
-            raise InputError(f"{name}: {buffer.name} must be {expected} {buffer.dtype}, got {array.shape} {array.dtype}")
+            raise InputError(
+                f"{name}: {buffer.name} must be {expected} {buffer.dtype}, got {array.shape} {array.dtype}"
+            )
     kernel = compile_to_python(program, name)
     try:
         with np.errstate(all="ignore"):
@@ -70,7 +87,7 @@ def _program_symbols(
 
 
 class Interpreter:
-    """Runs the functions of a module. `externs` gives each library routine a Python function of (inputs..., outputs...)."""
+    """Runs the functions of a module. `externs`: a Python function of (inputs..., outputs...) per routine."""
 
     def __init__(self, module: IRModule, externs: Mapping[str, Callable[..., Any]] | None = None) -> None:
         self.module = module
@@ -177,7 +194,9 @@ class _Frame:
             return builtin(*args, **call.attrs)
         if type(op).reference is Op.reference:
             return self._call_decomposed(op, call, args)
-        found = op.reference(*args, **call.attrs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing
+            found = op.reference(*args, **call.attrs)
         return tuple(map(_tensor, found)) if isinstance(call.ty, TupleType) else _tensor(found)
 
     def _call_decomposed(self, op: Op, call: Call, args: list[Any]) -> Any:
@@ -236,7 +255,7 @@ _EVALUATE: dict[type, Callable[[_Frame, Any], Any]] = {
 
 
 def bind(ty: Type, value: Any, symbols: Symbols, what: str, *, define_only: bool = False) -> None:
-    """Check that `value` has this type; symbols without a value get the one found. `define_only`: no check of the rest."""
+    """Check that `value` has this type; symbols without a value get the one found. `define_only`: check no sizes."""
     if isinstance(ty, TupleType):
         for k, field in enumerate(ty.fields):
             bind(field, value[k], symbols, f"{what}[{k}]", define_only=define_only)
@@ -279,7 +298,9 @@ def match_dims(
 def _check_bounds(symbol: SymVar, size: int, what: str) -> None:
     low, high = symbol.lower, symbol.upper
     if (low is not None and size < low) or (high is not None and size > high) or size % symbol.divisor != 0:
-        raise ShapeMismatchError(f"{what}: {symbol.name} = {size} breaks {low} <= {symbol.name} <= {high}, divisor {symbol.divisor}")
+        raise ShapeMismatchError(
+            f"{what}: {symbol.name} = {size} breaks {low} <= {symbol.name} <= {high}, divisor {symbol.divisor}"
+        )
 
 
 # Explicit memory (after memory planning)

@@ -1,7 +1,7 @@
 """A tensor program as Python source: the loops as they stand, one NumPy scalar at a time.
 
-Slow and plain on purpose: it says what a program means. Every buffer index is checked, fresh memory is poisoned, so that
-a read of what was never written shows.
+Slow and plain on purpose: it says what a program means. Every buffer index is checked, fresh memory is poisoned, so
+that a read of what was never written shows.
 """
 
 from __future__ import annotations
@@ -13,19 +13,39 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.codegen.scalar_reference import scalar_function
+from relaxlite.codegen import scalar_functions
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir.program import (
-    Allocate, Barrier, Binary, Buffer, Cast, Check, Compare, For, IfThenElse, IndexValue, Intrinsic, LetIndex, Literal,
-    Load, Select, Seq, Stmt, Store, TensorProgram, Unary, Value,
+    Allocate,
+    Barrier,
+    Binary,
+    Buffer,
+    Cast,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Literal,
+    Load,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
 )  # fmt: skip
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, to_text
 
 Kernel = Callable[..., None]
 
 _OPERATORS = {
-    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})",
-    "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
+    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "and": "({} & {})", "or": "({} | {})",
+    "xor": "({} ^ {})", "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})",
+    "gt": "({} > {})", "ge": "({} >= {})",
 }  # fmt: skip
 
 
@@ -105,7 +125,7 @@ class _Source:
     def _function(self, kind: str, op: str, dtype: str) -> str:
         key = (f"{kind}_{op}", dtype)
         if key not in self.constants:
-            self.constants[key] = self._global(scalar_function(kind, op, dtype), f"{op}_{dtype}_")
+            self.constants[key] = self._global(_scalar_function(kind, op, dtype), f"{op}_{dtype}_")
         return self.constants[key]
 
     # statements
@@ -225,3 +245,36 @@ _STATEMENTS: dict[type, Callable[[_Source, Any], None]] = {
 def _identifier(name: str, fallback: str) -> str:
     """A readable, unique Python name."""
     return f"{name}_{fallback}" if name.isidentifier() else fallback
+
+
+# Scalar functions: the common ones of float32 and float64 straight from NumPy, for speed; the rest as they are defined.
+
+_FAST: dict[tuple[str, str], Callable[..., Any]] = {
+    ("binary", "div"): lambda a, b: a / b,
+    ("binary", "min"): lambda a, b: a if a < b or a != a else b,
+    ("binary", "max"): lambda a, b: a if a > b or a != a else b,
+    ("unary", "neg"): lambda x: -x,
+    ("unary", "abs"): abs,
+    ("unary", "sqrt"): np.sqrt,
+    ("unary", "exp"): np.exp,
+    ("unary", "log"): np.log,
+    ("unary", "tanh"): np.tanh,
+}
+
+
+def _scalar_function(kind: str, op: str, dtype: str) -> Callable[..., Any]:
+    """The function of kind "unary", "binary" or "intrinsic" over `dtype`, or of kind "cast" from `op` to `dtype`."""
+    if dtype in ("float32", "float64"):
+        if kind == "cast":
+            return dtypes.to_numpy(dtype).type
+        if (kind, op) in _FAST:
+            return _FAST[kind, op]
+    if kind == "unary" and op == "not":
+        return lambda x: np.bool_(not x)
+    if kind == "unary":
+        return lambda x: scalar_functions.apply_unary(op, x)[()]
+    if kind == "binary":
+        return lambda a, b: scalar_functions.apply_binary(op, a, b)[()]
+    if kind == "cast":
+        return lambda x: scalar_functions.cast(x, dtype)[()]
+    return lambda *args: scalar_functions.apply_intrinsic(op, args)[()]

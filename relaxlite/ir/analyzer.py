@@ -7,11 +7,9 @@ The methods, cheapest first:
 1. canonical difference: what cancels in a - b is gone;
 2. intervals: each monomial has constant bounds, from the bounds of its atoms;
 3. residues: each expression is r modulo g, from the divisors of its variables;
-4. simplification under facts (ir/simplify.py);
-5. elimination: to bound e from below, cancel a term that has no bound with a fact f >= 0 that has the same term,
-   e' = k*e - c*m*f with k, c > 0 and a monomial m >= 0: then k*e >= e' (Fourier and Motzkin, one fact at a time, for
-   polynomials). The facts are ranges, assumptions, and what floor, min and max mean. A bounded breadth-first search;
-6. cases: a <= b or b <= a, where min(a, b) or max(a, b) is left.
+4. simplification under facts (ir/simplify.py); what is then false at a sample is given up (ir/samples.py);
+5. elimination of what has no bound with the help of facts, assumed or by definition (ir/elimination.py);
+6. cases: min(a, b) is a, or it is b.
 
 There is no clock in it: an answer depends on the question and the facts alone. An expression is judged where it has a
 value, so a divisor that may be 0 by its bounds counts as at least 1.
@@ -25,18 +23,28 @@ two symbols. It is the tests' oracle for arithmetic.
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
 import math
-import operator
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from relaxlite.ir import intervals
-from relaxlite.ir.intervals import ONE, UNBOUNDED, Interval, add, intersect, is_nonneg, multiply, scale, scale_down
-from relaxlite.ir.simplify import Residue, apply_rules, rebuild, without_mod
+from relaxlite.ir.elimination import (
+    constant_facts,
+    define,
+    eliminate,
+    find_extremum,
+    match_factors,
+    occurs,
+    replace_atom,
+    tighten,
+    without_common_factor,
+    without_quotient,
+)
+from relaxlite.ir.intervals import ONE, UNBOUNDED, Interval, add, intersect, is_nonneg, multiply, scale
+from relaxlite.ir.samples import has_counterexample
+from relaxlite.ir.samples import sample_values as sample_values
+from relaxlite.ir.simplify import Residue, apply_rules, without_mod
 from relaxlite.ir.symbolic import (
     FloorDiv,
     FloorMod,
@@ -50,8 +58,8 @@ from relaxlite.ir.symbolic import (
     divide_monomial,
     floordiv,
     floormod,
-    map_atoms,
     monomial_expr,
+    operands,
     sym,
 )
 
@@ -73,7 +81,7 @@ class Analyzer:
         self._equal: dict[SymExpr, SymExpr] = {}  # atom -> what to write instead
         self._divisors: dict[SymExpr, int] = {}  # atom -> what divides it, beyond SymVar.divisor
         self._facts: tuple[SymExpr, ...] = ()  # each is >= 0
-        self._index: dict[SymExpr, list[SymExpr]] = {}  # atom -> the facts with a monomial that it begins
+        self._index: dict[SymExpr, tuple[SymExpr, ...]] = {}  # atom -> the facts with a monomial that it begins
         self._memo: dict[tuple[str, SymExpr], Any] = {}
         self._intervals: dict[Monomial, Interval] = {}
 
@@ -117,7 +125,7 @@ class Analyzer:
                 new._equal[left] = new.simplify(right)
                 new._forget()
         new._inherit(atom, rest)
-        new._add_facts(*self._facts, *self._constant_facts(atom), *self._meaning(atom))
+        new._add_facts(*self._facts, *constant_facts(atom, self), *self.meaning(atom))
         return new
 
     def _inherit(self, atom: SymExpr, rest: SymExpr) -> None:
@@ -147,7 +155,7 @@ class Analyzer:
                     self._known[monomial] = intersect(self._known.get(monomial, UNBOUNDED), bound)
             self._facts = (*self._facts, simple)
             for atom in dict.fromkeys(monomial[0] for monomial, _ in simple.terms):
-                self._index[atom] = [*self._index.get(atom, ()), simple]
+                self._index[atom] = (*self._index.get(atom, ()), simple)
             self._forget()
 
     # questions
@@ -219,6 +227,26 @@ class Analyzer:
         """What an assumed equality writes for the atom."""
         return self._equal.get(atom)
 
+    def assumed(self, atom: SymExpr) -> tuple[SymExpr, ...]:
+        """The facts, each >= 0, with a product that begins with the atom."""
+        return self._index.get(atom, ())
+
+    def meaning(self, atom: SymExpr) -> tuple[SymExpr, ...]:
+        """What is >= 0 by the definition of the atom."""
+        if isinstance(atom, SymVar):
+            return ()
+        return self._remember("meaning", atom, (), lambda: tuple(define(atom, self)))
+
+    def depth(self, atom: SymExpr) -> int:
+        """More than that of all that its range or its operands mention: what is innermost is eliminated first."""
+        if isinstance(atom, SymVar):
+            return self._depths.get(atom, 0)
+        assert isinstance(atom, Pair)
+        return self._remember("depth", atom, 0, lambda: 1 + self._max_depth(atom.a, atom.b))
+
+    def _max_depth(self, *exprs: SymExpr) -> int:
+        return max((self.depth(atom) for e in exprs for monomial, _ in e.terms for atom in monomial), default=0)
+
     def interval(self, e: SymExpr) -> Interval:
         """Inclusive constant bounds, term by term: quick, and blind to what terms have in common."""
         total: Interval = (e.const, e.const)
@@ -280,7 +308,10 @@ class Analyzer:
         known = self._divisors.get(atom, 1)
         return math.lcm(known, atom.divisor) if isinstance(atom, SymVar) else known
 
-    # elimination
+    def _domain(self, var: SymVar) -> tuple[Interval, int, bool]:
+        return self.monomial_interval((var,)), self._divisor(var), var in self._ranges
+
+    # proofs
 
     def _bounds(self, expr: SymExpr) -> Interval:
         simple = self.simplify(expr)
@@ -289,24 +320,40 @@ class Analyzer:
 
     def _reaches_zero(self, expr: SymExpr) -> bool:
         simple = tighten(self.simplify(expr))
+        zeros = [left - right for left, right in self._equal.items() if isinstance(left, Pair)]
+        if has_counterexample(simple, self._facts, zeros, self._domain):
+            return False
+        quotient = without_common_factor(simple, self)
+        if quotient is not None and self.can_prove_nonneg(quotient):
+            return True
         if is_nonneg((self._lower_bound(simple, 0, _MAX_CASES), None)):
             return True
-        return any(self.can_prove_nonneg(other) for other in sufficient(simple, self))
+        if any(all(map(self.can_prove_nonneg, gaps)) for gaps in match_factors(simple, self)):
+            return True
+        return any(self.can_prove_nonneg(other) for other in without_quotient(simple, self))
 
     def _lower_bound(self, expr: SymExpr, goal: int | None, cases: int) -> int | None:
-        """By elimination; where that misses the goal and a min or max is left, by the cases a <= b and b <= a."""
+        """By elimination; where that misses the goal and a min or max is left, by cases: it is one of its operands."""
         found = eliminate(expr, goal, self)
-        pair = find_extremum(expr) if cases > 0 else None
-        if pair is None or (goal is not None and found is not None and found >= goal):
+        extremum = find_extremum(expr) if cases > 0 else None
+        if extremum is None or (goal is not None and found is not None and found >= goal):
             return found
-        least: Interval = UNBOUNDED
-        for low, high in ((pair.a, pair.b), (pair.b, pair.a)):
-            branch = self.assume_le(low, high)
-            bound = branch._lower_bound(branch.simplify(decide_extrema(expr, low, high)), goal, cases - 1)
+        by_cases = []
+        for operand in operands(extremum):
+            branch = self._where_extreme(extremum, operand)
+            bound = branch._lower_bound(branch.simplify(replace_atom(expr, extremum, operand)), goal, cases - 1)
             if bound is None or (goal is not None and bound < goal):
                 return found
-            least = minimum(least, (None, bound))
-        return intersect((found, None), (least[1], None))[0]
+            by_cases.append(bound)
+        return min(by_cases) if found is None else max(found, min(by_cases))
+
+    def _where_extreme(self, extremum: Min | Max, operand: SymExpr) -> Analyzer:
+        """The case that the min or max is this operand; with many operands it is not worth its assumptions."""
+        others = [other for other in operands(extremum) if other is not operand]
+        if len(others) > 1:
+            return self
+        low, high = (operand, others[0]) if isinstance(extremum, Min) else (others[0], operand)
+        return self.assume_le(low, high)
 
     def _remember(self, question: str, expr: SymExpr, unknown: T, answer: Callable[[], T]) -> T:
         """The answer, computed once; `unknown` is what a question hears that comes back to itself."""
@@ -345,23 +392,3 @@ def _single_out(difference: SymExpr) -> tuple[SymExpr, SymExpr] | None:
             if not occurs(monomial[0], rest):
                 found.append((monomial[0], rest))
     return max(found, key=lambda item: item[0].serial if isinstance(item[0], SymVar) else -1, default=None)
-
-
-def _common_monomial(expr: SymExpr) -> Monomial:
-    """The largest product of atoms that divides each term."""
-    if expr.const != 0 or len(expr.terms) < 2:
-        return ()
-    shared = functools.reduce(operator.and_, (collections.Counter(monomial) for monomial, _ in expr.terms))
-    return tuple(shared.elements())
-
-
-def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:
-    """A random assignment within the declared bounds and divisors; `limit` is the range where there is no bound."""
-    values = {}
-    for var in variables:
-        step = var.divisor
-        low = var.lower if var.lower is not None else min(-limit, (var.upper or 0) - limit)
-        first = -(-low // step)
-        last = (low + limit) // step if var.upper is None else min(var.upper, low + limit) // step
-        values[var] = rng.randint(first, max(first, last)) * step
-    return values

@@ -245,7 +245,7 @@ class BlockBuilder:
             operands.append(tuple(known) if isinstance(arg.ty, ShapeType) else known)
         try:
             found = value.callee.evaluate_symbolic(*operands, **value.attrs)
-        except (TypeError, ValueError, IndexError, ZeroDivisionError):  # a question about symbols that has no answer before run time
+        except (TypeError, ValueError, IndexError, ZeroDivisionError):  # no answer before run time
             return None
         return None if found is None else np.asarray(found, dtype=object)
 

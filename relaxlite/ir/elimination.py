@@ -1,7 +1,7 @@
 """Lower bounds of symbolic integers by elimination: the method of Fourier and Motzkin, one fact at a time.
 
-To bound e from below, cancel a term that has no bound, with the help of a fact f >= 0 that has the same term: for k, c > 0
-and a product m >= 0 of atoms, e' = k*e - c*m*f has k*e >= e'. So i*4 < n*4 becomes 0 < 4 by the fact n - 1 - i >= 0.
+To bound e from below, cancel a term that has no bound with the help of a fact f >= 0 that has the same term: for
+k, c > 0 and a product m >= 0 of atoms, e' = k*e - c*m*f has k*e >= e'. So n*4 - i*4 becomes 4 by n - 1 - i >= 0.
 The facts are assumptions and ranges, and what floor, min and max mean. The search is breadth-first and bounded.
 """
 
@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from relaxlite.ir.intervals import Interval, intersect, is_nonneg, scale_down
+from relaxlite.ir.intervals import Interval, is_nonneg, scale_down
 from relaxlite.ir.simplify import Residue, rebuild, without_mod
 from relaxlite.ir.symbolic import (
     FloorDiv,
@@ -31,11 +31,13 @@ from relaxlite.ir.symbolic import (
     floormod,
     map_atoms,
     monomial_expr,
+    operands,
     sym,
 )
 
 _MAX_NODES = 32  # expressions that one elimination visits
 _MAX_RELAXATIONS = 120  # and makes
+_MAX_PAIRINGS = 6  # ways to compare the factors of two products
 
 
 class Facts(Protocol):
@@ -53,15 +55,20 @@ class Facts(Protocol):
 def eliminate(expr: SymExpr, goal: int | None, facts: Facts) -> int | None:
     """The best constant c found with expr >= c; the first that reaches the goal, if there is one."""
     best: int | None = None
+    modulus, rest = facts.residue(expr)
     nodes = [(form, 1) for form in dict.fromkeys((expr, without_mod(expr)))]
     seen = {node for node, _ in nodes}
-    made = 0
+    budget = iter(range(_MAX_RELAXATIONS))
     for node, factor in nodes:  # grows; expr*factor >= node
-        best = intersect((best, None), scale_down(facts.interval(node), factor))[0]
-        if goal is not None and best is not None and best >= goal:
-            return best
-        left = _MAX_RELAXATIONS - made if len(nodes) < _MAX_NODES else 0
-        for made, (new, k) in enumerate(itertools.islice(_relaxations(node, facts), left), made + 1):
+        low = scale_down(facts.interval(node), factor)[0]
+        if low is not None:
+            low += (rest - low) % (modulus or 1)
+            best = low if best is None else max(best, low)
+            if goal is not None and best >= goal:
+                return best
+        if len(nodes) >= _MAX_NODES:
+            continue
+        for _, (new, k) in zip(budget, _relaxations(node, facts), strict=False):
             if new not in seen:
                 seen.add(new)
                 nodes.append((new, factor * k))
@@ -77,17 +84,20 @@ def _relaxations(node: SymExpr, facts: Facts) -> Iterator[tuple[SymExpr, int]]:
         sign = 1 if coefs[monomial] > 0 else -1
         known = meanings + [fact for atom in monomial for fact in facts.assumed(atom)]
         if len(monomial) > 1:
-            known += [fact for atom in monomial for fact in _constant_facts(atom, facts)]
+            known += [fact for atom in monomial for fact in constant_facts(atom, facts)]
             known += [x * x + s * x for x in monomial if monomial.count(x) > 1 for s in (1, -1)]
         for fact in dict.fromkeys(known):
             for part, weight in fact.terms:
                 rest = divide_monomial(monomial, part) if weight * sign > 0 else None
-                if rest is not None and is_nonneg(facts.monomial_interval(rest)):
+                low = None if rest is None else facts.monomial_interval(rest)[0]
+                if rest is not None and low is not None:  # rest - min(low, 0) >= 0
                     cancel = {monomial, first} if first is not None else {monomial}
-                    yield from _cancel(node, coefs, fact * monomial_expr(rest), cancel)
+                    yield from _cancel(node, coefs, fact * (monomial_expr(rest) - min(low, 0)), cancel)
 
 
-def _cancel(node: SymExpr, coefs: dict[Monomial, int], fact: SymExpr, wanted: set[Monomial]) -> Iterator[tuple[SymExpr, int]]:
+def _cancel(
+    node: SymExpr, coefs: dict[Monomial, int], fact: SymExpr, wanted: set[Monomial]
+) -> Iterator[tuple[SymExpr, int]]:
     """Subtract what cancels one of the wanted terms."""
     for monomial, weight in fact.terms:
         if monomial in wanted and weight * coefs[monomial] > 0:
@@ -110,7 +120,8 @@ def _targets(node: SymExpr, facts: Facts) -> tuple[Monomial | None, Iterable[Mon
     return first, [m for m in monomials if m is innermost or divide_monomial(m, first) is not None]
 
 
-def _constant_facts(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
+def constant_facts(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
+    """What is >= 0 by the constant bounds of the atom."""
     low, high = facts.monomial_interval((atom,))
     if low is not None:
         yield atom - low
@@ -120,10 +131,9 @@ def _constant_facts(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
 
 def define(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
     """What is >= 0 by the definition of the atom."""
-    if isinstance(atom, Min):
-        yield from (atom.a - atom, atom.b - atom)
-    elif isinstance(atom, Max):
-        yield from (atom - atom.a, atom - atom.b)
+    if isinstance(atom, Min | Max):
+        sign = 1 if isinstance(atom, Max) else -1
+        yield from ((atom - operand) * sign for operand in operands(atom))
     elif isinstance(atom, FloorDiv | FloorMod) and is_nonneg(facts.interval(atom.b)):
         least, most = _remainder_bounds(atom.a, atom.b, facts)
         remainder = atom.a - atom * atom.b if isinstance(atom, FloorDiv) else atom
@@ -144,13 +154,29 @@ def _remainder_bounds(a: SymExpr, b: SymExpr, facts: Facts) -> tuple[IntLike, In
     return rest % modulus, b - modulus + rest % modulus
 
 
-def sufficient(expr: SymExpr, facts: Facts) -> Iterator[SymExpr]:
-    """Expressions that are >= 0 only where this one is: without a common factor, or without a division."""
+def without_common_factor(expr: SymExpr, facts: Facts) -> SymExpr | None:
+    """What is >= 0 only where the expression is: b*s*x - b*s*y for x - y, with b*s >= 0."""
     common = _common_monomial(expr)
-    if common and is_nonneg(facts.monomial_interval(common)):
-        yield sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
+    if not common or not is_nonneg(facts.monomial_interval(common)):
+        return None
+    return sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
+
+
+def match_factors(expr: SymExpr, facts: Facts) -> Iterator[list[SymExpr]]:
+    """For c*x*y - d*u*v with c >= d > 0, u >= 0 and v >= 0: what together is enough, as [x - u, y - v]."""
+    if len(expr.terms) != 2 or expr.const != 0:
         return
-    for monomial, coef in expr.terms:  # a // b <= x just where a < b*(x + 1), and a // b >= x just where a >= b*x
+    (small, d), (large, c) = sorted(expr.terms, key=lambda term: term[1])
+    if not c >= -d > 0 or not 1 < len(small) <= len(large) or not all(is_nonneg(facts.interval(x)) for x in small):
+        return
+    for chosen in itertools.islice(itertools.permutations(large, len(small)), _MAX_PAIRINGS):
+        left = collections.Counter(large) - collections.Counter(chosen)
+        yield [x - u for x, u in zip(chosen, small, strict=True)] + [x - 1 for x in left.elements()]
+
+
+def without_quotient(expr: SymExpr, facts: Facts) -> Iterator[SymExpr]:
+    """What is >= 0 just where the expression is: for a // b <= x, a < b*(x + 1); for a // b >= x, a >= b*x."""
+    for monomial, coef in expr.terms:
         q = monomial[0]
         if len(monomial) > 1 or abs(coef) != 1 or not isinstance(q, FloorDiv) or not is_nonneg(facts.interval(q.b)):
             continue
@@ -179,28 +205,25 @@ def occurs(atom: SymExpr, expr: SymExpr) -> bool:
     return any(x is atom or (isinstance(x, Pair) and (occurs(atom, x.a) or occurs(atom, x.b))) for x in atoms)
 
 
-def find_extremum(expr: SymExpr) -> Pair | None:
-    """The first min or max in the expression, an inner one before the one around it."""
-    for monomial, _ in expr.terms:
-        for atom in monomial:
-            if isinstance(atom, Pair):
-                for found in (find_extremum(atom.a), find_extremum(atom.b)):
-                    if found is not None:
-                        return found
-                if isinstance(atom, Min | Max):
-                    return atom
+def find_extremum(expr: SymExpr) -> Min | Max | None:
+    """A min or max to decide by cases: first one whose definition does not bound the expression from below."""
+    atoms = [(atom, coef) for monomial, coef in expr.terms for atom in monomial if isinstance(atom, Pair)]
+    for atom, coef in atoms:
+        if isinstance(atom, Min if coef > 0 else Max):
+            return atom
+    for atom, _ in atoms:
+        for found in (atom, find_extremum(atom.a), find_extremum(atom.b)):
+            if isinstance(found, Min | Max):
+                return found
     return None
 
 
-def decide_extrema(expr: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
-    """The expression where low <= high: each min and max of the two is one of them."""
+def replace_atom(expr: SymExpr, atom: SymExpr, new: SymExpr) -> SymExpr:
+    """At any depth."""
 
-    def change(atom: SymExpr) -> SymExpr:
-        if not isinstance(atom, Pair):
-            return atom
-        a, b = decide_extrema(atom.a, low, high), decide_extrema(atom.b, low, high)
-        if isinstance(atom, Min | Max) and {a, b} == {low, high}:
-            return low if isinstance(atom, Min) else high
-        return rebuild(atom, a, b)
+    def change(found: SymExpr) -> SymExpr:
+        if found is atom or not isinstance(found, Pair):
+            return new if found is atom else found
+        return rebuild(found, replace_atom(found.a, atom, new), replace_atom(found.b, atom, new))
 
     return map_atoms(expr, change)

@@ -4,7 +4,8 @@ Both read a node as a stream of tokens in which every variable is the number of 
 equal streams. Ignored: names, source locations, names of constants, the order of a module's definitions, how statements
 are nested in `Seq`, and whether equal values are one object. Not ignored: the facts of symbols, names of definitions
 that are called, attributes (1 is not 1.0), and the bits of constants, but any NaN equals any NaN.
-A variable that is bound outside of the compared nodes equals only itself.
+A variable that is bound outside of the compared nodes equals only itself; symbols that nothing binds in a whole function
+(stage "vm") are matched as they occur.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
+from relaxlite.ir.program_printer import postorder
 from relaxlite.ir.symbolic import Max, Min, Pair, SymExpr, SymVar
 from relaxlite.ir.text import attrs_key, content_digest, number_text
 from relaxlite.ir.types import FuncType, ShapeType, TensorType, TupleType, Type, defined_symbols
@@ -121,7 +123,7 @@ class _Stream:
         self._marks: list[tuple[int, Binding | Expr | Stmt]] = []
         self._numbers: dict[Var | SymVar | Buffer, int] = {}
         self._bound = 0
-        self._values: dict[int, int] = {}  # number of a value, by id, within one statement
+        self._is_whole = False  # a whole definition is read: no symbol can come from outside
         self._keys: dict[Token, int] = {}  # number of a value, by what it is made of
 
     def add(self, *tokens: Token) -> None:
@@ -160,6 +162,9 @@ class _Stream:
 
     def _use(self, node: Var | SymVar | Buffer) -> str:
         number = self._numbers.get(node)
+        if number is None and self._is_whole and isinstance(node, SymVar):
+            self._bind(node)
+            number = self._numbers[node]
         if number is not None:
             return str(number)
         return "free" if self._is_stable else f"free {id(node)}"
@@ -201,6 +206,7 @@ class _Stream:
                 self.add(name)
                 self.node(node[name])
         elif isinstance(node, Function | TensorProgram | ExternFunction | Body):
+            self._is_whole = not isinstance(node, Body)
             self.add(type(node).__name__)
             _DEFINITIONS[type(node)](self, node)
         elif isinstance(node, Let | MatchShape):
@@ -319,7 +325,6 @@ class _Stream:
                 self._stmt(inner)
             return
         self._mark(stmt)
-        self._values = {}
         self.add(type(stmt).__name__)
         if isinstance(stmt, Store):
             index, value = self._exprs(stmt.indices), self._value(stmt.value)
@@ -347,17 +352,17 @@ class _Stream:
             self._stmt(body)
         self.add("end")
 
-    def _value(self, value: Value) -> int:
+    def _value(self, root: Value) -> int:
         """The number of a value: the same for equal values. What a new one is made of becomes a token."""
-        found = self._values.get(id(value))
-        if found is None:
-            key = (*self._head(value), *map(self._value, value_children(value)))
-            found = self._keys.get(key)
-            if found is None:
-                found = self._keys[key] = len(self._keys)
+        numbers: dict[int, int] = {}
+        for value in postorder(root):
+            key = (*self._head(value), *(numbers[id(child)] for child in value_children(value)))
+            number = self._keys.get(key)
+            if number is None:
+                number = self._keys[key] = len(self._keys)
                 self.add(key)
-            self._values[id(value)] = found
-        return found
+            numbers[id(value)] = number
+        return numbers[id(root)]
 
     def _head(self, value: Value) -> tuple[Token, ...]:
         kind = type(value).__name__

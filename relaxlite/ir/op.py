@@ -160,7 +160,7 @@ class Op:
     def __call__(self, *operands: Any, loc: str | None = None, **attrs: Any) -> Call:
         """A typed call. Operands: expressions; numbers and arrays become constants, tuples of ints shape values."""
         args = tuple(as_expr(x) for x in operands if x is not None)
-        self._check_count(len(args))
+        self.check_count(len(args))
         checked = self.check_attrs(attrs)
         return Call(self, args, checked, (), self.infer(*args, **checked), loc)
 
@@ -176,7 +176,7 @@ class Op:
             values[name] = attr.check(self.name, name, value)
         return make_attrs(values)
 
-    def _check_count(self, count: int) -> None:
+    def check_count(self, count: int) -> None:
         least = sum(1 for o in self.operands if o[0] != "*" and o[-1] != "?")
         most = None if any(o[0] == "*" for o in self.operands) else len(self.operands)
         if count < least or (most is not None and count > most):

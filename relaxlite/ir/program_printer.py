@@ -95,8 +95,8 @@ class ProgramWriter(Writer):
 
     def __init__(self, names: Names) -> None:
         super().__init__(names)
-        self._uses: dict[int, int] = {}  # by id, within one statement
-        self._named: dict[int, str] = {}  # values of one statement that have a name
+        self._uses: dict[int, int] = {}  # of the values of one statement, by id
+        self._done: dict[int, tuple[str, int, int]] = {}  # their text, precedence and height
         self._temporaries: list[str] = []
 
     def program(self, name: str, ident: str, program: TensorProgram) -> None:
@@ -186,11 +186,10 @@ class ProgramWriter(Writer):
 
     def _top(self, value: Value) -> tuple[str, tuple[str, ...]]:
         """The text of a statement's value, and the names given to parts of it: free again after the statement."""
-        self._uses = _count_uses(value)
-        text, _, _ = self._value(value)
-        done = tuple(self._temporaries)
-        self._named, self._temporaries = {}, []
-        return text, done
+        self._uses, self._done, self._temporaries = _count_uses(value), {}, []
+        for part in postorder(value):
+            self._done[id(part)] = self._value(part)
+        return self._done[id(value)][0], tuple(self._temporaries)
 
     def _release(self, temporaries: tuple[str, ...]) -> None:
         for name in temporaries:
@@ -201,10 +200,7 @@ class ProgramWriter(Writer):
         return self._top(value)[0]
 
     def _value(self, value: Value) -> tuple[str, int, int]:
-        """Text, precedence, height."""
-        named = self._named.get(id(value))
-        if named is not None:
-            return named, _ATOM, 0
+        """Text, precedence, height of a value whose operands have been done."""
         if isinstance(value, Literal):
             return f"{value.dtype}({number_text(value.value)})", _ATOM, 0
         if isinstance(value, Load):
@@ -217,7 +213,6 @@ class ProgramWriter(Writer):
             return text, precedence, height
         name = self.names.fresh("t")
         self.first(f"{name} = {text}")
-        self._named[id(value)] = name
         self._temporaries.append(name)
         return name, _ATOM, 0
 
@@ -256,19 +251,30 @@ class ProgramWriter(Writer):
         """The operands' texts, in parentheses where their precedence is below `least`; and the height above them."""
         texts, height = [], 0
         for value, minimum in zip(values, least, strict=True):
-            text, precedence, inner = self._value(value)
+            text, precedence, inner = self._done[id(value)]
             texts.append(f"({text})" if precedence < minimum else text)
             height = max(height, inner)
         return texts, height + 1
 
 
+def postorder(root: Value) -> list[Value]:
+    """Every value inside, operands before what uses them, a shared part once. Values may nest too deep to recurse."""
+    found: dict[int, Value] = {}
+    stack: list[tuple[Value, bool]] = [(root, False)]
+    while stack:
+        value, is_done = stack.pop()
+        if is_done:
+            found[id(value)] = value
+        elif id(value) not in found:
+            stack.append((value, True))
+            stack.extend((child, False) for child in reversed(value_children(value)))
+    return list(found.values())
+
+
 def _count_uses(root: Value) -> dict[int, int]:
     """How many operands refer to each value object (1 for the root)."""
     uses = {id(root): 1}
-    stack: list[Value] = [root]
-    while stack:
-        for child in value_children(stack.pop()):
+    for value in postorder(root):
+        for child in value_children(value):
             uses[id(child)] = uses.get(id(child), 0) + 1
-            if uses[id(child)] == 1:
-                stack.append(child)
     return uses

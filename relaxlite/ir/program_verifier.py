@@ -39,6 +39,7 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
+from relaxlite.ir.program_printer import postorder
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.ir.visitor import value_children
 
@@ -50,7 +51,7 @@ PROGRAM_RULES = {
     "input": f"inputs are not written, unless the program has the attribute {INPLACE}",
     "rank": "an element is named by one index per dimension",
     "bounds": "a constant index lies inside the buffer, unless a condition guards it",
-    "dtype": "operands of one operation, and a buffer and what is stored into it, have the same dtype; conditions are bool",
+    "dtype": "operands of an operation, and a buffer and what is stored, have one known dtype; conditions are bool",
     "operation": "only the operations of ir/program.py",
     "extent": "a vectorized loop has a constant extent, a local buffer a constant size",
 }
@@ -76,7 +77,6 @@ class _ProgramVerifier:
         self._read_only: frozenset[Buffer] = frozenset()
         self._at: Stmt | str = ""
         self._guards = 0  # conditions, or loops that never run, around the statement
-        self._checked: set[tuple[int, bool]] = set()  # values of this statement, by id and whether they are guarded
 
     def _fail(self, rule: str, message: str) -> NoReturn:
         shown = self._at if isinstance(self._at, str) else excerpt(self._at)
@@ -135,7 +135,7 @@ class _ProgramVerifier:
             for inner in stmt.stmts:
                 self._stmt(inner)
             return
-        self._at, self._checked = stmt, set()
+        self._at = stmt
         if isinstance(stmt, For):
             self._for(stmt)
         elif isinstance(stmt, Store):
@@ -207,12 +207,15 @@ class _ProgramVerifier:
         if cond.dtype != "bool":
             self._fail("dtype", f"a condition is {cond.dtype}, not bool")
 
-    def _value(self, value: Value, *, is_guarded: bool = False) -> None:
-        if (id(value), is_guarded) in self._checked:
-            return
-        self._checked.add((id(value), is_guarded))
-        for k, child in enumerate(value_children(value)):
-            self._value(child, is_guarded=is_guarded or (isinstance(value, Select) and k > 0))
+    def _value(self, root: Value) -> None:
+        unguarded = {id(root)}  # values that are computed whatever a select says
+        for value in reversed(postorder(root)):
+            lazy = value_children(value)[1:] if isinstance(value, Select) else ()
+            if id(value) in unguarded:
+                unguarded.update(id(c) for c in value_children(value) if not any(c is x for x in lazy))
+            self._one_value(value, is_guarded=id(value) not in unguarded)
+
+    def _one_value(self, value: Value, *, is_guarded: bool) -> None:
         if isinstance(value, Load):
             self._element(value.buffer, value.indices, is_guarded=is_guarded)
         elif isinstance(value, Literal):

@@ -6,7 +6,7 @@ disagreement as text, or None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Call, ExternFunction, Function
@@ -23,9 +23,9 @@ def mismatch(claimed: Type, actual: Type, analyzer: Analyzer, *, is_exact: bool 
     if isinstance(claimed, TensorType) and isinstance(actual, TensorType):
         if claimed.dtype != actual.dtype:
             return f"dtype {claimed.dtype} against {actual.dtype}"
-        return _dims_mismatch(claimed.shape, actual.shape, claimed.rank, actual.rank, analyzer, is_exact)
+        return _dims_mismatch(claimed, actual, analyzer, is_exact)
     if isinstance(claimed, ShapeType) and isinstance(actual, ShapeType):
-        return _dims_mismatch(claimed.values, actual.values, claimed.rank, actual.rank, analyzer, is_exact)
+        return _dims_mismatch(claimed, actual, analyzer, is_exact)
     if isinstance(claimed, TupleType) and isinstance(actual, TupleType):
         if len(claimed.fields) != len(actual.fields):
             return f"{len(claimed.fields)} fields against {len(actual.fields)}"
@@ -38,17 +38,19 @@ def mismatch(claimed: Type, actual: Type, analyzer: Analyzer, *, is_exact: bool 
 
 
 def _dims_mismatch(
-    claimed: Dims | None, actual: Dims | None, rank: int | None, actual_rank: int | None, analyzer: Analyzer, is_exact: bool
+    claimed: TensorType | ShapeType, actual: TensorType | ShapeType, analyzer: Analyzer, is_exact: bool
 ) -> str | None:
-    if claimed is None:
-        if is_exact and (actual is not None or rank != actual_rank):
+    left_dims, right_dims = dims_of(claimed), dims_of(actual)
+    if left_dims is None:
+        if is_exact and (right_dims is not None or claimed.rank != actual.rank):
             return "a type that knows less against one that knows more"
-        return None if rank is None or rank == actual_rank else f"rank {rank} against {_rank(actual_rank)}"
-    if actual is None:
-        return f"shape ({_join(claimed)}) against an unknown one"
-    if len(claimed) != len(actual):
-        return f"rank {len(claimed)} against {len(actual)}"
-    for k, (left, right) in enumerate(zip(claimed, actual, strict=True)):
+        is_same = claimed.rank is None or claimed.rank == actual.rank
+        return None if is_same else f"rank {claimed.rank} against {_rank(actual.rank)}"
+    if right_dims is None:
+        return f"shape ({', '.join(map(str, left_dims))}) against an unknown one"
+    if len(left_dims) != len(right_dims):
+        return f"rank {len(left_dims)} against {len(right_dims)}"
+    for k, (left, right) in enumerate(zip(left_dims, right_dims, strict=True)):
         if left is not right and not analyzer.can_prove_equal(left, right):
             return f"dimension {k}: {left} against {right}, which are not proven equal"
     return None
@@ -56,10 +58,6 @@ def _dims_mismatch(
 
 def _rank(rank: int | None) -> str:
     return "an unknown one" if rank is None else str(rank)
-
-
-def _join(dims: Dims) -> str:
-    return ", ".join(map(str, dims))
 
 
 def dims_of(ty: Type) -> Dims | None:
@@ -80,7 +78,7 @@ def bind(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymE
                 values.setdefault(left, right)
 
 
-def instantiate(ty: Type, values: Mapping[SymVar, SymExpr], keep: frozenset[SymVar] | set[SymVar] = frozenset()) -> Type:
+def instantiate(ty: Type, values: Mapping[SymVar, SymExpr], keep: Collection[SymVar] = ()) -> Type:
     """A type under an assignment. A shape with a symbol that is neither assigned nor in `keep` becomes unknown."""
     if isinstance(ty, TupleType):
         return TupleType(tuple(instantiate(field, values, keep) for field in ty.fields))
@@ -107,7 +105,9 @@ def match_arguments(
     return None
 
 
-def call_mismatch(call: Call, callee: Function | TensorProgram | ExternFunction | FuncType, analyzer: Analyzer) -> str | None:
+def call_mismatch(
+    call: Call, callee: Function | TensorProgram | ExternFunction | FuncType, analyzer: Analyzer
+) -> str | None:
     """Why a call does not fit what it calls. `args` have been checked one by one before."""
     args = [arg.ty for arg in call.args]
     if isinstance(callee, TensorProgram):
@@ -115,7 +115,8 @@ def call_mismatch(call: Call, callee: Function | TensorProgram | ExternFunction 
     if isinstance(callee, ExternFunction):
         passed = args if is_destination_passing(call) else [*args, *_results(call.ty)]
         if len(passed) != len(callee.params):
-            return f"takes {len(callee.params) - callee.num_outputs} inputs and {callee.num_outputs} outputs, {_got(call)}"
+            num_inputs = len(callee.params) - callee.num_outputs
+            return f"takes {num_inputs} inputs and {callee.num_outputs} outputs, {_got(call)}"
         return match_arguments(callee.params, passed, {}, analyzer)
     ty = callee if isinstance(callee, FuncType) else callee.ty
     if len(args) != len(ty.params):

@@ -6,6 +6,7 @@ Every rule keeps the value for each assignment that satisfies the facts, whereve
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Protocol, TypeAlias
 
@@ -22,6 +23,7 @@ from relaxlite.ir.symbolic import (
     floormod,
     map_atoms,
     monomial_expr,
+    operands,
     rebuild_pair,
     sym,
 )
@@ -118,10 +120,12 @@ def _simplify_mod(atom: FloorMod, facts: Facts) -> SymExpr:
 
 
 def _simplify_extremum(atom: Min | Max, facts: Facts) -> SymExpr:
-    low, high = (atom.a, atom.b) if isinstance(atom, Min) else (atom.b, atom.a)
-    if facts.can_prove_nonneg(high - low):
+    sign = 1 if isinstance(atom, Max) else -1
+    *others, last = operands(atom)
+    if any(facts.can_prove_nonneg((other - last) * sign) for other in others):
         return atom.a
-    return atom.b if facts.can_prove_nonneg(low - high) else atom
+    kept = [other for other in others if not facts.can_prove_nonneg((last - other) * sign)]
+    return functools.reduce(lambda a, b: rebuild_pair(atom, a, b), [*kept, last])
 
 
 def _is_remainder(a: SymExpr, b: SymExpr, facts: Facts) -> bool:

@@ -401,8 +401,9 @@ def smax(*values: IntLike) -> SymExpr:
 
 
 def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr:
-    kept: list[SymExpr] = []
-    for value in itertools.chain.from_iterable(_operands(kind, v) for v in values):
+    first, *others = (operands(value) if type(value) is kind else (value,) for value in values)
+    kept = list(first)  # of one extremum: not decided among themselves
+    for value in itertools.chain.from_iterable(others):
         gaps = [(value - other) * sign for other in kept]  # positive: the new value wins
         if not any(gap.is_const and gap.const <= 0 for gap in gaps):
             kept = [other for other, gap in zip(kept, gaps, strict=True) if not gap.is_const]
@@ -411,9 +412,14 @@ def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr
     return functools.reduce(lambda a, b: _atom(kind, a, b), kept)
 
 
-def _operands(kind: type[Pair], value: SymExpr) -> tuple[SymExpr, ...]:
+def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
     """min(min(a, b), c) has the operands a, b, c."""
-    return (*_operands(kind, value.a), value.b) if isinstance(value, Pair) and type(value) is kind else (value,)
+    found: list[SymExpr] = []
+    value = extremum
+    while isinstance(value, Min | Max) and type(value) is type(extremum):
+        found.append(value.b)
+        value = value.a
+    return (value, *reversed(found))
 
 
 def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:

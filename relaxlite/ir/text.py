@@ -18,7 +18,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Array, Attrs, AttrValue
-from relaxlite.ir.symbolic import SymExpr, SymVar, to_text
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
 
 INDENT = "    "
 MAX_LINE = 110  # longer headers are wrapped, one parameter per line
@@ -218,7 +218,10 @@ class Writer:
         return known
 
     def expr(self, expr: SymExpr) -> str:
-        return self.symbol(expr) if isinstance(expr, SymVar) else to_text(expr, self.symbol)
+        if isinstance(expr, SymVar):
+            return self.symbol(expr)
+        text = to_text(expr, self.symbol)
+        return text[1:-1] if isinstance(expr, FloorDiv | FloorMod) else text  # its own parentheses
 
     def dims(self, exprs: Iterable[SymExpr]) -> str:
         return tuple_text(map(self.expr, exprs))

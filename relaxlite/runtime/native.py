@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import itertools
-import re
+import platform
+import struct
 import sys
 import threading
 from collections.abc import Mapping
@@ -67,6 +68,8 @@ define void @relaxlite_scratch_free(ptr %memory) {
   ret void
 }
 """
+_ELF_MACHINES = {"x86_64": 62, "amd64": 62, "aarch64": 183, "arm64": 183}
+_ELF_SYMBOL_TABLE = 2
 _SCRATCH_SYMBOLS = ("relaxlite_scratch_alloc", "relaxlite_scratch_free")
 
 _numbers = itertools.count()
@@ -81,14 +84,14 @@ class NativeLibrary:
         self._addresses: dict[str, int] = {}
 
     def address(self, symbol: str) -> int:
-        """Where a function starts. ArtifactError when there is no such symbol, or something that it needs is missing."""
+        """Where a function starts. ArtifactError when there is no such symbol."""
         if self._tracker is None:
             raise ArtifactError(f"symbol {symbol!r} asked of a library that is closed")
         if symbol not in self._addresses:
             try:
                 found = self._jit.lookup(self._name, symbol)
             except RuntimeError as error:
-                raise ArtifactError(_explain(symbol, str(error))) from error
+                raise ArtifactError(f"no function {symbol!r} can be had from the object code: {error}") from error
             self._addresses[symbol] = int(found[symbol])
             found.detach()  # closing it would unload the library
         return self._addresses[symbol]
@@ -104,11 +107,16 @@ class NativeLibrary:
 def load_object(object_code: bytes, symbols: Mapping[str, int] | None = None) -> NativeLibrary:
     """Link object code into this process. `symbols`: names and addresses that it may use beside the usual ones.
 
-    ArtifactError when the bytes are not object code for this machine or need a symbol that is not there.
+    ArtifactError when the bytes are not object code for this machine, or need a symbol that is not there.
     """
+    known = {**_imports(), **(symbols or {})}
+    needed = undefined_symbols(object_code)
+    missing = [name for name in needed or () if name not in known]
+    if missing:
+        raise ArtifactError(f"the object code needs {', '.join(missing)}, which neither the runtime nor the C library has")
     builder = llvm.JITLibraryBuilder().add_object_img(object_code)
-    for name, address in {**_imports(), **(symbols or {})}.items():
-        builder.import_symbol(name, address)
+    for name in known if needed is None else needed:
+        builder.import_symbol(name, known[name])
     with _lock:
         jit = _jit()
         library = f"relaxlite.{next(_numbers)}"
@@ -117,6 +125,45 @@ def load_object(object_code: bytes, symbols: Mapping[str, int] | None = None) ->
         except RuntimeError as error:
             raise ArtifactError(f"object code could not be linked: {error}") from error
     return NativeLibrary(jit, tracker, library)
+
+
+def undefined_symbols(object_code: bytes) -> tuple[str, ...] | None:
+    """What an ELF object needs from outside; None for other formats. ArtifactError when it cannot be for this machine.
+
+    LLVM would abort the process on an object for another architecture, so that is looked at here.
+    """
+    if not object_code.startswith(b"\x7fELF"):
+        if sys.platform == "linux":
+            raise ArtifactError("these bytes are not object code for Linux: they do not begin as an ELF file")
+        return None
+    try:
+        return _elf_undefined(object_code)
+    except (struct.error, ValueError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"the object code is truncated or corrupted: {error}") from error
+
+
+def _elf_undefined(data: bytes) -> tuple[str, ...]:
+    """The names in the symbol tables of a 64-bit little-endian ELF file whose section is 0 (System V ABI, chapter 4)."""
+    architecture = struct.unpack_from("<H", data, 18)[0]
+    expected = _ELF_MACHINES.get(platform.machine().lower())
+    if expected is not None and architecture != expected:
+        raise ArtifactError(
+            f"the object code is for another architecture (ELF machine {architecture}), this is {platform.machine()}"
+        )
+    table, count = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<H", data, 60)[0]
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + 64 * k) for k in range(count)]
+    names: dict[str, None] = {}
+    for _, kind, _, _, offset, size, link, _, _, _ in sections:
+        if kind != _ELF_SYMBOL_TABLE:
+            continue
+        strings = sections[link][4] if link < count else len(data)
+        for entry in range(offset + 24, offset + size, 24):  # the first is empty
+            name, _, _, section = struct.unpack_from("<IBBH", data, entry)
+            if section == 0:
+                start = strings + name
+                names[data[start : data.index(b"\0", start)].decode()] = None
+    names.pop("_GLOBAL_OFFSET_TABLE_", None)  # which every linker makes itself
+    return tuple(names)
 
 
 @cache
@@ -160,13 +207,3 @@ def _library_functions() -> dict[str, int]:
 
 def _address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _explain(symbol: str, message: str) -> str:
-    missing = re.search(r"Symbols not found: \[ (.*?) \]", message)
-    if missing is None:
-        return f"kernel {symbol!r} could not be linked: {message}"
-    names = missing[1].replace("(", "").split(", ")
-    if symbol in names:
-        return f"the object code has no symbol {symbol!r}"
-    return f"kernel {symbol!r} needs {', '.join(names)}, which neither the runtime nor the C library has"

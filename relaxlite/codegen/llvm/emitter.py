@@ -19,6 +19,7 @@ from relaxlite.target import Target
 Lines: TypeAlias = "list[str | Lines]"
 
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "float": 32, "double": 64, "ptr": 64}
+_RESERVED = ("entry", "buffers", "symbols", "context", "chunk")  # names of the first block and of functions' parameters
 _MANGLED = {"half": "f16", "float": "f32", "double": "f64", "ptr": "p0"}
 
 
@@ -126,7 +127,7 @@ class Emitter:
         self.root: Lines = []
         self.out: Lines = self.root
         self.label = "entry"
-        self._names: dict[str, int] = {}
+        self._names = dict.fromkeys(_RESERVED, 1)
 
     # Text
 

@@ -103,9 +103,9 @@ def _through_double(core: Callable[[Emitter, Val], Val]) -> Callable[[Emitter, V
 
 
 def _near_zero(e: Emitter, x: Val, near: Val, far: Val) -> Val:
-    """`near`, a series that cannot cancel, for |x| < 2**-12; it also keeps -0.0."""
+    """`near`, a series that cannot cancel and has the sign of x, for |x| < 2**-12; it also keeps -0.0."""
     is_small = e.fcmp("olt", e.intrinsic("fabs", x), e.number(2.0**-12, x))
-    return e.select(is_small, near, far)
+    return e.select(is_small, e.intrinsic("copysign", near, x), far)
 
 
 def _series(e: Emitter, x: Val, second: float, third: float) -> Val:
@@ -146,7 +146,8 @@ def _asinh(e: Emitter, x: Val) -> Val:
 
 def _acosh(e: Emitter, x: Val) -> Val:
     below, above = e.fsub(x, _one(e, x)), e.fadd(x, _one(e, x))
-    return double.log(e, e.fadd(x, e.intrinsic("sqrt", e.fmul(below, above))))
+    y = double.log(e, e.fadd(x, e.intrinsic("sqrt", e.fmul(below, above))))
+    return e.select(e.fcmp("olt", x, _one(e, x)), e.number(_NAN, x), y)
 
 
 def _atanh(e: Emitter, x: Val) -> Val:

@@ -106,7 +106,7 @@ def _emit_module(programs: Mapping[str, TensorProgram], target: Target) -> tuple
 
 def _symbol_for(name: str, taken: set[str]) -> str:
     """A prefix keeps a program called `exp` apart from the C library's function."""
-    base = symbol = "kernel_" + re.sub(r"\W", "_", name)
+    base = symbol = "kernel_" + re.sub(r"[^A-Za-z0-9_]", "_", name)
     count = 0
     while symbol in taken:
         count += 1

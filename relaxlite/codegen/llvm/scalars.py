@@ -116,27 +116,28 @@ def _extremum(e: Emitter, op: str, a: Val, b: Val) -> Val:
 
 def _float_floormod(e: Emitter, a: Val, b: Val) -> Val:
     """As Python's %: the remainder has the sign of b."""
-    rest, zero = math.fmod(e, a, b), e.number(0, a)
-    signs = e.binary("xor", _as_int(e, rest), _as_int(e, b))
-    differ = e.icmp("slt", signs, int_const(0, signs.elem))
-    is_zero = e.fcmp("oeq", rest, zero)
-    moved = e.select(differ, e.fadd(rest, b), rest)
-    return e.select(is_zero, e.intrinsic("copysign", zero, b), moved)
-
-
-def _as_int(e: Emitter, x: Val) -> Val:
-    return e.cast("bitcast", x, f"i{bits_of(x.elem)}")
+    rest = math.fmod(e, a, b)
+    moved = e.select(_signs_differ(e, rest, b), e.fadd(rest, b), rest)
+    return e.select(e.fcmp("oeq", rest, e.number(0, a)), e.intrinsic("copysign", e.number(0, a), b), moved)
 
 
 def _float_floordiv(e: Emitter, a: Val, b: Val) -> Val:
     """As Python's //: (a - a % b) / b, rounded to the whole number that it almost is; a / 0 is what `div` gives."""
-    quotient = e.fdiv(a, b)
-    whole = e.fdiv(e.fsub(a, _float_floormod(e, a, b)), b)
+    quotient, rest = e.fdiv(a, b), math.fmod(e, a, b)
+    zero, one = e.number(0, a), e.number(1, a)
+    whole = e.fdiv(e.fsub(a, rest), b)
+    is_off = e.binary("and", _signs_differ(e, rest, b), e.fcmp("une", rest, zero))
+    whole = e.select(is_off, e.fsub(whole, one), whole)
     floor = e.intrinsic("floor", whole)
-    floor = e.select(e.fcmp("ogt", e.fsub(whole, floor), e.number(0.5, a)), e.fadd(floor, e.number(1, a)), floor)
-    signed_zero = e.intrinsic("copysign", e.number(0, a), quotient)
-    floor = e.select(e.fcmp("oeq", whole, e.number(0, a)), signed_zero, floor)
-    return e.select(e.fcmp("oeq", b, e.number(0, b)), quotient, floor)
+    floor = e.select(e.fcmp("ogt", e.fsub(whole, floor), e.number(0.5, a)), e.fadd(floor, one), floor)
+    floor = e.select(e.fcmp("oeq", whole, zero), e.intrinsic("copysign", zero, quotient), floor)
+    return e.select(e.fcmp("oeq", b, zero), quotient, floor)
+
+
+def _signs_differ(e: Emitter, a: Val, b: Val) -> Val:
+    elem = f"i{bits_of(a.elem)}"
+    signs = e.binary("xor", e.cast("bitcast", a, elem), e.cast("bitcast", b, elem))
+    return e.icmp("slt", signs, int_const(0, elem))
 
 
 def _float_pow(e: Emitter, x: Val, y: Val) -> Val:

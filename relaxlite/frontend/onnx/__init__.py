@@ -10,11 +10,16 @@
 from __future__ import annotations
 
 from relaxlite.frontend.onnx import (
+    convert_control,
+    convert_data_dependent,
     convert_elementwise,
+    convert_indexing,
     convert_linalg,
     convert_nn,
     convert_norm,
+    convert_quantization,
     convert_reductions,
+    convert_resize,
     convert_shapes,
 )
 from relaxlite.frontend.onnx.importer import from_onnx

@@ -9,6 +9,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_broadcast
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op, get_op
@@ -44,7 +45,7 @@ def _unary(op: Op, n: Node) -> Result:
 
 
 def _binary(op: Op, n: Node) -> Result:
-    return op(n.input(0), n.input(1))
+    return op(*unify_broadcast(n.bb, [n.input(0), n.input(1)]))
 
 
 def _legacy_binary(op: Op, n: Node) -> Result:
@@ -91,7 +92,7 @@ def div_1(n: Node) -> Result:
 
 @onnx_op("Div", since=7)
 def div(n: Node) -> Result:
-    return _divide(n.input(0), n.input(1), n.dtype())
+    return _divide(*unify_broadcast(n.bb, [n.input(0), n.input(1)]), n.dtype())
 
 
 @onnx_op("Pow")
@@ -133,7 +134,7 @@ def _variadic(op: Op, n: Node) -> Result:
     n.ignore("consumed_inputs")
     first, *rest = n.all_inputs()
     for x in rest:
-        first = n.emit(op(first, x))
+        first = n.emit(op(*unify_broadcast(n.bb, [first, x])))
     return first
 
 
@@ -150,7 +151,7 @@ def mean(n: Node) -> Result:
 
 @onnx_op("Where")
 def where(n: Node) -> Result:
-    return ops.where(n.input(0), n.input(1), n.input(2))
+    return ops.where(*unify_broadcast(n.bb, n.all_inputs()))
 
 
 # Activations

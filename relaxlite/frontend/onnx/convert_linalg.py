@@ -53,3 +53,8 @@ def scaled(n: Node, x: Expr, factor: float) -> Expr:
         wide = n.emit(ops.multiply(n.emit(ops.cast(x, dtype="float64")), Constant.of(factor, "float64")))
         return ops.cast(wide, dtype=dtype)
     return ops.multiply(x, Constant.of(factor, dtype))
+
+
+@onnx_op("Einsum", since=12)
+def einsum(n: Node) -> Result:
+    return ops.einsum(*n.all_inputs(), equation=n.text("equation"))

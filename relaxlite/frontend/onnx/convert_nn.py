@@ -151,7 +151,7 @@ def global_max_pool(n: Node) -> Result:
 def global_lp_pool(n: Node) -> Result:
     axes, order = _spatial_axes(n), _norm_order(n)
     if order in (1, 2):
-        return (ops.reduce_l1 if order == 1 else ops.reduce_l2)(n.input(0), axes=axes, keepdims=True)
+        return (ops.l1_norm if order == 1 else ops.l2_norm)(n.input(0), axes=axes, keepdims=True)
     power = Constant.of(order, n.dtype())
     total = n.emit(ops.sum(n.emit(ops.power(n.emit(ops.abs(n.input(0))), power)), axes=axes, keepdims=True))
     return ops.power(total, Constant.of(1 / order, n.dtype()))

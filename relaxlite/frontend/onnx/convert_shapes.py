@@ -273,7 +273,16 @@ def tile_1(n: Node) -> Result:
 
 @onnx_op("SpaceToDepth")
 def space_to_depth(n: Node) -> Result:
-    return ops.space_to_depth(n.input(0), blocksize=n.int("blocksize"))
+    """mode (since opset 28) "DCR": the block is the outer part of the channel, "CRD": the inner."""
+    size, mode = n.int("blocksize"), n.text("mode", "DCR")
+    if mode not in ("DCR", "CRD"):
+        n.fail(f"attribute 'mode' must be DCR or CRD, not {mode!r}")
+    made = ops.space_to_depth(n.input(0), blocksize=size)
+    if mode == "DCR":
+        return made
+    dims = n.shape_of(made)
+    blocks = n.emit(ops.reshape(n.emit(made), (dims[0], size * size, n.shape()[1], *dims[2:])))
+    return ops.reshape(n.emit(ops.transpose(blocks, axes=(0, 2, 1, 3, 4))), dims)
 
 
 @onnx_op("DepthToSpace")

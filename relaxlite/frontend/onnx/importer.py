@@ -12,6 +12,7 @@ from onnx import AttributeProto
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
+from relaxlite.frontend.onnx.loops import FlowBuilder
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -99,6 +100,8 @@ class GraphImporter:
         self._path: tuple[str, ...] = ()  # labels of the nodes around
         self._expansions = 0
         self._explained: ImportModelError | None = None
+        self._ranks: dict[str, int] = {}  # as declared by value_info
+        self.flow = FlowBuilder(bb, resolver, symbols)
 
     # names
 
@@ -122,11 +125,18 @@ class GraphImporter:
             yield
         self._scopes.pop()
 
+    def declared_rank(self, name: str) -> int | None:
+        """The rank that the model itself declares of a value; trusted only where inference has no answer."""
+        return self._ranks.get(name)
+
     # graphs
 
     def graph(self, graph: onnx.GraphProto) -> list[Expr]:
         """Convert a graph into the body under construction; its outputs."""
         scope = self._scopes[-1]
+        for info in (*graph.value_info, *graph.output):
+            if info.type.tensor_type.HasField("shape"):
+                self._ranks[info.name] = len(info.type.tensor_type.shape.dim)
         for tensor in graph.initializer:
             scope[tensor.name] = self.reader.constant(tensor)
         for sparse in graph.sparse_initializer:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import Min, SymExpr
 from relaxlite.ir.types import TensorType
 
 
@@ -25,3 +25,30 @@ def unify_dims(bb: BlockBuilder, x: Expr, dims: Mapping[int, SymExpr]) -> Expr:
         if not PROVER.can_prove_equal(have, size) and not PROVER.can_prove_ne(have, size):
             changed[axis] = size
     return x if tuple(changed) == ty.shape else bb.match_shape(x, changed)
+
+
+def unify_broadcast(bb: BlockBuilder, operands: list[Expr]) -> list[Expr]:
+    """Operands of a broadcasting op, with dimensions made equal that can only agree by being equal.
+
+    min(n, 512) against n, which a table of 512 positions sliced to the first n gives: unless they are equal, n exceeds 512
+    and neither is 1. So the operand with the minimum is taken to have n, checked at run time.
+    """
+    shapes = [x.ty.shape if isinstance(x.ty, TensorType) else None for x in operands]
+    result = list(operands)
+    for k, shape in enumerate(shapes):
+        changes = {}
+        for axis, dim in enumerate(shape or ()):
+            others = (s[axis - len(shape or ())] for s in shapes if s is not None and len(s) >= len(shape or ()) - axis)
+            found = next((o for o in others if _is_limited(dim, o)), None)
+            if found is not None:
+                changes[axis] = found
+        result[k] = unify_dims(bb, operands[k], changes) if changes else operands[k]
+    return result
+
+
+def _is_limited(dim: SymExpr, other: SymExpr) -> bool:
+    """dim is min(other, limit) with a limit of at least 2."""
+    if not isinstance(dim, Min):
+        return False
+    limit = dim.b if dim.a is other else dim.a if dim.b is other else None
+    return limit is not None and PROVER.can_prove_le(2, limit)

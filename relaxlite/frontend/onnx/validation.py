@@ -14,7 +14,7 @@ from relaxlite.frontend.onnx.registry import canonical_domain, find_converter
 Opsets = Mapping[str, int]
 Functions = Mapping[tuple[str, str], onnx.FunctionProto]
 
-NEWEST_OPSET = 26  # of the standard domain, that the converters were checked against
+NEWEST_OPSET = 28  # of the standard domain, that the converters were checked against
 
 
 def opset_versions(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:

@@ -4,8 +4,29 @@ from __future__ import annotations
 
 from relaxlite.ir.op import Op, all_ops, get_op
 from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
-    activations, binary, creation, data_dependent, detection, elementwise, indexing, linalg, memory, nn_conv, nn_conv_transpose, nn_norm,
-    nn_norm_channel, nn_pool, reduce, shape, slicing, sorting,
+    activations,
+    binary,
+    contraction,
+    creation,
+    data_dependent,
+    detection,
+    elementwise,
+    indexing,
+    linalg,
+    memory,
+    nn_conv,
+    nn_conv_transpose,
+    nn_norm,
+    nn_norm_channel,
+    nn_pool,
+    nn_resize,
+    quantize,
+    recurrent,
+    recurrent_scan,
+    reduce,
+    shape,
+    slicing,
+    sorting,
 )  # fmt: skip
 
 __all__ = ["all_ops", "get_op"]

@@ -64,12 +64,24 @@ def _symbolic_relu(x: SymExpr) -> SymExpr:
     return smax(x, 0)
 
 
-unary("relu", "max(x, 0)", lambda x: x.maximum(0), lambda x: np.maximum(x, x.dtype.type(0)), accepts=NUMBER, symbolic=_symbolic_relu)
+unary(
+    "relu",
+    "max(x, 0)",
+    lambda x: x.maximum(0),
+    lambda x: np.maximum(x, x.dtype.type(0)),
+    accepts=NUMBER,
+    symbolic=_symbolic_relu,
+)
 unary("sigmoid", "1 / (1 + exp(-x))", _sigmoid, lambda x: 1 / (1 + np.exp(-x)))
 unary("silu", "x * sigmoid(x), also called swish", lambda x: x / (1.0 + (-x).exp()), lambda x: x / (1 + np.exp(-x)))
 unary("softplus", "log(1 + exp(x))", _softplus, lambda x: np.logaddexp(x, x.dtype.type(0)))
 unary("softsign", "x / (1 + |x|)", lambda x: x / (1.0 + x.abs()), lambda x: x / (1 + np.abs(x)))
-unary("mish", "x * tanh(softplus(x))", lambda x: x * _softplus(x).tanh(), lambda x: x * np.tanh(np.logaddexp(x, x.dtype.type(0))))
+unary(
+    "mish",
+    "x * tanh(softplus(x))",
+    lambda x: x * _softplus(x).tanh(),
+    lambda x: x * np.tanh(np.logaddexp(x, x.dtype.type(0))),
+)
 unary(
     "gelu", "x * Phi(x), the Gaussian error linear unit; `approximate` is \"none\" or \"tanh\"", _gelu, _gelu_numpy,
     attrs={"approximate": Attr("str", "none", ("none", "tanh"))},
@@ -119,6 +131,6 @@ unary(
     accepts=NUMBER, attrs={"lambd": Attr("float", 0.5), "bias": Attr("float", 0.0)},
 )  # fmt: skip
 unary(
-    "clip", "x limited to lower <= x <= upper; a bound of None is absent (bounds that are tensors: maximum and minimum)",
+    "clip", "lower <= x <= upper enforced; a bound of None is absent (bounds that are tensors: maximum, minimum)",
     _clip, _clip_numpy, accepts=NUMBER, attrs={"lower": Attr("float", None), "upper": Attr("float", None)},
 )  # fmt: skip

@@ -158,31 +158,95 @@ def _symbolic_or(a: SymExpr, b: SymExpr) -> bool | None:
 
 
 def _truncdiv(a: Any, b: Any) -> Any:
-    """Integer division rounded towards zero."""
+    """Integer division rounded towards zero; by zero it gives 0."""
     quotient = np.floor_divide(a, b)
-    inexact = np.multiply(quotient, b) != a
+    inexact = (np.multiply(quotient, b) != a) & (b != 0)
     return quotient + (inexact & ((a < 0) != (b < 0))).astype(quotient.dtype)
+
+
+def _power(a: Any, b: Any) -> Any:
+    """A negative power of an integer is truncated: 1 and -1 have one, others 0."""
+    if a.dtype.kind != "i" or not np.any(b < 0):
+        return np.power(a, b)
+    inverse = np.where(np.abs(a) == 1, np.where(b % 2 == 0, a * a, a), 0)
+    return np.where(b < 0, inverse, np.power(a, np.maximum(b, 0)))
 
 
 binary("add", "a + b", "add", np.add, NUMBER, symbolic=lambda a, b: a + b)
 binary("subtract", "a - b", "sub", np.subtract, NUMBER, symbolic=lambda a, b: a - b)
 binary("multiply", "a * b", "mul", np.multiply, NUMBER, symbolic=lambda a, b: a * b)
 binary("divide", "a / b of floats", "div", np.divide, FLOAT)
-binary("truncdiv", "a / b of integers, rounded towards zero", "truncdiv", _truncdiv, INTEGER, symbolic=_symbolic_truncdiv, draw=_draw_nonzero)
-binary("floor_divide", "a / b rounded towards minus infinity", "floordiv", np.floor_divide, NUMBER, symbolic=_symbolic_floordiv, draw=_draw_nonzero)
-binary("floormod", "The remainder of a / b with the sign of b.", "floormod", np.mod, NUMBER, symbolic=lambda a, b: floormod(a, b), draw=_draw_nonzero)
-binary("fmod", "The remainder of a / b with the sign of a.", "fmod", np.fmod, NUMBER, symbolic=_symbolic_fmod, draw=_draw_nonzero)
+binary(
+    "truncdiv",
+    "a / b of integers, rounded towards zero",
+    "truncdiv",
+    _truncdiv,
+    INTEGER,
+    symbolic=_symbolic_truncdiv,
+    draw=_draw_nonzero,
+)
+binary(
+    "floor_divide",
+    "a / b rounded towards minus infinity",
+    "floordiv",
+    np.floor_divide,
+    NUMBER,
+    symbolic=_symbolic_floordiv,
+    draw=_draw_nonzero,
+)
+binary(
+    "floormod",
+    "The remainder of a / b with the sign of b.",
+    "floormod",
+    np.mod,
+    NUMBER,
+    symbolic=lambda a, b: floormod(a, b),
+    draw=_draw_nonzero,
+)
+binary(
+    "fmod",
+    "The remainder of a / b with the sign of a.",
+    "fmod",
+    np.fmod,
+    NUMBER,
+    symbolic=_symbolic_fmod,
+    draw=_draw_nonzero,
+)
 binary("power", "a to the power b", "pow", np.power, NUMBER, symbolic=_symbolic_power, draw=_draw_small)
 binary("maximum", "The greater of a and b; NaN when one is NaN.", "max", np.maximum, NUMBER, symbolic=smax)
 binary("minimum", "The lesser of a and b; NaN when one is NaN.", "min", np.minimum, NUMBER, symbolic=smin)
 binary("atan2", "The angle of the point (b, a).", "atan2", np.arctan2, FLOAT)
 
 binary("equal", "a == b", Scalar.equals, np.equal, ANY, result="bool", symbolic=_symbolic_equal)
-binary("not_equal", "a != b", Scalar.differs, np.not_equal, ANY, result="bool", symbolic=lambda a, b: _negated(_symbolic_equal(a, b)))
+binary(
+    "not_equal",
+    "a != b",
+    Scalar.differs,
+    np.not_equal,
+    ANY,
+    result="bool",
+    symbolic=lambda a, b: _negated(_symbolic_equal(a, b)),
+)
 binary("less", "a < b", Scalar.__lt__, np.less, NUMBER, result="bool", symbolic=_symbolic_less)
-binary("less_equal", "a <= b", Scalar.__le__, np.less_equal, NUMBER, result="bool", symbolic=lambda a, b: _negated(_symbolic_less(b, a)))
+binary(
+    "less_equal",
+    "a <= b",
+    Scalar.__le__,
+    np.less_equal,
+    NUMBER,
+    result="bool",
+    symbolic=lambda a, b: _negated(_symbolic_less(b, a)),
+)
 binary("greater", "a > b", Scalar.__gt__, np.greater, NUMBER, result="bool", symbolic=lambda a, b: _symbolic_less(b, a))
-binary("greater_equal", "a >= b", Scalar.__ge__, np.greater_equal, NUMBER, result="bool", symbolic=lambda a, b: _negated(_symbolic_less(a, b)))
+binary(
+    "greater_equal",
+    "a >= b",
+    Scalar.__ge__,
+    np.greater_equal,
+    NUMBER,
+    result="bool",
+    symbolic=lambda a, b: _negated(_symbolic_less(a, b)),
+)
 
 binary("logical_and", "a and b", "and", np.logical_and, BOOL, symbolic=_symbolic_and)
 binary("logical_or", "a or b", "or", np.logical_or, BOOL, symbolic=_symbolic_or)

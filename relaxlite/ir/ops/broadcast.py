@@ -1,9 +1,9 @@
 """Broadcasting of symbolic shapes, with NumPy's rule: sizes are equal, or one of them is 1.
 
 Two sizes that cannot be compared before run time are *ambiguous*: they may turn out equal, or one of them may be 1.
-The result then has the size `max(a, b) * min(1, min(a, b))` (an empty dimension stays empty), the operands are read at
-`min(i, size - 1)`, which is i when the operand has the full size and 0 when it has size 1, and the program starts with a
-`Check` that the sizes do agree.
+The result then has the size `max(a, b) * min(1, min(a, b))` (an empty dimension stays empty), the operands are read
+at `min(i, size - 1)`, which is i when the operand has the full size and 0 when it has size 1, and the program starts
+with a `Check` that the sizes do agree.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _broadcast_pair(a: Shape, b: Shape, fail: Callable[[str], NoReturn]) -> Shap
         dim = broadcast_dim(x, y)
         if dim is None:
             fail(
-                f"shapes {format_shape(a)} and {format_shape(b)} cannot be broadcast: dimension {axis - rank} is {x} in one "
-                f"and {y} in the other, and neither is 1"
+                f"shapes {format_shape(a)} and {format_shape(b)} cannot be broadcast: "
+                f"dimension {axis - rank} is {x} in one and {y} in the other, and neither is 1"
             )
         dims.append(dim)
     return tuple(dims)
@@ -95,7 +95,7 @@ def _index(dim: SymExpr, i: SymExpr, out: SymExpr) -> SymExpr:
 
 
 def broadcast_checks(name: str, *shapes: Shape, directed: bool = False) -> tuple[Check, ...]:
-    """Run-time checks that ambiguous dimensions agree; none in the usual case. `directed`: the last shape is the result's."""
+    """Checks that ambiguous dimensions agree; none in the usual case. `directed`: the last shape is the result's."""
     rank = max(len(s) for s in shapes)
     checks: dict[tuple[SymExpr, SymExpr], Check] = {}
     for axis in range(rank):
@@ -113,14 +113,19 @@ def _agree(name: str, a: SymExpr, b: SymExpr, stretched: Shape) -> Check:
     cond = cases[0]
     for case in cases[1:]:
         cond = cond | case
-    return Check(cond.value, f"{name}: operands could not be broadcast: one dimension is {a}, the other {b}, and neither is 1")
+    return Check(
+        cond.value, f"{name}: operands could not be broadcast: one dimension is {a}, the other {b}, and neither is 1"
+    )
 
 
 def compute_broadcast(name: str, out: Buffer, operands: Sequence[Buffer], value: Callable[..., Value]) -> Stmt:
     """out[i...] = value(elements of the operands), broadcast."""
     checks = broadcast_checks(name, *(x.shape for x in operands))
-    loads = lambda i: [x[broadcast_index(x.shape, i, out.shape)] for x in operands]  # noqa: E731
-    return seq(*checks, compute(out, lambda *i: value(*loads(i))))
+
+    def element(*i: SymExpr) -> Value:
+        return value(*(x[broadcast_index(x.shape, i, out.shape)] for x in operands))
+
+    return seq(*checks, compute(out, element))
 
 
 def format_shape(shape: Shape) -> str:

@@ -54,7 +54,7 @@ class Full(Op):
 
 @register
 class Arange(Op):
-    """start, start + delta, ... : `count` elements. start and delta are tensors of one element, count a shape of one value."""
+    """`count` (a shape of one value) elements start, start + delta, ...; these two are tensors of one element."""
 
     name = "arange"
     operands = ("start", "delta", "count")
@@ -89,7 +89,9 @@ class Arange(Op):
 
     def samples(self) -> Iterable[Sample]:
         for dtype in ("float32", "int64", "float16"):
-            yield Sample(((), (), ("n",)), dtypes=(dtype, dtype, "shape"), tolerance=1e-3 if dtype == "float16" else 1e-5)
+            yield Sample(
+                ((), (), ("n",)), dtypes=(dtype, dtype, "shape"), tolerance=1e-3 if dtype == "float16" else 1e-5
+            )
 
 
 @register

@@ -18,7 +18,7 @@ from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import Shape
 from relaxlite.ir.ops.elementwise import BOOL, check_dtype
 from relaxlite.ir.ops.reduce import normalize_axis
-from relaxlite.ir.ops.scalars import Scalar, index, literal, select
+from relaxlite.ir.ops.scalars import Scalar, index, literal
 from relaxlite.ir.ops.sorting import draw_with_ties
 from relaxlite.ir.program import Allocate, Buffer, IfThenElse, LetIndex, Stmt, Store, loops, reduce, seq
 from relaxlite.ir.symbolic import SymVar, product, smax, sym
@@ -207,8 +207,8 @@ def _each_in_order(x: Buffer, order: Buffer, make: Any) -> Stmt:
 
 @register
 class UniqueFill(Op):
-    """The different values of the vector x in order, where each first occurs, the place of each element of x among them, and
-    how often each occurs; given the sorting `order` and their number."""
+    """The different values of the vector x in order, where each first occurs, the place of each element of x among
+    them, and how often each occurs; given the sorting `order` and their number."""
 
     name = "unique_fill"
     operands = ("x", "order", "count")
@@ -226,7 +226,11 @@ class UniqueFill(Op):
             g = SymVar("g")
             fresh = Scalar(groups[0])
             opened = SymVar("g")
-            starts = [Store(values, (opened,), x[p]), Store(first, (opened,), index(p).value), Store(counts, (opened,), ZERO)]
+            starts = [
+                Store(values, (opened,), x[p]),
+                Store(first, (opened,), index(p).value),
+                Store(counts, (opened,), ZERO),
+            ]
             opening = LetIndex(opened, fresh.value, seq(*starts, advance(groups)))
             member = seq(Store(inverse, (p,), index(g).value), Store(counts, (g,), ONE, "add"))
             return seq(IfThenElse(is_new.value, opening), LetIndex(g, (fresh - 1).value, member))

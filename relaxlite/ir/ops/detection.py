@@ -37,8 +37,8 @@ class NmsSelect(Op):
         return TupleType((TensorType.of(shape, "int64"), TensorType.of(shape[:2], "int64")))
 
     def lower(
-        self, boxes: Buffer, scores: Buffer, order: Buffer, iou_threshold: Buffer, score_threshold: Buffer, limit: Shape,
-        *, out: tuple[Buffer, Buffer], center_point_box: bool,
+        self, boxes: Buffer, scores: Buffer, order: Buffer, iou_threshold: Buffer, score_threshold: Buffer,
+        limit: Shape, *, out: tuple[Buffer, Buffer], center_point_box: bool,
     ) -> Stmt:  # fmt: skip
         kept, counts = out
         overlaps = Buffer.of("overlaps", (1,), "bool", "local")
@@ -148,16 +148,19 @@ class NmsCollect(Op):
 class NonMaxSuppression(Op):
     """The boxes that survive non-maximum suppression: int64 rows (batch, class, box), best first in each class.
 
-    boxes (b, n, 4), scores (b, c, n). A box goes when its score is not above `score_threshold`, when it overlaps a better
-    one by more than `iou_threshold`, or when its class has `limit` (a shape of one value) boxes already. Boxes are
-    (y1, x1, y2, x2), or (x, y, width, height) with `center_point_box`. The type has no shape: bind it with a MatchShape.
+    boxes (b, n, 4), scores (b, c, n). A box goes when its score is not above `score_threshold`, when it overlaps a
+    better one by more than `iou_threshold`, or when its class has `limit` (a shape of one value) boxes already. Boxes
+    are (y1, x1, y2, x2), or (x, y, width, height) with `center_point_box`. The type has no shape: bind it with a
+    MatchShape.
     """
 
     name = "non_max_suppression"
     operands = ("boxes", "scores", "iou_threshold", "score_threshold", "limit")
     attrs = {"center_point_box": Attr("bool", False)}
 
-    def infer(self, boxes: Expr, scores: Expr, iou_threshold: Expr, score_threshold: Expr, limit: Expr, **attrs: Any) -> Type:
+    def infer(
+        self, boxes: Expr, scores: Expr, iou_threshold: Expr, score_threshold: Expr, limit: Expr, **attrs: Any
+    ) -> Type:
         for operand, name, rank in ((boxes, "boxes", 3), (scores, "scores", 3)):
             ty = self.tensor(operand, name)
             check_dtype(self, ty, FLOAT, name)
@@ -171,7 +174,17 @@ class NonMaxSuppression(Op):
         boxes, scores, iou_threshold, score_threshold, limit = call.args
         order = bb.emit(get_op("argsort")(scores, descending=True))
         select_op = get_op("nms_select")
-        selected = bb.emit(select_op(boxes, scores, order, iou_threshold, score_threshold, limit, **call.attrs))
+        selected = bb.emit(
+            select_op(
+                boxes,
+                scores,
+                order,
+                iou_threshold,
+                score_threshold,
+                limit,
+                center_point_box=call.attrs["center_point_box"],
+            )
+        )
         kept, counts = bb.emit(TupleGetItem(selected, 0)), bb.emit(TupleGetItem(selected, 1))
         total = bb.emit(get_op("sum")(counts))
         size = bind_count(bb, bb.emit(get_op("reshape")(total, shape_value((1,)))), "selected")

@@ -18,7 +18,7 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register, register_op
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_shapes, compute_broadcast
 from relaxlite.ir.ops.scalars import HALF, Scalar, in_float32
-from relaxlite.ir.program import Buffer, Cast, Select, Stmt, Value, compute
+from relaxlite.ir.program import Buffer, Cast, Select, Stmt, compute
 from relaxlite.ir.symbolic import SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
@@ -109,9 +109,9 @@ def unary(
     """Declare one row; `formula` is the name of a scalar function, or Scalar -> Scalar."""
     function = (lambda x: x.unary(formula)) if isinstance(formula, str) else formula
     declared = {
-        "name": name, "__doc__": doc, "accepts": accepts, "result": result, "attrs": attrs or {}, "formula": staticmethod(function),
-        "numpy": staticmethod(numpy), "symbolic": None if symbolic is None else staticmethod(symbolic), "positive": positive,
-        "is_symbolic": symbolic is not None,
+        "name": name, "__doc__": doc, "accepts": accepts, "result": result, "attrs": attrs or {}, "positive": positive,
+        "formula": staticmethod(function), "numpy": staticmethod(numpy), "is_symbolic": symbolic is not None,
+        "symbolic": None if symbolic is None else staticmethod(symbolic),
     }  # fmt: skip
     register_op(type(f"Unary_{name}", (UnaryOp,), declared)())
 
@@ -185,7 +185,7 @@ unary(
 
 @register
 class CastOp(Op):
-    """x as another dtype. Float to integer truncates towards zero and saturates; to bool tests x != 0; integers wrap."""
+    """x as another dtype. Float to integer truncates and saturates (NaN: 0); to bool tests x != 0; integers wrap."""
 
     name = "cast"
     operands = ("x",)
@@ -208,9 +208,9 @@ class CastOp(Op):
         return map_symbolic(_symbolic_bool if dtype == "bool" else lambda v: v, x)
 
     def samples(self) -> Iterable[Sample]:
-        for source, target in (("float32", "int64"), ("int64", "float32"), ("float32", "float16"), ("float32", "bool"),
-                               ("bool", "float32"), ("int64", "int8"), ("float32", "uint8"), ("float32", "float64")):  # fmt: skip
-            yield Sample((("n", 3),), {"dtype": target}, (source,))
+        for source in ("float32", "int64", "bool"):
+            for target in ("float32", "float16", "float64", "int64", "int8", "uint8", "bool"):
+                yield Sample((("n", 3),), {"dtype": target}, (source,))
 
 
 def _symbolic_bool(x: SymExpr) -> bool | None:
@@ -230,7 +230,9 @@ def cast_array(x: Any, dtype: DType) -> Any:
             return x.astype(target)
     wide, info = x.astype(np.float64), np.iinfo(target)
     with np.errstate(all="ignore"):
-        inside = np.where(np.isfinite(wide) & (wide > float(info.min)) & (wide < float(info.max)), wide, 0).astype(target)
+        inside = np.where(np.isfinite(wide) & (wide > float(info.min)) & (wide < float(info.max)), wide, 0).astype(
+            target
+        )
     low = np.where(wide <= float(info.min), target.type(info.min), inside)
     return np.where(wide >= float(info.max), target.type(info.max), low)
 
@@ -251,8 +253,7 @@ class Where(Op):
         return TensorType.of(broadcast_shapes(*(t.shape or () for t in types), fail=self.fail), types[1].dtype)
 
     def lower(self, cond: Buffer, a: Buffer, b: Buffer, *, out: Buffer) -> Stmt:
-        pick: Callable[..., Value] = lambda c, x, y: Select(c, x, y)  # noqa: E731
-        return compute_broadcast("where", out, (cond, a, b), pick)
+        return compute_broadcast("where", out, (cond, a, b), Select)
 
     def reference(self, cond: Any, a: Any, b: Any) -> Any:
         return np.where(cond, a, b)

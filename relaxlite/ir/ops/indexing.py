@@ -1,12 +1,13 @@
 """Gather and scatter: indices that come from data.
 
-An index is bound to a symbol by `LetIndex` right around the store. Negative indices count from the end. That indices lie
-inside is checked by nests of their own, ahead of the main one, which stays a perfect nest.
+An index is bound to a symbol by `LetIndex` and checked right around the store, inside a perfect nest. (Scheduling moves
+both out of the loops that they do not depend on.) Negative indices count from the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,33 +30,38 @@ _UFUNCS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minim
 Draw = Callable[[tuple[int, ...], np.random.Generator], Any]
 
 
-def from_end(position: Value, size: SymExpr) -> Value:
-    """An index as int64, a negative one counted from the end."""
-    wide = Scalar(position).cast("int64")
-    if position.dtype in dtypes.UNSIGNED:
-        return wide.value
-    return select(wide < 0, wide + size, wide).value
+@dataclass(frozen=True, slots=True)
+class Position:
+    """An index that comes from data: a position along a dimension of `size`, counted from the end if negative."""
+
+    given: Value
+    size: SymExpr
+    message: str  # what to say when it lies outside
+
+    def from_start(self) -> Value:
+        wide = Scalar(self.given).cast("int64")
+        if self.given.dtype in dtypes.UNSIGNED:
+            return wide.value
+        return select(wide < 0, wide + self.size, wide).value
+
+    @staticmethod
+    def along(op: Op, x: Buffer, axis: int, given: Value) -> Position:
+        size = x.shape[axis]
+        return Position(given, size, f"{op.name}: an index is out of range for axis {axis} of size {size}")
 
 
-def let_indices(values: Sequence[Value], make: Callable[..., Stmt]) -> Stmt:
-    """Bind indices that come from data to symbols, for the statement make(*symbols)."""
-    symbols = [SymVar(f"p{k}" if len(values) > 1 else "p") for k in range(len(values))]
-    stmt = make(*symbols)
-    for symbol, value in reversed(list(zip(symbols, values, strict=True))):
-        stmt = LetIndex(symbol, value, stmt)
+def at_positions(positions: Sequence[Position], make: Callable[..., Stmt]) -> Stmt:
+    """Bind the positions to symbols and check them, for the statement make(*symbols)."""
+    names = [f"p{k}" if len(positions) > 1 else "p" for k in range(len(positions))]
+    symbols = [SymVar(name, lower=None) for name in names]  # nothing is known before the check
+    checks = [
+        Check(((index(p) >= 0) & (index(p) < position.size)).value, position.message)
+        for p, position in zip(symbols, positions, strict=True)
+    ]
+    stmt = seq(*checks, make(*symbols))
+    for symbol, position in reversed(list(zip(symbols, positions, strict=True))):
+        stmt = LetIndex(symbol, position.from_start(), stmt)
     return stmt
-
-
-def check_indices(op: str, indices: Buffer, size_of: Callable[..., SymExpr], axis_text: str) -> Stmt:
-    """A nest over `indices` that stops at one outside of -size..size-1; `size_of` gets the loop variables."""
-
-    def check(*i: SymExpr) -> Stmt:
-        size = size_of(*i)
-        position = Scalar(indices[i]).cast("int64")
-        low = index(0) if indices.dtype in dtypes.UNSIGNED else index(-size)
-        return Check(((position >= low) & (position < size)).value, f"{op}: an index is out of range for {axis_text} of size {size}")
-
-    return loops("ijklmn", indices.shape, check)
 
 
 def plain_indices(indices: Any) -> Any:
@@ -100,11 +106,10 @@ class Gather(_Indexed):
         stop = axis + len(indices.shape)
 
         def element(*i: SymExpr) -> Stmt:
-            position = from_end(indices[i[axis:stop]], x.shape[axis])
-            return let_indices([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[stop:]))))
+            position = Position.along(self, x, axis, indices[i[axis:stop]])
+            return at_positions([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[stop:]))))
 
-        check = check_indices("gather", indices, lambda *i: x.shape[axis], f"axis {axis}")
-        return seq(check, loops("ijklmn", out.shape, element))
+        return loops("ijklmn", out.shape, element)
 
     def reference(self, x: Any, indices: Any, *, axis: int) -> Any:
         return np.take(x, plain_indices(indices), axis)
@@ -134,8 +139,8 @@ class GatherElements(_Indexed):
         axis = normalize_axis(self, axis, len(x.shape))
 
         def element(*i: SymExpr) -> Stmt:
-            position = from_end(indices[i], x.shape[axis])
-            return let_indices([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[axis + 1 :]))))
+            position = Position.along(self, x, axis, indices[i])
+            return at_positions([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[axis + 1 :]))))
 
         return seq(*element_checks(self.name, x, indices, axis), loops("ijklmn", out.shape, element))
 
@@ -150,12 +155,14 @@ class GatherElements(_Indexed):
 
 
 def element_checks(op: str, x: Buffer, indices: Buffer, axis: int) -> list[Stmt]:
-    """Indices inside the axis, and the other dimensions of `indices` no larger than x's."""
+    """The other dimensions of `indices` are no larger than x's."""
     checks: list[Stmt] = []
     for k, (d, n) in enumerate(zip(x.shape, indices.shape, strict=True)):
         if k != axis and not PROVER.can_prove_le(n, d):
-            checks.append(Check((index(n) <= d).value, f"{op}: dimension {k} of indices, {n}, is larger than that of x, {d}"))
-    return [*checks, check_indices(op, indices, lambda *i: x.shape[axis], f"axis {axis}")]
+            checks.append(
+                Check((index(n) <= d).value, f"{op}: dimension {k} of indices, {n}, is larger than that of x, {d}")
+            )
+    return checks
 
 
 class _Tuples(_Indexed):
@@ -167,33 +174,10 @@ class _Tuples(_Indexed):
             self.fail(f"the last dimension of indices {positions} must be a constant of at most the rank of x {ty}")
         return size
 
-    def tuple_checks(self, x: Buffer, indices: Buffer, batch_dims: int = 0) -> list[Stmt]:
-        checks = []
-        for c in range(as_int(indices.shape[-1]) or 0):
-            size = x.shape[batch_dims + c]
-            column = _Column(indices, c)
-            checks.append(loops("ijklmn", indices.shape[:-1], column.check(self.name, size, batch_dims + c)))
-        return checks
-
-
-class _Column:
-    """Component c of every index tuple."""
-
-    def __init__(self, indices: Buffer, c: int) -> None:
-        self.indices, self.c = indices, c
-
-    def check(self, op: str, size: SymExpr, axis: int) -> Callable[..., Stmt]:
-        def make(*i: SymExpr) -> Stmt:
-            position = Scalar(Load(self.indices, (*i, sym(self.c)))).cast("int64")
-            inside = (position >= index(-size)) & (position < size)
-            return Check(inside.value, f"{op}: an index is out of range for axis {axis} of size {size}")
-
-        return make
-
-
-def _tuple_positions(x: Buffer, indices: Buffer, at: tuple[SymExpr, ...], batch_dims: int = 0) -> list[Value]:
-    count = as_int(indices.shape[-1]) or 0
-    return [from_end(Load(indices, (*at, sym(c))), x.shape[batch_dims + c]) for c in range(count)]
+    def positions(self, x: Buffer, indices: Buffer, at: tuple[SymExpr, ...], batch_dims: int = 0) -> list[Position]:
+        """The components of the index tuple at `at`."""
+        count = as_int(indices.shape[-1]) or 0
+        return [Position.along(self, x, batch_dims + c, Load(indices, (*at, sym(c)))) for c in range(count)]
 
 
 @register
@@ -218,15 +202,15 @@ class GatherNd(_Tuples):
 
         def element(*i: SymExpr) -> Stmt:
             at = i[:outer]
-            positions = _tuple_positions(x, indices, at, batch_dims)
-            return let_indices(positions, lambda *p: Store(out, i, Load(x, (*at[:batch_dims], *p, *i[outer:]))))
+            positions = self.positions(x, indices, at, batch_dims)
+            return at_positions(positions, lambda *p: Store(out, i, Load(x, (*at[:batch_dims], *p, *i[outer:]))))
 
         batches: list[Stmt] = [
             Check(index(a).equals(b).value, f"gather_nd: batch dimension {k} is {a} in x and {b} in indices")
             for k, (a, b) in enumerate(zip(x.shape[:batch_dims], indices.shape[:batch_dims], strict=True))
             if not PROVER.can_prove_equal(a, b)
         ]
-        return seq(*batches, *self.tuple_checks(x, indices, batch_dims), loops("ijklmn", out.shape, element))
+        return seq(*batches, loops("ijklmn", out.shape, element))
 
     def reference(self, x: Any, indices: Any, *, batch_dims: int) -> Any:
         positions = plain_indices(indices)
@@ -296,8 +280,8 @@ class ScatterElements(_Scatter):
         axis = normalize_axis(self, axis, len(x.shape))
 
         def update(*i: SymExpr) -> Stmt:
-            position = from_end(indices[i], x.shape[axis])
-            return let_indices(
+            position = Position.along(self, x, axis, indices[i])
+            return at_positions(
                 [position], lambda p: Store(out, (*i[:axis], p, *i[axis + 1 :]), updates[i], _combine(reduction))
             )
 
@@ -337,10 +321,10 @@ class ScatterNd(_Scatter):
         shape = (*indices.shape[:-1], *x.shape[size:])
 
         def update(*i: SymExpr) -> Stmt:
-            positions = _tuple_positions(x, indices, i[:outer])
-            return let_indices(positions, lambda *p: Store(out, (*p, *i[outer:]), updates[i], _combine(reduction)))
+            positions = self.positions(x, indices, i[:outer])
+            return at_positions(positions, lambda *p: Store(out, (*p, *i[outer:]), updates[i], _combine(reduction)))
 
-        checks = [*self.update_checks(updates, shape), *self.tuple_checks(x, indices)]
+        checks = self.update_checks(updates, shape)
         return seq(*checks, compute(out, lambda *i: x[i]), loops("ijklmn", shape, update))
 
     def reference(self, x: Any, indices: Any, updates: Any, *, reduction: str) -> Any:
@@ -373,18 +357,17 @@ class ReverseSequence(_Indexed):
 
     def lower(self, x: Buffer, lengths: Buffer, *, out: Buffer, batch_axis: int, time_axis: int) -> Stmt:
         batch, time = batch_axis % len(x.shape), time_axis % len(x.shape)
-        size = x.shape[time]
-
-        def check(b: SymExpr) -> Stmt:
-            length = Scalar(lengths[b]).cast("int64")
-            return Check(((length >= 0) & (length <= size)).value, f"reverse_sequence: a length lies outside of 0..{size}")
 
         def element(*i: SymExpr) -> Stmt:
             length, t = Scalar(lengths[i[batch]]).cast("int64"), i[time]
             source = select(index(t) < length, length - 1 - t, index(t)).value
-            return let_indices([source], lambda p: Store(out, i, Load(x, (*i[:time], p, *i[time + 1 :]))))
+            message = f"reverse_sequence: a length lies outside of 0..{x.shape[time]}"
+            return at_positions(
+                [Position(source, x.shape[time], message)],
+                lambda p: Store(out, i, Load(x, (*i[:time], p, *i[time + 1 :]))),
+            )
 
-        return seq(loops("i", lengths.shape, check), loops("ijklmn", out.shape, element))
+        return loops("ijklmn", out.shape, element)
 
     def reference(self, x: Any, lengths: Any, *, batch_axis: int, time_axis: int) -> Any:
         out, axes = x.copy(), (batch_axis, time_axis)
@@ -394,7 +377,9 @@ class ReverseSequence(_Indexed):
         return out
 
     def samples(self) -> Iterable[Sample]:
-        draw: Draw = lambda shape, rng: rng.integers(0, 5, shape)  # noqa: E731
+        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            return rng.integers(0, 5, shape)
+
         yield Sample(((4, "n", 2), ("n",)), {}, ("float32", "int64"), make={1: draw})
         attrs = {"batch_axis": 0, "time_axis": 1}
         yield Sample((("n", 4), ("n",)), attrs, ("float32", "int32"), make={1: draw})

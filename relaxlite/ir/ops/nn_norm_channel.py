@@ -16,7 +16,7 @@ from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality
 from relaxlite.ir.ops.nn_norm import Row, in_wide, mean_over, row_program, standardize, standardized, weigh
 from relaxlite.ir.ops.reduce import normalize_axes
 from relaxlite.ir.ops.scalars import Scalar, identity, index, select
-from relaxlite.ir.program import Buffer, Stmt, Value, compute, reduce, seq
+from relaxlite.ir.program import Buffer, Stmt, Value, reduce, seq
 from relaxlite.ir.symbolic import SymVar, product, sym
 from relaxlite.ir.types import Type
 
@@ -182,11 +182,11 @@ class Lrn(Op):
             inside = (index(channel) >= 0) & (index(channel) < index(x.shape[1]))
             return select(inside, Scalar(x[where]) * Scalar(x[where]), 0.0).value
 
-        def finish(*i: SymVar) -> Value:
-            scale = Scalar(out[i]) * (alpha / size) + bias
+        def finish(total: Value, *i: SymVar) -> Value:
+            scale = Scalar(total) * (alpha / size) + bias
             return (Scalar(x[i]) / scale.binary("pow", beta)).value
 
-        return seq(reduce(out, (size,), "add", identity("add", x.dtype), square), compute(out, finish))
+        return reduce(out, (size,), "add", identity("add", x.dtype), square, finish)
 
     def reference(self, x: Any, *, size: int, alpha: float, beta: float, bias: float) -> Any:
         before, after = (size - 1) // 2, size - 1 - (size - 1) // 2

@@ -106,7 +106,7 @@ class Window:
         finish: Callable[..., Value] = lambda total, *i: total,
         wide: str | None = None,
     ) -> Stmt:
-        """out[n, c, o...] = finish(combine over the window of value(x element), n, c, o...), combined in dtype `wide`."""
+        """out[n, c, o...] = finish(combine over the window of value(x element), n, c, o...), combined in `wide`."""
         start = identity(combine, wide or out.dtype)  # type: ignore[arg-type]
 
         def tap(*i: SymVar) -> Value:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Expr, ShapeValue
+from relaxlite.ir.expr import AttrValue, Call, Expr, ShapeValue
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import emit_op
@@ -29,6 +30,7 @@ COORDINATES = (
     "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_half_pixel_for_nn",
     "tf_crop_and_resize",
 )  # fmt: skip
+Choose = Callable[..., Any]  # select of Scalars, or np.where
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 
 
@@ -60,7 +62,7 @@ class _Axis:
         """Where element o of the result lies in x (float32)."""
         at, scale = index(o).cast("float32"), self.scale_value()
         out, size = index(self.out).cast("float32"), index(self.size).cast("float32")
-        return _coordinate(at, scale, out, size, self.roi, self.attrs, select)
+        return Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
 
     def factor(self) -> tuple[int, int]:
         """(up, down) where the size grows or shrinks by a whole factor that float32 represents; (0, 0) otherwise."""
@@ -106,7 +108,7 @@ def _rounded(p: SymExpr, q: int, mode: str) -> SymExpr:
 
 
 def _coordinate(
-    at: Any, scale: Any, out: Any, size: Any, roi: tuple[float, float], attrs: Mapping[str, Any], choose: Callable[..., Any]
+    at: Any, scale: Any, out: Any, size: Any, roi: tuple[float, float], attrs: Mapping[str, Any], choose: Choose
 ) -> Any:
     """ONNX's coordinate transformations, on float32 Scalars or NumPy arrays."""
     mode = attrs["coordinate_transformation_mode"]
@@ -118,7 +120,7 @@ def _coordinate(
     if mode == "tf_half_pixel_for_nn":
         return (at + 0.5) / scale
     if mode == "half_pixel_symmetric":
-        return size * 0.5 * (1.0 - out / (scale * size)) + (at + 0.5) / scale - 0.5
+        return size * 0.5 * (1.0 - out / (scale * size)) + half
     if mode == "pytorch_half_pixel":
         return choose(out > 1.0, half, 0.0)
     if mode == "align_corners":
@@ -128,22 +130,24 @@ def _coordinate(
     return choose(out > 1.0, inside, (size - 1.0) * (0.5 * (start + end)))
 
 
-def _nearest(x: Any, mode: str, floor: Any, choose: Callable[..., Any]) -> Any:
+def _nearest(x: Any, mode: str, floor: Any, choose: Choose) -> Any:
     """x rounded to a whole number, still a float32; `floor` is floor(x)."""
+    rest = x - floor
     if mode == "floor":
         return floor
-    above = {"ceil": lambda rest: rest > 0.0, "round_prefer_ceil": lambda rest: rest >= 0.5}.get(mode, lambda rest: rest > 0.5)
-    return choose(above(x - floor), floor + 1.0, floor)
+    if mode == "round_prefer_ceil":
+        return choose(rest >= 0.5, floor + 1.0, floor)
+    return choose(rest > (0.0 if mode == "ceil" else 0.5), floor + 1.0, floor)
 
 
-def _cubic(distance: Any, a: float, choose: Callable[..., Any]) -> Any:
+def _cubic(distance: Any, a: float, choose: Choose) -> Any:
     """Keys' kernel at a distance >= 0; 0 from 2 on."""
     near = ((a + 2) * distance - (a + 3)) * distance * distance + 1.0
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return choose(distance <= 1.0, near, choose(distance < 2.0, far, 0.0))
 
 
-def _triangle(distance: Any, choose: Callable[..., Any]) -> Any:
+def _triangle(distance: Any, choose: Choose) -> Any:
     return choose(distance < 1.0, 1.0 - distance, 0.0)
 
 
@@ -151,9 +155,9 @@ def _triangle(distance: Any, choose: Callable[..., Any]) -> Any:
 class Resize(Op):
     """x resized to `sizes`, with the attributes of ONNX's Resize.
 
-    `scales` (one per dimension) overrides sizes / shape in the coordinates; `roi` (starts, then ends, of every dimension) is
-    for tf_crop_and_resize, which yields `extrapolation_value` outside x. Half precision and integers are computed in
-    float32 (nearest copies any dtype).
+    `scales` (one per dimension) overrides sizes / shape in the coordinates; `roi` (starts, then ends, of every
+    dimension) is for tf_crop_and_resize, which yields `extrapolation_value` outside x. Half precision and integers are
+    computed in float32 (nearest copies any dtype).
     """
 
     name = "resize"
@@ -219,12 +223,13 @@ class Resize(Op):
         return get_op("cast").reference(wide, dtype=dtypes.from_numpy(x.dtype)).reshape(sizes)
 
     def samples(self) -> Iterable[Sample]:
-        kinds, large = ("float32", "shape"), lambda shape, rng: rng.standard_normal(shape).astype(np.float32) * 9
+        kinds = ("float32", "shape")
         yield Sample((("n", 2, "h", "w"), ("n", 2, "h*2", "w*3")), {"nearest_mode": "ceil"}, kinds)
         yield Sample((("n", "h"), ("n", "h*2")), {"coordinate_transformation_mode": "asymmetric"}, kinds)
         yield Sample((("h*2", "w*4"), ("h", "w")), {"nearest_mode": "floor"}, ("uint8", "shape"))
+        crop: dict[str, AttrValue] = {"roi": (0.0, 0.2, 1.0, 1.3), "extrapolation_value": 7.0}
         for coordinates in COORDINATES:
-            attrs = {"coordinate_transformation_mode": coordinates, "roi": (0.0, 0.2, 1.0, 1.3), "extrapolation_value": 7.0}
+            attrs: dict[str, AttrValue] = {"coordinate_transformation_mode": coordinates, **crop}
             yield Sample((("n", "h"), ("n", 5)), attrs, kinds)
             yield Sample((("n", "h"), ("n", 5)), {"mode": "linear", **attrs}, kinds, tolerance=1e-4)
         yield Sample(((1, "h", "w"), (1, 4, "w*2")), {"mode": "linear"}, kinds, tolerance=1e-4)
@@ -233,7 +238,7 @@ class Resize(Op):
         yield Sample((("h", 7), ("h", 3)), {"mode": "linear", "antialias": True}, kinds, tolerance=1e-4)
         yield Sample((("h*3", 7), ("h", 9)), {"mode": "cubic", "antialias": True}, kinds, tolerance=1e-4)
         yield Sample((("n", 3), ("n", 5)), {"mode": "linear"}, ("float16", "shape"), tolerance=4e-3)
-        yield Sample((("n", 3), ("n", 6)), {"mode": "linear"}, ("int32", "shape"), make={0: large})
+        yield Sample((("n", 3), ("n", 6)), {"mode": "linear"}, ("int32", "shape"))
 
 
 def _resized_axes(shape: Shape, sizes: Shape, attrs: Mapping[str, Any]) -> list[_Axis]:
@@ -249,6 +254,10 @@ def _outside(where: Any, size: Any) -> Any:
     return (where < 0.0) | (where > size - 1.0)
 
 
+def _fill_coordinates(where: Buffer, axis: _Axis) -> Stmt:
+    return compute(where, lambda o: axis.coordinate(o).value)
+
+
 def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str, Any]) -> Stmt:
     exact = {axis.k: axis for axis in axes if axis.nearest(sym(0)) is not None}
     tables = {axis.k: Buffer(f"nearest{axis.k}", (axis.out,), "int64") for axis in axes if axis.k not in exact}
@@ -257,12 +266,15 @@ def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str
 
     def nearest(axis: _Axis, o: SymExpr) -> Value:
         where = axis.coordinate(o)
-        found = _nearest(where, attrs["nearest_mode"], where.unary("floor"), select).cast("int64")
+        found = Scalar(_nearest(where, attrs["nearest_mode"], where.unary("floor"), select).value).cast("int64")
         return found.minimum(index(axis.size - 1)).maximum(0).value
 
+    def source(k: int, o: SymExpr) -> SymExpr:
+        found = exact[k].nearest(o) if k in exact else sources.get(k, o)
+        return o if found is None else found
+
     def copy(*i: SymVar) -> Stmt:
-        at = tuple(sources.get(k, exact[k].nearest(o) if k in exact else o) for k, o in enumerate(i))
-        value = Scalar(x[at])  # type: ignore[index]
+        value = Scalar(x[tuple(source(k, o) for k, o in enumerate(i))])
         for axis in axes:
             if axis.crops:
                 outside = _outside(Scalar(places[axis.k][i[axis.k]]), index(axis.size).cast("float32"))
@@ -272,8 +284,8 @@ def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str
             body = LetIndex(sources[k], table[i[k]], body)
         return body
 
-    stages = [compute(tables[a.k], lambda o, a=a: nearest(a, o)) for a in axes if a.k in tables]
-    stages += [compute(places[a.k], lambda o, a=a: a.coordinate(o).value) for a in axes if a.crops]
+    stages = [compute(tables[axis.k], partial(nearest, axis)) for axis in axes if axis.k in tables]
+    stages += [_fill_coordinates(places[axis.k], axis) for axis in axes if axis.crops]
     body = seq(*stages, loops("ijklmn", out.shape, copy))
     for buffer in (*tables.values(), *places.values()):
         body = Allocate(buffer, body)
@@ -282,7 +294,7 @@ def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """The weights of linear or cubic interpolation around a source coordinate, with `taps` neighbours from `first` on."""
+    """The weights of linear or cubic interpolation around a source coordinate: `taps` neighbours from `first` on."""
 
     axis: _Axis
     attrs: Mapping[str, Any]
@@ -311,7 +323,7 @@ class _Kernel:
         """The first neighbour of a coordinate, a whole float32; it may lie outside x."""
         return floor(where + (1.0 - stretch * float(self.half)))
 
-    def weight(self, distance: Any, stretch: Any, choose: Callable[..., Any]) -> Any:
+    def weight(self, distance: Any, stretch: Any, choose: Choose) -> Any:
         """Of a neighbour at a distance >= 0."""
         near = distance / stretch if self.attrs["antialias"] else distance
         return _triangle(near, choose) if self.half == 1 else _cubic(near, self.attrs["cubic_coeff_a"], choose)
@@ -327,14 +339,12 @@ def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any
     size, first = index(axis.size).cast("float32"), SymVar("first", lower=None)
 
     def begin(o: SymExpr) -> Scalar:
-        return kernel.first(Scalar(where[o]), stretch, lambda v: v.unary("floor"))  # type: ignore[no-any-return]
+        return Scalar(kernel.first(Scalar(where[o]), stretch, lambda v: v.unary("floor")).value)
 
     def weight(o: SymExpr, t: SymExpr) -> Value:
         position = begin(o) + index(t).cast("float32")
-        found = kernel.weight((position - Scalar(where[o])).abs(), stretch, select)
-        if attrs["exclude_outside"]:
-            found = select(_outside(position, size), 0.0, found)
-        return found.value  # type: ignore[no-any-return]
+        found = Scalar(kernel.weight((position - Scalar(where[o])).abs(), stretch, select).value)
+        return (select(_outside(position, size), 0.0, found) if attrs["exclude_outside"] else found).value
 
     def term(i: tuple[SymVar, ...], t: SymExpr) -> Scalar:
         clamped = smin(smax(first + t, 0), axis.size - 1)
@@ -344,20 +354,23 @@ def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any
     def element(*i: SymVar) -> Stmt:
         start, taps = begin(i[k]).cast("int64").value, as_int(kernel.taps)
         if taps is not None and not attrs["antialias"]:
-            total = term(i, sym(0))
+            explicit = term(i, sym(0))
             for t in range(1, taps):
-                total = total + term(i, sym(t))
-            return LetIndex(first, start, Store(out, i, total.value))
-        summed = loops("t", (kernel.taps,), lambda t: Store(out, i, term(i, t).value, "add"))
-        return seq(Store(out, i, identity("add", out.dtype)), LetIndex(first, start, summed))
+                explicit = explicit + term(i, sym(t))
+            return LetIndex(first, start, Store(out, i, explicit.value))
+        total = Buffer("total", (), out.dtype, "local")
+        summed = loops("t", (kernel.taps,), lambda t: Store(total, (), term(i, t).value, "add"))
+        stages = (Store(total, (), identity("add", out.dtype)), summed, Store(out, i, total[()]))
+        return LetIndex(first, start, Allocate(total, seq(*stages)))
 
     def cropped(*i: SymVar) -> Value:
         outside = _outside(Scalar(where[i[k]]), size)
         return select(outside, attrs["extrapolation_value"], Scalar(out[i])).value
 
-    stages = [compute(where, lambda o: axis.coordinate(o).value), compute(weights, weight)]
+    stages = [_fill_coordinates(where, axis), compute(weights, weight)]
     if kernel.is_normalized:
-        stages.append(reduce(totals, (kernel.taps,), "add", identity("add", "float32"), lambda o, t: weights[o, t]))
+        zero = identity("add", "float32")
+        stages.append(reduce(totals, (kernel.taps,), "add", zero, lambda o, t: weights[o, t]))
         stages.append(compute(weights, lambda o, t: (Scalar(weights[o, t]) / Scalar(totals[o])).value))
     stages.append(loops("ijlmnp", out.shape, element))
     if axis.crops:

@@ -1,7 +1,7 @@
 """Reductions over axes, arg-reductions and running sums.
 
-`axes=None` reduces every axis, `axes=()` none. Half-precision floats are accumulated in float32. An empty reduction yields
-the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
+`axes=None` reduces every axis, `axes=()` none. Half-precision floats are accumulated in float32. An empty reduction
+yields the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relaxlite.ir.expr import AttrValue, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, register_op
 from relaxlite.ir.ops.elementwise import BOOL, FLOAT, NUMBER, check_dtype
 from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, loops, seq
 from relaxlite.ir.program import reduce as reduce_loops
 from relaxlite.ir.symbolic import SymExpr, product, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
@@ -123,7 +123,12 @@ class ReduceOp(Op):
 
     def samples(self) -> Iterable[Sample]:
         dtype = "float32" if "float32" in self.accepts else "bool"
-        several: tuple[dict[str, AttrValue], ...] = ({}, {"axes": (-1,)}, {"axes": (0, 2), "keepdims": True}, {"axes": ()})
+        several: tuple[dict[str, AttrValue], ...] = (
+            {},
+            {"axes": (-1,)},
+            {"axes": (0, 2), "keepdims": True},
+            {"axes": ()},
+        )
         for attrs in several:
             yield Sample((("n", 2, "m"),), attrs, (dtype,), tolerance=1e-4)
         if "float16" in self.accepts:
@@ -195,7 +200,12 @@ class _ComposedReduction(Op):
     accepts: ClassVar[tuple[DType, ...]] = NUMBER
     compose: ClassVar[Callable[..., Expr]]
     numpy: ClassVar[Callable[..., Any]]
-    infer = ReduceOp.infer  # type: ignore[assignment]
+
+    def infer(self, x: Expr, *, axes: tuple[int, ...] | None, keepdims: bool) -> Type:
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, self.accepts)
+        shape = ty.shape or ()
+        return TensorType.of(reduced_shape(shape, normalize_axes(self, axes, len(shape)), keepdims), ty.dtype)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr:
         return type(self).compose(bb, call.args[0], **call.attrs)
@@ -215,7 +225,8 @@ def _composed(
     name: str, doc: str, compose: Callable[..., Expr], numpy: Callable[..., Any], accepts: tuple[DType, ...] = NUMBER
 ) -> None:
     declared = {
-        "name": name, "__doc__": doc, "compose": staticmethod(compose), "numpy": staticmethod(numpy), "accepts": accepts,
+        "name": name, "__doc__": doc, "accepts": accepts, "compose": staticmethod(compose),
+        "numpy": staticmethod(numpy),
     }  # fmt: skip
     register_op(type(f"Composed_{name}", (_ComposedReduction,), declared)())
 
@@ -258,8 +269,12 @@ def _log_sum_exp_numpy(x: Any, **where: Any) -> Any:
 
 
 _composed("l1_norm", "The sum of |x| over axes.", _sum_of("abs"), lambda x, **w: np.sum(np.abs(x), **w))
-_composed("sum_square", "The sum of x * x over axes.", _sum_of("multiply", twice=True), lambda x, **w: np.sum(x * x, **w))
-_composed("l2_norm", "The square root of the sum of x * x over axes.", _l2, lambda x, **w: np.sqrt(np.sum(x * x, **w)), FLOAT)
+_composed(
+    "sum_square", "The sum of x * x over axes.", _sum_of("multiply", twice=True), lambda x, **w: np.sum(x * x, **w)
+)
+_composed(
+    "l2_norm", "The square root of the sum of x * x over axes.", _l2, lambda x, **w: np.sqrt(np.sum(x * x, **w)), FLOAT
+)
 _composed("log_sum", "log(sum(x)) over axes", _log_sum, lambda x, **w: np.log(np.sum(x, **w)), FLOAT)
 _composed("log_sum_exp", "log(sum(exp(x))) over axes, without overflow", _log_sum_exp, _log_sum_exp_numpy, FLOAT)
 

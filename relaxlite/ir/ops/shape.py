@@ -118,7 +118,7 @@ class _ShapeOp(Op):
 
 @register
 class Reshape(_ShapeOp):
-    """The same elements, in row-major order, in another shape. Counts that are not provably equal are checked at run time."""
+    """The same elements, in row-major order, in another shape; counts not provably equal are checked at run time."""
 
     name = "reshape"
     operands = ("x", "shape")
@@ -126,10 +126,14 @@ class Reshape(_ShapeOp):
     def infer(self, x: Expr, shape: Expr) -> Type:
         ty, dims = self.tensor(x, "x"), self.shape(shape)
         if any((as_int(d) or 0) < 0 for d in dims):
-            self.fail(f"the shape {format_shape(dims)} has a negative size; a -1 is resolved before (see infer_dimension)")
+            self.fail(
+                f"the shape {format_shape(dims)} has a negative size; a -1 is resolved before (see infer_dimension)"
+            )
         before, after = product(ty.shape or ()), product(dims)
         if PROVER.can_prove_ne(before, after):
-            self.fail(f"cannot reshape {format_shape(ty.shape or ())} ({before} elements) to {format_shape(dims)} ({after})")
+            self.fail(
+                f"cannot reshape {format_shape(ty.shape or ())} ({before} elements) to {format_shape(dims)} ({after})"
+            )
         return TensorType.of(dims, ty.dtype)
 
     def lower(self, x: Buffer, shape: Shape, *, out: Buffer) -> Stmt:
@@ -163,7 +167,7 @@ def infer_dimension(shape: Shape, target: Sequence[IntLike]) -> Shape:
 
 
 def reshape_index(shape: Shape, out_shape: Shape, out_indices: Sequence[SymExpr]) -> Shape:
-    """Where element `out_indices` of a reshaped tensor stands in the original, dimension by dimension where these match."""
+    """Where element `out_indices` of a reshaped tensor stands in the original; dimensions that match stay apart."""
     if any(as_int(d) == 0 for d in (*shape, *out_shape)):
         return (sym(0),) * len(shape)
     result: dict[int, SymExpr] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
-from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
+from relaxlite.ir.ops.broadcast import PROVER, Shape
 from relaxlite.ir.ops.elementwise import check_dtype
 from relaxlite.ir.ops.reduce import normalize_axes, normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, all_of, index, literal, select
@@ -21,8 +21,8 @@ from relaxlite.ir.types import TensorType, Type
 
 @register
 class Slice(Op):
-    """x[begin + i * step] for i < size along each of `axes` (None: all). Begins and sizes are resolved: no negative begin
-    counts from the end, and a size is that of the result. Steps may be negative, never 0."""
+    """x[begin + i * step] for i < size along each of `axes` (None: all). Begins and sizes are resolved: no begin counts
+    from the end, and a size is that of the result. Steps may be negative, never 0."""
 
     name = "slice"
     operands = ("x", "begins", "sizes")
@@ -35,14 +35,14 @@ class Slice(Op):
         over = self.axes(axes, len(dims))
         strides = steps or (1,) * len(over)
         if not len(over) == len(starts) == len(counts) == len(strides):
-            self.fail(f"{len(over)} axes need as many begins, sizes and steps; got {len(starts)}, {len(counts)}, {len(strides)}")
+            self.fail(f"{len(over)} axes, but {len(starts)} begins, {len(counts)} sizes and {len(strides)} steps")
         for axis, begin, size, step in zip(over, starts, counts, strides, strict=True):
             if step == 0 or (as_int(size) or 0) < 0:
                 self.fail(f"axis {axis}: the step must not be 0 and the size not negative, got {step} and {size}")
             low, high = _touched(begin, size, step)
             outside = PROVER.can_prove_lt(low, 0) or PROVER.can_prove_le(dims[axis], high)
             if outside and PROVER.can_prove_le(1, size):
-                self.fail(f"axis {axis} of {format_shape(ty.shape or ())}: begin {begin}, size {size} and step {step} leave it")
+                self.fail(f"axis {axis} of {ty}: begin {begin}, size {size} and step {step} leave it")
             dims[axis] = size
         return TensorType.of(tuple(dims), ty.dtype)
 
@@ -95,8 +95,8 @@ def _touched(begin: SymExpr, size: SymExpr, step: int) -> tuple[SymExpr, SymExpr
 class Pad(Op):
     """x with `before` and `after` elements more at the ends of each dimension; a negative number crops.
 
-    mode "constant" fills with `value` (0 if absent), "edge" repeats the last element, "reflect" mirrors at it, "wrap" goes
-    round. The constant mode reads x lazily, inside its bounds only.
+    mode "constant" fills with `value` (0 if absent), "edge" repeats the last element, "reflect" mirrors at it, "wrap"
+    goes round. The constant mode reads x lazily, inside its bounds only.
     """
 
     name = "pad"
@@ -113,7 +113,9 @@ class Pad(Op):
             check_dtype(self, self.tensor(value, "value"), (ty.dtype,), "value")
         return TensorType.of(tuple(d + b + a for d, b, a in zip(dims, low, high, strict=True)), ty.dtype)
 
-    def lower(self, x: Buffer, before: Shape, after: Shape, value: Buffer | None = None, *, out: Buffer, mode: str) -> Stmt:
+    def lower(
+        self, x: Buffer, before: Shape, after: Shape, value: Buffer | None = None, *, out: Buffer, mode: str
+    ) -> Stmt:
         if mode != "constant":
             nest = compute(out, lambda *i: x[tuple(map(_ADJUST[mode], _shifted(i, before), x.shape))])
             return seq(*self._checks(x, before, after), nest)
@@ -131,7 +133,9 @@ class Pad(Op):
     def _checks(self, x: Buffer, before: Shape, after: Shape) -> list[Check]:
         grown = [d for d, b, a in zip(x.shape, before, after, strict=True) if not (as_int(b) == as_int(a) == 0)]
         unproven = [d for d in dict.fromkeys(grown) if not PROVER.can_prove_le(1, d)]
-        return [Check((index(d) >= 1).value, f"pad: a dimension of size {d} is empty: nothing to repeat") for d in unproven]
+        return [
+            Check((index(d) >= 1).value, f"pad: a dimension of size {d} is empty: nothing to repeat") for d in unproven
+        ]
 
     def reference(self, x: Any, before: Any, after: Any, value: Any = None, *, mode: str) -> Any:
         low, high = int_tuple(before), int_tuple(after)
@@ -279,7 +283,7 @@ class SpaceToDepth(_Blocks):
 
 @register
 class DepthToSpace(_Blocks):
-    """(b, c*s*s, h, w) -> (b, c, h*s, w*s). mode "DCR": the block is the outer part of the channel, "CRD": the inner."""
+    """(b, c*s*s, h, w) -> (b, c, h*s, w*s). mode "DCR": the block is the outer part of a channel, "CRD": the inner."""
 
     name = "depth_to_space"
     attrs = {"blocksize": Attr("int"), "mode": Attr("str", "DCR", ("DCR", "CRD"))}

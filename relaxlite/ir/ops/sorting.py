@@ -15,7 +15,7 @@ from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.elementwise import NUMBER, check_dtype
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Stmt, Store, compute, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smin, sym, syms
 from relaxlite.ir.types import TensorType, TupleType, Type
 
@@ -48,12 +48,16 @@ def _let(name: str, value: Scalar, make: Callable[[SymVar], Stmt], lower: int = 
 
 
 def merge_sort(x: Buffer, order: Buffer, merged: Buffer, at: At, size: SymExpr, descending: bool) -> Stmt:
-    """Sort one row of `order`, indices into x, bottom up: runs of `width` are merged pairwise into `merged` and copied back."""
+    """Sort one row of `order`, indices into x, bottom up: runs of `width` are merged pairwise and copied back."""
     known = as_int(size)
     passes = 62 if known is None else max(known - 1, 0).bit_length()
 
     def one_pass(width: SymVar) -> Stmt:
-        merge = loops("b", (ceildiv(size, width * 2),), lambda b: _merge(x, order, merged, at, b * width * 2, width, size, descending))
+        merge = loops(
+            "b",
+            (ceildiv(size, width * 2),),
+            lambda b: _merge(x, order, merged, at, b * width * 2, width, size, descending),
+        )
         copy = loops("t", (size,), lambda t: Store(order, at(t), merged[at(t)]))
         return IfThenElse((index(width) < size).value, seq(merge, copy))
 
@@ -154,7 +158,7 @@ class Sort(_Sorting):
         return ty
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr:
-        order = bb.emit(get_op("argsort")(call.args[0], **call.attrs))
+        order = bb.emit(get_op("argsort")(call.args[0], axis=call.attrs["axis"], descending=call.attrs["descending"]))
         return get_op("gather_elements")(call.args[0], order, axis=call.attrs["axis"])
 
     def reference(self, x: Any, *, axis: int, descending: bool) -> Any:
@@ -192,15 +196,15 @@ class TopK(Op):
         indices = bb.emit(get_op("slice")(order, shape_value((0,)), k, axes=(axis,)))
         return Tuple((bb.emit(get_op("gather_elements")(x, indices, axis=axis)), indices))
 
-    def lower(
-        self, x: Buffer, k: Shape, *, out: tuple[Buffer, Buffer], axis: int, largest: bool, sorted: bool
-    ) -> Stmt:
+    def lower(self, x: Buffer, k: Shape, *, out: tuple[Buffer, Buffer], axis: int, largest: bool, sorted: bool) -> Stmt:
         axis = normalize_axis(self, axis, len(x.shape))
         size = x.shape[axis]
         nest = rows(x.shape, axis, lambda at: _insert_all(x, out, at, size, k[0], largest))
         if PROVER.can_prove_le(k[0], size):
             return nest
-        return seq(Check((index(k[0]) <= size).value, f"top_k: k = {k[0]} exceeds the size {size} of axis {axis}"), nest)
+        return seq(
+            Check((index(k[0]) <= size).value, f"top_k: k = {k[0]} exceeds the size {size} of axis {axis}"), nest
+        )
 
     def reference(self, x: Any, k: Any, *, axis: int, largest: bool, sorted: bool) -> Any:
         if int(k[0]) > x.shape[axis]:
@@ -232,8 +236,12 @@ def _insert_all(x: Buffer, out: tuple[Buffer, Buffer], at: At, size: SymExpr, k:
 
     def attempt(t: SymVar) -> Stmt:
         new = Scalar(x[at(t)])
-        stays = lambda s: ~is_better(new, Scalar(values[at(s)]), largest)  # noqa: E731
-        count = loops("s", (smin(t, k),), lambda s: Store(place, zero, stays(s).cast("int64").value, "add"))
+
+        def stays_ahead(s: SymExpr) -> Stmt:
+            is_ahead = ~is_better(new, Scalar(values[at(s)]), largest)
+            return Store(place, zero, is_ahead.cast("int64").value, "add")
+
+        count = loops("s", (smin(t, k),), stays_ahead)
         found = seq(Store(place, zero, literal(0, "int64")), count, _let("p", Scalar(place[0]), lambda p: insert(t, p)))
         enters = select(index(t) < k, Scalar(literal(True, "bool")), is_better(new, Scalar(values[at(k - 1)]), largest))
         return IfThenElse(enters.value, found)

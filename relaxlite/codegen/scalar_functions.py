@@ -1,0 +1,209 @@
+"""What each scalar function of tensor programs means, in NumPy: the oracle of the interpreter and of the tests.
+
+Machine code (codegen/llvm/scalars.py) agrees in all of the following:
+
+- Integers wrap. Integer division by zero gives quotient 0 and remainder 0, of both signs and both roundings, and never
+  crashes; INT_MIN // -1 wraps. `pow` with a negative exponent is the reciprocal rounded towards zero: 1 and -1 have one,
+  every other base (0 too) gives 0.
+- A shift by a negative count, or by the width or more, shifts everything out: 0, or -1 for a negative number to the right.
+- `min` and `max` give NaN when an operand is NaN.
+- `round` rounds to nearest, ties to even. `sign` of NaN is NaN.
+- float16 and bfloat16 are computed in float32 and rounded to nearest even. (Here after every function; machine code
+  rounds only where a value is stored or cast, so results may differ in the last place.)
+- A cast of a float to an integer truncates towards zero and saturates; NaN becomes 0. A cast to bool tests != 0, so that
+  NaN is true. Integers wrap.
+- Arithmetic on bool: add is `or`, mul is `and`, sub is `xor`; the rest as uint8, tested != 0.
+
+Every function takes and gives arrays of the NumPy types that `relaxlite.dtypes` names, and broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxlite import dtypes
+from relaxlite.dtypes import DType
+
+Array: TypeAlias = "NDArray[Any]"
+
+_erf: Callable[[Array], Array] = np.vectorize(math.erf, otypes=[np.float64])
+
+_MATH: Mapping[str, Callable[[Array], Array]] = {
+    "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sin": np.sin, "cos": np.cos, "tan": np.tan,
+    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh,
+    "acosh": np.arccosh, "atanh": np.arctanh, "tanh": np.tanh, "erf": _erf, "sqrt": np.sqrt,
+}  # fmt: skip
+_ROUNDING: Mapping[str, Callable[[Array], Array]] = {
+    "floor": np.floor, "ceil": np.ceil, "round": np.rint, "trunc": np.trunc,
+}  # fmt: skip
+_COMPARE: Mapping[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+_BITWISE: Mapping[str, Callable[[Array, Array], Array]] = {
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+_BOOL_BINARY = {"add": "or", "mul": "and", "sub": "xor", "min": "and", "max": "or", "and": "and", "or": "or", "xor": "xor"}
+
+
+def apply_unary(op: str, x: Array) -> Array:
+    """One of UNARY. TypeError where it has no meaning for the element type: `exp` of an integer."""
+    x = np.asarray(x)
+    dtype = _dtype_of(x)
+    with np.errstate(all="ignore"):
+        if op == "isnan":
+            return np.isnan(x) if dtypes.is_float(dtype) else np.zeros(x.shape, np.bool_)
+        if op == "isinf":
+            return np.isinf(x) if dtypes.is_float(dtype) else np.zeros(x.shape, np.bool_)
+        if op == "not":
+            return np.asarray(x == x.dtype.type(0))
+        if dtypes.is_float(dtype):
+            return np.asarray(_unary_float(op, _widen(x))).astype(x.dtype)
+        return _unary_bool(op, x) if dtype == "bool" else _unary_int(op, x)
+
+
+def _unary_float(op: str, x: Array) -> Array:
+    if op in _MATH:
+        return _MATH[op](x)
+    if op in _ROUNDING:
+        return _ROUNDING[op](x)
+    if op == "neg":
+        return np.negative(x)
+    if op == "abs":
+        return np.abs(x)
+    if op == "sign":
+        return np.sign(x)
+    raise TypeError(f"{op} of a float has no meaning")
+
+
+def _unary_bool(op: str, x: Array) -> Array:
+    if op == "bitwise_not":
+        return np.logical_not(x)
+    if op in ("neg", "abs", "sign", *_ROUNDING):
+        return x.copy()
+    raise TypeError(f"{op} of a bool has no meaning")
+
+
+def _unary_int(op: str, x: Array) -> Array:
+    if op == "neg":
+        return np.asarray(x.dtype.type(0) - x)
+    if op == "bitwise_not":
+        return np.invert(x)
+    if op == "abs":
+        return np.abs(x)
+    if op == "sign":
+        return np.sign(x)
+    if op in _ROUNDING:
+        return x.copy()
+    raise TypeError(f"{op} of an integer has no meaning; cast it to a float first")
+
+
+def apply_binary(op: str, a: Array, b: Array) -> Array:
+    """One of BINARY, of two arrays of one element type, which is the result's."""
+    a, b = np.asarray(a), np.asarray(b)
+    dtype = _dtype_of(a)
+    if dtype != _dtype_of(b):
+        raise TypeError(f"{op} of {dtype} and {_dtype_of(b)}: both operands must have the same element type")
+    with np.errstate(all="ignore"):
+        if dtypes.is_float(dtype):
+            return np.asarray(_binary_float(op, _widen(a), _widen(b))).astype(a.dtype)
+        return np.asarray(_binary_bool(op, a, b) if dtype == "bool" else _binary_int(op, a, b)).astype(a.dtype)
+
+
+def _binary_float(op: str, a: Array, b: Array) -> Array:
+    functions: Mapping[str, Callable[[Array, Array], Array]] = {
+        "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.minimum, "max": np.maximum,
+        "floordiv": np.floor_divide, "floormod": np.mod, "fmod": np.fmod, "pow": np.power, "atan2": np.arctan2,
+        "truncdiv": lambda x, y: np.trunc(np.divide(x, y)),
+    }  # fmt: skip
+    if op not in functions:
+        raise TypeError(f"{op} of floats has no meaning")
+    return functions[op](a, b)
+
+
+def _binary_bool(op: str, a: Array, b: Array) -> Array:
+    if op in _BOOL_BINARY:
+        return _BITWISE[_BOOL_BINARY[op]](a, b)
+    return np.asarray(_binary_int(op, a.astype(np.uint8), b.astype(np.uint8)) != 0)
+
+
+def _binary_int(op: str, a: Array, b: Array) -> Array:
+    simple: Mapping[str, Callable[[Array, Array], Array]] = {
+        "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum,
+        "floordiv": np.floor_divide, "floormod": np.mod, "fmod": np.fmod, **_BITWISE,
+        "truncdiv": _truncdiv, "shift_left": np.left_shift, "shift_right": np.right_shift, "pow": _int_pow,
+    }  # fmt: skip
+    if op not in simple:
+        raise TypeError(f"{op} of integers has no meaning; cast them to floats first")
+    return simple[op](a, b)
+
+
+def _truncdiv(a: Array, b: Array) -> Array:
+    quotient = np.floor_divide(a, b)
+    is_off = (np.mod(a, b) != 0) & ((a < 0) != (b < 0))
+    return np.asarray(quotient + is_off.astype(a.dtype))
+
+
+def _int_pow(a: Array, b: Array) -> Array:
+    power = np.power(a, np.maximum(b, b.dtype.type(0)))
+    odd_sign = np.where(b % 2 != 0, a, a * a)
+    reciprocal = np.where((a == 1) | ((a == a.dtype.type(0) - a.dtype.type(1)) & (a < 0)), odd_sign, a.dtype.type(0))
+    return np.where(b < 0, reciprocal, power)
+
+
+def apply_compare(op: str, a: Array, b: Array) -> Array:
+    """One of COMPARE; a comparison with NaN is false, but for `ne`."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(_COMPARE[op](a, b))
+
+
+def apply_combine(op: str, a: Array, b: Array) -> Array:
+    """One step of a reduction, one of COMBINE: the accumulator first."""
+    return apply_binary(op, a, b)
+
+
+def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
+    """"fma"(a, b, c) = a*b + c, with one rounding or two."""
+    if name == "fma" and len(args) == 3:
+        return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
+    raise TypeError(f"intrinsic {name!r} with {len(args)} operands is not known; there is: fma(a, b, c)")
+
+
+def cast(x: Array, dtype: DType) -> Array:
+    """To another element type."""
+    x = np.asarray(x)
+    source, target = _dtype_of(x), dtypes.to_numpy(dtype)
+    with np.errstate(all="ignore"):
+        if dtype == "bool":
+            return np.asarray(x != x.dtype.type(0))
+        if dtypes.is_float(source) and dtypes.is_integer(dtype):
+            return _saturate(x, target)
+        if dtype in ("float16", "bfloat16") and not dtypes.is_float(source):
+            return x.astype(np.float32).astype(target)
+        return x.astype(target)
+
+
+def _saturate(x: Array, target: np.dtype[Any]) -> Array:
+    wide = x.astype(np.float64)
+    info = np.iinfo(target)
+    limit = float(info.max) if info.bits < 64 else float(info.max + 1)
+    is_over, is_under = wide >= limit, wide <= float(info.min)
+    inside = np.where(np.isnan(wide) | is_over | is_under, 0.0, wide)
+    result = inside.astype(target)
+    return np.where(is_over, target.type(info.max), np.where(is_under, target.type(info.min), result))
+
+
+def _dtype_of(x: Array) -> DType:
+    found = dtypes.from_numpy(x.dtype)
+    if found is None:
+        raise TypeError(f"an array of NumPy type {x.dtype} has no relaxlite element type")
+    return found
+
+
+def _widen(x: Array) -> Array:
+    """The type that a float is computed in."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x

@@ -1,0 +1,92 @@
+"""Gather and scatter, ranges and triangles: elements chosen by indices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.ops.broadcast import PROVER
+from relaxlite.ir.symbolic import SymExpr, ceildiv, smax, sym
+
+
+@onnx_op("Gather")
+def gather(n: Node) -> Result:
+    return ops.gather(n.input(0), n.input(1), axis=n.int("axis", 0))
+
+
+@onnx_op("GatherElements", since=11)
+def gather_elements(n: Node) -> Result:
+    return ops.gather_elements(n.input(0), n.input(1), axis=n.int("axis", 0))
+
+
+@onnx_op("GatherND", since=11)
+def gather_nd(n: Node) -> Result:
+    return ops.gather_nd(n.input(0), n.input(1), batch_dims=n.int("batch_dims", 0))
+
+
+@onnx_op("Scatter", since=9)
+@onnx_op("ScatterElements", since=11)
+def scatter_elements(n: Node) -> Result:
+    return ops.scatter_elements(
+        n.input(0), n.input(1), n.input(2), axis=n.int("axis", 0), reduction=n.text("reduction", "none")
+    )
+
+
+@onnx_op("ScatterND", since=11)
+def scatter_nd(n: Node) -> Result:
+    return ops.scatter_nd(n.input(0), n.input(1), n.input(2), reduction=n.text("reduction", "none"))
+
+
+@onnx_op("OneHot", since=9)
+def one_hot(n: Node) -> Result:
+    """Indices and depth may be floats; values are (off, on)."""
+    indices = n.input(0)
+    if dtypes.is_float(n.dtype(0)):
+        indices = n.emit(ops.cast(indices, dtype="int64"))
+    depth = n.input(1)
+    if dtypes.is_float(n.dtype(1)):
+        depth = _as_int64(n, depth)
+    return ops.one_hot(indices, n.resolver.values(depth, lower=0), n.input(2), axis=n.int("axis", -1))
+
+
+def _as_int64(n: Node, x: Expr) -> Expr:
+    return Constant.of(x.value.astype(np.int64)) if isinstance(x, Constant) else n.emit(ops.cast(x, dtype="int64"))
+
+
+@onnx_op("Range", since=11)
+def make_range(n: Node) -> Result:
+    """start, start + delta, ... below limit: max(ceil((limit - start) / delta), 0) elements."""
+    return ops.arange(n.input(0), n.input(2), (_range_count(n),))
+
+
+def _range_count(n: Node) -> SymExpr:
+    if not dtypes.is_float(n.dtype()):
+        delta = n.const(2)
+        if delta is not None and int(delta.reshape(-1)[0]) != 0:
+            step = int(delta.reshape(-1)[0])
+            start, limit = n.shape_values(0)[0], n.shape_values(1)[0]
+            count = ceildiv(limit - start, step) if step > 0 else ceildiv(start - limit, -step)
+            return count if PROVER.can_prove_le(0, count) else smax(count, 0)
+    known = [n.const(k) for k in range(3)]
+    if all(v is not None for v in known):
+        start_, limit_, delta_ = (float(v.reshape(-1)[0]) for v in known if v is not None)
+        return sym(max(int(np.ceil((limit_ - start_) / delta_)), 0))
+    wide = [n.emit(ops.cast(n.input(k), dtype="float64")) for k in range(3)]
+    length = n.emit(ops.divide(n.emit(ops.subtract(wide[1], wide[0])), wide[2]))
+    count_ = n.emit(ops.maximum(n.emit(ops.cast(n.emit(ops.ceil(length)), dtype="int64")), np.int64(0)))
+    return n.resolver.values(count_, lower=0)[0]
+
+
+@onnx_op("EyeLike", since=9)
+def eye_like(n: Node) -> Result:
+    return ops.eye(n.shape(), k=n.int("k", 0), dtype=n.element_type("dtype", n.dtype()))
+
+
+@onnx_op("Trilu", since=14)
+def trilu(n: Node) -> Result:
+    k = n.shape_values(1) if n.optional(1) is not None else (sym(0),)
+    return ops.trilu(n.input(0), k, upper=n.flag("upper", True))

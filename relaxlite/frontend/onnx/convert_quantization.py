@@ -1,0 +1,98 @@
+"""Quantized tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.convert_nn import conv_attributes
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+
+
+def _axis(n: Node) -> int:
+    return n.int("axis", 1) if n.opset >= 13 else 0
+
+
+def _alike(n: Node, scale: Expr, zero: Expr | None) -> tuple[Expr, Expr | None]:
+    """Scale and zero point of one element each may differ in rank: exporters write () and (1,)."""
+    if zero is None or len(n.shape_of(scale)) == len(n.shape_of(zero)):
+        return scale, zero
+    return tuple(_single(n, x) for x in (scale, zero))  # type: ignore[return-value]
+
+
+@onnx_op("QuantizeLinear", since=10)
+def quantize_linear(n: Node) -> Result:
+    """The result's type is that of the zero point, or of the attribute; uint8 without either."""
+    n.ignore("saturate")  # speaks of float8 only
+    precision = n.int("precision", 0)
+    if precision not in (0, 1) and not (precision == 11 and n.dtype() == "float64"):
+        n.int("precision", 0)
+    zero = n.optional(2)
+    wanted = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
+    dtype = wanted or ("uint8" if zero is None else n.dtype(2))
+    x = n.input(0)
+    if not dtypes.is_float(n.type_of(x).dtype):
+        x = n.emit(ops.cast(x, dtype="float32"))
+    scale, zero = _alike(n, n.input(1), zero)
+    return ops.quantize_linear(x, scale, zero, axis=_axis(n), block_size=n.int("block_size", 0), dtype=dtype)
+
+
+@onnx_op("DequantizeLinear", since=10)
+def dequantize_linear(n: Node) -> Result:
+    n.ignore("saturate")
+    axis, block = _axis(n), n.int("block_size", 0)
+    scale, zero = _alike(n, n.input(1), n.optional(2))
+    result = ops.dequantize_linear(n.input(0), scale, zero, axis=axis, block_size=block)
+    wanted = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
+    return result if wanted in ("", n.dtype(1)) else ops.cast(n.emit(result), dtype=wanted)
+
+
+@onnx_op("DynamicQuantizeLinear", since=11)
+def dynamic_quantize_linear(n: Node) -> Result:
+    return n.fields(ops.dynamic_quantize_linear(n.input(0)))
+
+
+def zero_points(n: Node, left: int, right: int) -> tuple[Expr, ...]:
+    """The zero points of two operands; a second without a first needs a 0 before it."""
+    a, b = n.optional(left), n.optional(right)
+    if b is None:
+        return () if a is None else (a,)
+    return (a if a is not None else Constant.of(np.zeros((), dtypes.to_numpy(n.dtype(0)))), b)
+
+
+@onnx_op("MatMulInteger", since=10)
+def matmul_integer(n: Node) -> Result:
+    left, right = n.shape(0), n.shape(1)
+    a = unify_dims(n.bb, n.input(0), {len(left) - 1: right[-2] if len(right) > 1 else right[0]})
+    return ops.matmul_integer(a, n.input(1), *zero_points(n, 2, 3))
+
+
+@onnx_op("ConvInteger", since=10)
+def conv_integer(n: Node) -> Result:
+    pads, attrs = conv_attributes(n)
+    return ops.conv_integer(n.input(0), n.input(1), pads, *zero_points(n, 2, 3), **attrs)
+
+
+@onnx_op("QLinearMatMul", since=10)
+def qlinear_matmul(n: Node) -> Result:
+    return ops.qlinear_matmul(*(_single(n, n.input(k)) if k in (6, 7) else n.input(k) for k in range(8)))
+
+
+def _single(n: Node, x: Expr) -> Expr:
+    """A scale or zero point of one element, as a scalar."""
+    if isinstance(x, Constant):
+        return Constant.of(x.value.reshape(()), name=x.name) if x.value.size == 1 else x
+    return n.emit(ops.reshape(x, ())) if len(n.shape_of(x)) == 1 else x
+
+
+@onnx_op("QLinearConv", since=10)
+def qlinear_conv(n: Node) -> Result:
+    pads, attrs = conv_attributes(n, weight=3)
+    operands = [n.input(k) for k in range(8)]
+    return ops.qlinear_conv(*operands, pads, n.optional(8), **attrs)
+
+

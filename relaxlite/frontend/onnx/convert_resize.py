@@ -1,0 +1,154 @@
+"""Resize and Upsample: from ONNX's scales, sizes and regions to the sizes of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin
+
+Shape = tuple[SymExpr, ...]
+
+
+@onnx_op("Upsample")
+def upsample_1(n: Node) -> Result:
+    scales = (1.0, 1.0, n.float("height_scale"), n.float("width_scale"))
+    return _old_resize(n, scales)
+
+
+@onnx_op("Upsample", since=7)
+def upsample_7(n: Node) -> Result:
+    return _old_resize(n, n.floats("scales"))
+
+
+@onnx_op("Upsample", since=9)
+@onnx_op("Resize", since=10)
+def resize_10(n: Node) -> Result:
+    scales = n.const(1)
+    if scales is None:
+        n.fail("scales (input 1) must be known when the model is compiled")
+    return _old_resize(n, tuple(float(s) for s in scales.reshape(-1)))
+
+
+def _old_resize(n: Node, scales: Sequence[float]) -> Result:
+    """Before opset 11: asymmetric coordinates, rounded down."""
+    mode = n.text("mode", "nearest")
+    if mode not in ("nearest", "linear", "bilinear"):
+        n.fail(f"attribute 'mode' must be nearest or linear, not {mode!r}")
+    sizes = tuple(scaled_size(d, s) for d, s in zip(n.shape(), scales, strict=True))
+    return ops.resize(
+        n.input(0), sizes, mode="nearest" if mode == "nearest" else "linear", scales=tuple(scales),
+        coordinate_transformation_mode="asymmetric", nearest_mode="floor",
+    )  # fmt: skip
+
+
+def scaled_size(dim: SymExpr, scale: float) -> SymExpr:
+    """floor(dim * scale), with the scale as the simplest fraction that is the same float32."""
+    simple = Fraction(scale).limit_denominator(1000)
+    exact = simple if np.float32(float(simple)) == np.float32(scale) else Fraction(float(scale))
+    return dim * exact.numerator // exact.denominator
+
+
+@onnx_op("Resize", since=11)
+def resize(n: Node) -> Result:
+    """Inputs: x, region of interest, scales, sizes; since opset 18 for chosen axes only."""
+    dims = n.shape()
+    axes = tuple(normalize_axis(n, a, len(dims)) for a in n.ints("axes", None) or range(len(dims)))
+    attrs = {
+        "mode": n.text("mode", "nearest"),
+        "coordinate_transformation_mode": n.text("coordinate_transformation_mode", "half_pixel"),
+        "nearest_mode": n.text("nearest_mode", "round_prefer_floor"),
+        "cubic_coeff_a": n.float("cubic_coeff_a", -0.75),
+        "exclude_outside": n.flag("exclude_outside"),
+        "extrapolation_value": n.float("extrapolation_value", 0.0),
+        "antialias": n.flag("antialias"),
+    }
+    region = _region(n, axes) if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize" else None
+    policy = n.text("keep_aspect_ratio_policy", "stretch")
+    sizes, scales = (_by_scales(n, axes, region) if _is_given(n, 2) else _by_sizes(n, axes, policy))
+    return ops.resize(n.input(0), sizes, scales=scales, roi=region, **attrs)
+
+
+def _is_given(n: Node, index: int) -> bool:
+    """Left out, or an empty tensor."""
+    found = n.optional(index)
+    return found is not None and not any(as_int(d) == 0 for d in n.shape_of(found))
+
+
+def _region(n: Node, axes: tuple[int, ...]) -> tuple[float, ...]:
+    """Starts, then ends, of every dimension."""
+    given = n.const(1) if n.optional(1) is not None else None
+    if given is None or given.size != 2 * len(axes):
+        n.fail("tf_crop_and_resize needs a region (input 1) that is known when the model is compiled")
+    rank, values = n.rank(), [float(v) for v in given.reshape(-1)]
+    region = [0.0] * rank + [1.0] * rank
+    for k, axis in enumerate(axes):
+        region[axis], region[rank + axis] = values[k], values[len(axes) + k]
+    return tuple(region)
+
+
+def _by_scales(n: Node, axes: tuple[int, ...], region: tuple[float, ...] | None) -> tuple[Shape, tuple[float, ...] | None]:
+    dims, given = n.shape(), n.const(2)
+    if given is None:
+        return _by_unknown_scales(n, axes), None
+    if given.size != len(axes):
+        n.fail(f"scales has {given.size} values for {len(axes)} axes")
+    scales = [1.0] * len(dims)
+    for axis, scale in zip(axes, given.reshape(-1), strict=True):
+        scales[axis] = float(scale)
+    spans = [1.0] * len(dims) if region is None else [region[len(dims) + k] - region[k] for k in range(len(dims))]
+    sizes = tuple(scaled_size(d, s * span) for d, s, span in zip(dims, scales, spans, strict=True))
+    return sizes, tuple(scales)
+
+
+def _by_unknown_scales(n: Node, axes: tuple[int, ...]) -> Shape:
+    """Sizes computed at run time from scales that are an input of the model."""
+    dims = n.shape()
+    chosen = n.emit(ops.cast(n.emit(ops.shape_to_tensor(tuple(dims[a] for a in axes))), dtype="float32"))
+    product = n.emit(ops.floor(n.emit(ops.multiply(chosen, n.input(2)))))
+    found = n.resolver.values(n.emit(ops.cast(product, dtype="int64"), "sizes"), lower=0)
+    sizes = list(dims)
+    for axis, size in zip(axes, found, strict=True):
+        sizes[axis] = size
+    return tuple(sizes)
+
+
+def _by_sizes(n: Node, axes: tuple[int, ...], policy: str) -> tuple[Shape, tuple[float, ...] | None]:
+    dims, given = n.shape(), n.shape_values(3, lower=0)
+    if len(given) != len(axes):
+        n.fail(f"sizes has {len(given)} values for {len(axes)} axes")
+    sizes = list(dims)
+    for axis, size in zip(axes, given, strict=True):
+        sizes[axis] = size
+    if policy == "stretch":
+        return tuple(sizes), None
+    return _keep_aspect(n, axes, given, policy)
+
+
+def _keep_aspect(n: Node, axes: tuple[int, ...], given: Shape, policy: str) -> tuple[Shape, tuple[float, ...] | None]:
+    """One scale for all axes: the least (not_larger) or the greatest (not_smaller) of size / dim; rounded half up."""
+    if policy not in ("not_larger", "not_smaller"):
+        n.fail(f"attribute 'keep_aspect_ratio_policy' must be stretch, not_larger or not_smaller, not {policy!r}")
+    dims = n.shape()
+    sizes, scales = list(dims), [1.0] * len(dims)
+    known = [(as_int(dims[a]), as_int(s)) for a, s in zip(axes, given, strict=True)]
+    if all(d and s is not None for d, s in known):
+        ratios = [Fraction(s or 0, d or 1) for d, s in known]
+        ratio = min(ratios) if policy == "not_larger" else max(ratios)
+        for axis, (d, _) in zip(axes, known, strict=True):
+            sizes[axis], scales[axis] = dims[axis] * 0 + int(ratio * (d or 0) + Fraction(1, 2)), float(ratio)
+        return tuple(sizes), tuple(scales)
+    # round(d * min(s / e)) == min(round(d * s / e)): rounding is monotonic
+    extreme = smin if policy == "not_larger" else smax
+    for axis in axes:
+        rounded = [(dims[axis] * s * 2 + dims[e]) // (dims[e] * 2) for e, s in zip(axes, given, strict=True)]
+        sizes[axis] = extreme(*rounded)
+    return tuple(sizes), None
+
+
