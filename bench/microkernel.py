@@ -59,7 +59,9 @@ def matmul(rows: int) -> TensorProgram:
     def for_tile(make: Callable[[SymVar, object], Stmt]) -> Stmt:
         row, part, lane = SymVar("row"), SymVar("part"), SymVar("lane")
         body = make(row, part * LANES + lane)
-        return nest((row, rows, "unrolled"), (part, COLUMNS // LANES, "unrolled"), (lane, LANES, "vectorized"), body=body)
+        return nest(
+            (row, rows, "unrolled"), (part, COLUMNS // LANES, "unrolled"), (lane, LANES, "vectorized"), body=body
+        )
 
     init = for_tile(lambda r, n: Store(tile, (r, n), zero))
     update = for_tile(lambda r, n: Store(tile, (r, n), Binary("mul", a[block * rows + r, kk], b[panel, kk, n]), "add"))

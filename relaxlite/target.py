@@ -1,10 +1,10 @@
 """Where compiled code is to run: a processor, what it can do, and how to write that down as one line of text.
 
-    >>> target = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
-    >>> target.has("avx2"), target.vector_bits
-    (True, 256)
-    >>> Target.parse(str(target)) == target
-    True
+>>> target = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
+>>> target.has("avx2"), target.vector_bits
+(True, 256)
+>>> Target.parse(str(target)) == target
+True
 """
 
 from __future__ import annotations

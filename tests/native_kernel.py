@@ -30,7 +30,9 @@ class NativeKernel:
         return int(self._function(pointers, values))
 
 
-def run(program: TensorProgram, arrays: Sequence[np.ndarray[Any, Any]], symbols: Sequence[int] = (), **options: Any) -> None:
+def run(
+    program: TensorProgram, arrays: Sequence[np.ndarray[Any, Any]], symbols: Sequence[int] = (), **options: Any
+) -> None:
     """Compile, call once, and expect success."""
     status = NativeKernel(program, **options)(arrays, symbols)
     assert status == 0, f"status {status}"

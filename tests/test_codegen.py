@@ -53,7 +53,9 @@ def test_kernel_runs_at_many_sizes_once_compiled() -> None:
         np.testing.assert_array_equal(result, x.T)
 
 
-@pytest.mark.parametrize("kinds", [("serial", "serial"), ("serial", "unrolled"), ("unrolled", "vectorized"), ("parallel", "vectorized")])
+@pytest.mark.parametrize(
+    "kinds", [("serial", "serial"), ("serial", "unrolled"), ("unrolled", "vectorized"), ("parallel", "vectorized")]
+)
 def test_loop_kinds_do_not_change_results(kinds: tuple[str, str]) -> None:
     a, out = Buffer.of("a", (6, 24), "int32"), Buffer.of("out", (6, 24), "int32")
     i, j = SymVar("i"), SymVar("j")
@@ -68,7 +70,9 @@ def test_loop_kinds_do_not_change_results(kinds: tuple[str, str]) -> None:
 def test_reduction_in_memory() -> None:
     n, m = SymVar("n"), SymVar("m")
     a, out = Buffer.of("a", (n, m), "float64"), Buffer.of("out", (n,), "float64")
-    program = TensorProgram((a, out), (n, m), reduce(out, (m,), "max", Literal(-1e300, "float64"), lambda i, r: a[i, r]))
+    program = TensorProgram(
+        (a, out), (n, m), reduce(out, (m,), "max", Literal(-1e300, "float64"), lambda i, r: a[i, r])
+    )
     x = np.random.default_rng(0).standard_normal((5, 9))
     result = np.zeros(5)
     run(program, [x, result], [5, 9])
@@ -153,7 +157,9 @@ def test_division_of_symbols_that_are_not_negative() -> None:
         (lambda a, b: floordiv(a * 5, b), (1 << 62, 3), -1),
     ],
 )
-def test_checked_programs_report_overflow(make: Callable[[SymVar, SymVar], SymExpr], values: tuple[int, int], status: int) -> None:
+def test_checked_programs_report_overflow(
+    make: Callable[[SymVar, SymVar], SymExpr], values: tuple[int, int], status: int
+) -> None:
     result = np.zeros(1, np.int64)
     assert NativeKernel(_index_program(make, checked=True))([result], values) == status
 
@@ -168,7 +174,11 @@ def test_let_index_from_data() -> None:
     p = SymVar("p", lower=None)
     body = For(i, sym(3), LetIndex(k, which[i], LetIndex(p, position, Store(out, (i,), table[p]))))
     result = np.zeros(3, np.float32)
-    run(TensorProgram((table, which, out), (n,), body), [np.arange(5, dtype=np.float32), np.array([4, -1, -5], np.int32), result], [5])
+    run(
+        TensorProgram((table, which, out), (n,), body),
+        [np.arange(5, dtype=np.float32), np.array([4, -1, -5], np.int32), result],
+        [5],
+    )
     assert result.tolist() == [4, 4, 0]
 
 
@@ -318,7 +328,11 @@ def test_parallel_loops(threads: int) -> None:
     i, j, outer = SymVar("i"), SymVar("j"), SymVar("outer")
     # A parallel loop inside a serial one, with a parallel one inside that must then run serially.
     inner = For(j, m, Store(out, (i,), Binary("mul", a[i, j], index(outer + 1, "int64") if False else a[i, j]), "add"))
-    body = For(outer, sym(2), For(i, n, seq(Store(out, (i,), Literal(0.0, "float64")), For(j, m, inner.body, "parallel")), "parallel"))
+    body = For(
+        outer,
+        sym(2),
+        For(i, n, seq(Store(out, (i,), Literal(0.0, "float64")), For(j, m, inner.body, "parallel")), "parallel"),
+    )
     before = threadpool.num_threads()
     threadpool.set_num_threads(threads)
     try:
@@ -431,7 +445,9 @@ def test_loader_names_missing_symbols() -> None:
 def test_loader_lists_undefined_functions() -> None:
     import llvmlite.binding as llvm
 
-    module = llvm.parse_assembly("declare i32 @nobody_has_this()\ndefine i32 @f() { %r = call i32 @nobody_has_this() ret i32 %r }")
+    module = llvm.parse_assembly(
+        "declare i32 @nobody_has_this()\ndefine i32 @f() { %r = call i32 @nobody_has_this() ret i32 %r }"
+    )
     machine = llvm.Target.from_default_triple().create_target_machine(reloc="pic")
     with pytest.raises(ArtifactError, match="needs nobody_has_this"):
         load_object(machine.emit_object(module))

@@ -52,7 +52,9 @@ def elementwise(make: Callable[..., Value], inputs: tuple[str, ...], output: str
     at = outer * lanes + lane
     store = Store(out, (at,), make(*(b[at] for b in buffers)))
     guarded = IfThenElse(Compare("lt", index(at), index(n)), store)
-    return TensorProgram((*buffers, out), (n,), For(outer, ceildiv(n, lanes), For(lane, sym(lanes), guarded, "vectorized")))
+    return TensorProgram(
+        (*buffers, out), (n,), For(outer, ceildiv(n, lanes), For(lane, sym(lanes), guarded, "vectorized"))
+    )
 
 
 def samples(dtype: str, seed: int, count: int = 2000) -> Array:
@@ -64,7 +66,9 @@ def samples(dtype: str, seed: int, count: int = 2000) -> Array:
         info = np.iinfo(numpy_type)
         values = rng.integers(info.min, info.max, count, dtype=numpy_type, endpoint=True)
         values[: count // 2] = rng.integers(max(info.min, -9), 9, count // 2, dtype=numpy_type)
-        corners = np.array([0, 1, info.min, info.max, info.max - 1, info.min + 1, max(info.min, -1), 7, 8, 31], numpy_type)
+        corners = np.array(
+            [0, 1, info.min, info.max, info.max - 1, info.min + 1, max(info.min, -1), 7, 8, 31], numpy_type
+        )
         values[rng.integers(0, count, 200)] = rng.choice(corners, 200)
         return values
     values = rng.standard_normal(count) * np.exp(rng.uniform(-3, 3, count))
@@ -92,7 +96,9 @@ def mismatches(got: Array, wanted: Array, tolerance: float, zero_sign: bool = Tr
     return np.flatnonzero(~fits)
 
 
-def check(make: Callable[..., Value], inputs: tuple[Array, ...], wanted: Array, lanes: int, tolerance: float, **options: Any) -> None:
+def check(
+    make: Callable[..., Value], inputs: tuple[Array, ...], wanted: Array, lanes: int, tolerance: float, **options: Any
+) -> None:
     names = tuple(str(dtypes.from_numpy(x.dtype)) for x in inputs)
     output = str(dtypes.from_numpy(wanted.dtype))
     got = np.zeros_like(wanted)
@@ -113,7 +119,15 @@ def check_binary(op: str, dtype: str, lanes: int, target: Target | None = None) 
     a, b = pairs(dtype)
     wanted = scalar_functions.apply_binary(op, a, b)
     tolerance = TOLERANCE.get(dtype, 0.0)
-    check(lambda v, w: Binary(op, v, w), (a, b), wanted, lanes, tolerance, zero_sign=op not in ("min", "max"), target=target)
+    check(
+        lambda v, w: Binary(op, v, w),
+        (a, b),
+        wanted,
+        lanes,
+        tolerance,
+        zero_sign=op not in ("min", "max"),
+        target=target,
+    )
 
 
 def has_meaning(op: str, dtype: str) -> bool:
@@ -182,7 +196,12 @@ def test_float16_round_trip_of_all_bit_patterns() -> None:
             run(elementwise(lambda v: Cast(v, "float32"), (name,), "float32", 16), [x, wide], [1 << 16], target=target)
             np.testing.assert_array_equal(wide, x.astype(np.float32))
             back = np.zeros_like(x)
-            run(elementwise(lambda v, n=name: Cast(v, n), ("float32",), name, 16), [wide, back], [1 << 16], target=target)
+            run(
+                elementwise(lambda v, n=name: Cast(v, n), ("float32",), name, 16),
+                [wide, back],
+                [1 << 16],
+                target=target,
+            )
             same = back.view(np.uint16) == bits
             assert (same | np.isnan(wide)).all()
 
@@ -193,8 +212,8 @@ def test_rounding_to_16_bits_at_ties(name: str, cpu: str) -> None:
     if cpu != "host" and not Target.host().has("avx2"):
         pytest.skip("needs an x86 CPU with AVX2")
     target = Target.host() if cpu == "host" else Target.parse(f"llvm -mcpu={cpu}")
-    exact = np.arange(1 << 15, dtype=np.uint16).view(dtypes.to_numpy(name)).astype(np.float64)
-    exact = exact[np.isfinite(exact)]
+    infinity = int(np.array(np.inf, dtypes.to_numpy(name)).view(np.uint16))
+    exact = np.arange(infinity, dtype=np.uint16).view(dtypes.to_numpy(name)).astype(np.float64)
     middle = (exact[1:] + exact[:-1]) / 2
     x = np.concatenate([middle, np.nextafter(middle, np.inf), np.nextafter(middle, -np.inf), -middle])
     for source in (x.astype(np.float32), x):
@@ -213,8 +232,9 @@ def test_rounding_to_16_bits_at_ties(name: str, cpu: str) -> None:
 
 def test_constant_exponents_are_exact() -> None:
     x = samples("float32", 0)
+    x = x[~np.isinf(x)]  # NumPy takes pow(-inf, 0.5) for sqrt(-inf)
     with np.errstate(all="ignore"):
-        cases = {2.0: x * x, 1.0: x, 3.0: x * x * x, -1.0: 1 / x, 0.5: np.power(x, np.float32(0.5)), 0.0: np.ones_like(x)}
+        cases = {2.0: x * x, 1.0: x, 3.0: x * x * x, -1.0: 1 / x, 0.5: np.sqrt(x + 0.0), 0.0: np.ones_like(x)}
     for exponent, wanted in cases.items():
         for lanes in (0, 16):
             check(lambda v, y=exponent: Binary("pow", v, Literal(y, "float32")), (x,), wanted, lanes, 0.0)
@@ -228,7 +248,14 @@ def test_extremum_with_a_constant_hands_on_nan(op: str, lanes: int, swapped: boo
     for bound in (0.0, 6.0, float("nan")):
         constant = Literal(bound, "float32")
         wanted = scalar_functions.apply_binary(op, x, np.float32(bound))
-        check(lambda v: Binary(op, constant, v) if swapped else Binary(op, v, constant), (x,), wanted, lanes, 0.0, zero_sign=False)
+        check(
+            lambda v: Binary(op, constant, v) if swapped else Binary(op, v, constant),
+            (x,),
+            wanted,
+            lanes,
+            0.0,
+            zero_sign=False,
+        )
 
 
 def test_fma_intrinsic() -> None:
@@ -249,4 +276,6 @@ def test_integer_division_by_a_constant() -> None:
             b = np.full_like(a, divisor)
             for op in ("floordiv", "floormod", "truncdiv", "fmod"):
                 literal = Literal(divisor, dtype)
-                check(lambda v, op=op, c=literal: Binary(op, v, c), (a,), scalar_functions.apply_binary(op, a, b), 16, 0.0)
+                check(
+                    lambda v, op=op, c=literal: Binary(op, v, c), (a,), scalar_functions.apply_binary(op, a, b), 16, 0.0
+                )

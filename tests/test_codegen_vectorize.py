@@ -176,9 +176,21 @@ def test_compare_of_lane_numbers(op: str, scale: int) -> None:
     out = Buffer.of("out", (2, 16), "bool")
     lane = SymVar("lane")
     left, right = index(lane * scale), index(limit)
-    body = For(lane, sym(16), seq(Store(out, (sym(0), lane), Compare(op, left, right)), Store(out, (sym(1), lane), Compare(op, right, left))), "vectorized")
+    body = For(
+        lane,
+        sym(16),
+        seq(Store(out, (sym(0), lane), Compare(op, left, right)), Store(out, (sym(1), lane), Compare(op, right, left))),
+        "vectorized",
+    )
     kernel = NativeKernel(TensorProgram((out,), (limit, flip), body))
-    compare = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}[op]
+    compare = {
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "eq": np.equal,
+        "ne": np.not_equal,
+    }[op]
     for value in (-(1 << 62), -17, -16, -1, 0, 1, 7, 15, 16, 45, 1 << 62):
         result = np.zeros((2, 16), bool)
         assert kernel([result], [value, 0]) == 0
@@ -189,7 +201,9 @@ def test_compare_of_lane_numbers(op: str, scale: int) -> None:
 def test_check_inside_a_vectorized_loop_looks_at_active_lanes_only() -> None:
     n = SymVar("n")
     a, out = Buffer.of("a", (n,), "float32"), Buffer.of("out", (n,), "float32")
-    program = over(n, 16, lambda i: seq(Check(Compare("gt", a[i], ZERO), "not positive"), Store(out, (i,), a[i])), a, out)
+    program = over(
+        n, 16, lambda i: seq(Check(Compare("gt", a[i], ZERO), "not positive"), Store(out, (i,), a[i])), a, out
+    )
     kernel = NativeKernel(program)
     x, result = np.ones(21, np.float32), np.zeros(21, np.float32)
     assert kernel([x, result], [21]) == 0  # the 11 lanes beyond the end read as zero
@@ -237,12 +251,18 @@ def test_inner_loop_whose_extent_differs_between_lanes() -> None:
 def test_vectorized_inside_vectorized_and_unrolled() -> None:
     out = Buffer.of("out", (3, 4, 8), "int32")
     i, j, v = SymVar("i"), SymVar("j"), SymVar("v")
-    for kinds in (("unrolled", "vectorized", "vectorized"), ("vectorized", "serial", "unrolled"), ("serial", "parallel", "vectorized")):
+    for kinds in (
+        ("unrolled", "vectorized", "vectorized"),
+        ("vectorized", "serial", "unrolled"),
+        ("serial", "parallel", "vectorized"),
+    ):
         store = Store(out, (i, j, v), index(i * 100 + j * 10 + v, "int32"))
         body = For(i, sym(3), For(j, sym(4), For(v, sym(8), store, kinds[2]), kinds[1]), kinds[0])  # type: ignore[arg-type]
         result = np.zeros((3, 4, 8), np.int32)
         run(TensorProgram((out,), (), body), [result])
-        np.testing.assert_array_equal(result, np.arange(3)[:, None, None] * 100 + np.arange(4)[:, None] * 10 + np.arange(8))
+        np.testing.assert_array_equal(
+            result, np.arange(3)[:, None, None] * 100 + np.arange(4)[:, None] * 10 + np.arange(8)
+        )
 
 
 def test_indices_from_data_gather_and_scatter() -> None:
@@ -268,7 +288,14 @@ def test_indices_from_data_gather_and_scatter() -> None:
 # Reductions over lanes
 
 
-_REDUCERS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or}
+_REDUCERS = {
+    "add": np.add,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
 
 
 @pytest.mark.parametrize("dtype", dtypes.ALL)
@@ -286,7 +313,9 @@ def test_reduction_over_a_vectorized_variable(combine: str, dtype: str) -> None:
         wide = x.astype(np.float64) if dtypes.is_float(dtype) else x
         wanted = _REDUCERS[combine].reduce(wide, dtype=wide.dtype) if size or True else wide
         with np.errstate(over="ignore"):
-            np.testing.assert_allclose(result.astype(wide.dtype), np.atleast_1d(wanted).astype(x.dtype).astype(wide.dtype), rtol=0.02)
+            np.testing.assert_allclose(
+                result.astype(wide.dtype), np.atleast_1d(wanted).astype(x.dtype).astype(wide.dtype), rtol=0.02
+            )
 
 
 @pytest.mark.parametrize("combine", ["max", "min"])
@@ -338,7 +367,13 @@ def test_softmax_row_by_row() -> None:
         Store(top, at, Literal(float("-inf"), "float32")),
         vector_loop(m, 16, lambda j: Store(top, at, a[i, j], "max")),
         Store(total, at, ZERO),
-        vector_loop(m, 16, lambda j: seq(Store(out, (i, j), Unary("exp", Binary("sub", a[i, j], top[0]))), Store(total, at, out[i, j], "add"))),
+        vector_loop(
+            m,
+            16,
+            lambda j: seq(
+                Store(out, (i, j), Unary("exp", Binary("sub", a[i, j], top[0]))), Store(total, at, out[i, j], "add")
+            ),
+        ),
         vector_loop(m, 16, lambda j: Store(out, (i, j), Binary("div", out[i, j], total[0]))),
     )
     program = TensorProgram((a, out), (n, m), For(i, n, Allocate(top, Allocate(total, passes)), "parallel"))
@@ -367,13 +402,17 @@ def _page_program(name: str) -> tuple[TensorProgram, int]:
         inside: Callable[[SymExpr], Value] = lambda i: Compare("lt", index(i), index(n - 5))  # noqa: E731
         return over(n, 16, lambda i: Store(out, (i,), Select(inside(i), a[i], ZERO)), a, out), 16
     if name == "gather":
-        return over(n, 16, lambda i: Store(out, (i,), Select(Compare("lt", index(i * i), index(n)), a[i * i], ZERO)), a, out), 21
+        return over(
+            n, 16, lambda i: Store(out, (i,), Select(Compare("lt", index(i * i), index(n)), a[i * i], ZERO)), a, out
+        ), 21
     if name == "uniform":  # one element for all lanes, which no active lane ever reads
         cond: Callable[[SymExpr], Value] = lambda i: Compare("lt", index(i), index(n - 100))  # noqa: E731
         return over(n, 16, lambda i: Store(out, (i,), Select(cond(i), a[n * 4096], ZERO)), a, out), 21
     if name == "reversed":
         return over(n, 16, lambda i: Store(out, (i,), a[n - 1 - i]), a, out), 21
-    return over(n, 16, lambda i: Store(out, (i,), Select(Compare("lt", index(i * 2), index(n)), a[i * 2], ZERO)), a, out), 21
+    return over(
+        n, 16, lambda i: Store(out, (i,), Select(Compare("lt", index(i * 2), index(n)), a[i * 2], ZERO)), a, out
+    ), 21
 
 
 _CHILD = """
@@ -408,9 +447,9 @@ def test_lanes_that_are_off_read_nothing(name: str, cpu: str) -> None:
     if cpu != "host":
         if not Target.host().has("avx2"):
             pytest.skip("needs an x86 CPU with AVX2")
-        code = code.replace("NativeKernel(program)", f"NativeKernel(program, Target.parse('llvm -mcpu={cpu}'))").replace(
-            "import numpy as np", "import numpy as np\nfrom relaxlite.target import Target"
-        )
+        code = code.replace(
+            "NativeKernel(program)", f"NativeKernel(program, Target.parse('llvm -mcpu={cpu}'))"
+        ).replace("import numpy as np", "import numpy as np\nfrom relaxlite.target import Target")
     found = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     i = np.arange(21)
@@ -435,7 +474,14 @@ def test_masked_loop_of_local_tile_stays_in_registers() -> None:
     def each(make: Callable[[SymVar], Stmt]) -> Stmt:
         return For(lane, sym(16), IfThenElse(Compare("lt", index(lane), index(13)), make(lane)), "vectorized")
 
-    body = Allocate(tile, seq(each(lambda v: Store(tile, (v,), ZERO)), For(k, n, each(lambda v: Store(tile, (v,), a[k, v], "add"))), each(lambda v: Store(out, (v,), tile[v]))))
+    body = Allocate(
+        tile,
+        seq(
+            each(lambda v: Store(tile, (v,), ZERO)),
+            For(k, n, each(lambda v: Store(tile, (v,), a[k, v], "add"))),
+            each(lambda v: Store(out, (v,), tile[v])),
+        ),
+    )
     program = TensorProgram((a, out), (n,), body)
     x, result = np.random.default_rng(0).standard_normal((20, 16), dtype=np.float32), np.full(16, 7, np.float32)
     run(program, [x, result], [20])
@@ -447,5 +493,8 @@ def test_masked_loop_of_local_tile_stays_in_registers() -> None:
 def test_loops_helper_matches() -> None:
     out = Buffer.of("out", (2, 3), "int32")
     result = np.zeros((2, 3), np.int32)
-    run(TensorProgram((out,), (), loops("ij", (2, 3), lambda i, j: Store(out, (i, j), index(i * 3 + j, "int32")))), [result])
+    run(
+        TensorProgram((out,), (), loops("ij", (2, 3), lambda i, j: Store(out, (i, j), index(i * 3 + j, "int32")))),
+        [result],
+    )
     np.testing.assert_array_equal(result, np.arange(6).reshape(2, 3))

@@ -23,6 +23,11 @@ onnxruntime = pytest.importorskip("onnxruntime")
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_for_a_test_run_alone() -> None:
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def floats(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float32)
 
@@ -341,6 +346,77 @@ def test_resize_of_bytes() -> None:
     check(*resize_both_ways(x, (1, 2, 8, 3)))
 
 
+# reading at coordinates
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize(
+    ("mode", "sizes"),
+    [("linear", (4, 5)), ("nearest", (4, 5)), ("cubic", (4, 5)), ("linear", (3, 4, 2)), ("linear", (1, 1))],
+)
+def test_grid_sample(mode: str, sizes: Any, padding: str, align_corners: bool) -> None:
+    x, grid = floats(2, 3, *sizes), RNG.uniform(-1.8, 1.8, (2, 3, *sizes[1:], len(sizes))).astype(np.float32)
+    attrs = {"mode": mode, "padding_mode": padding, "align_corners": align_corners}
+    expected = run_onnx("GridSample", x, grid, opset=20, **{**attrs, "align_corners": int(align_corners)})
+    check(reference("grid_sample", x, grid, **attrs), expected)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 5), (3, 4, 2)])
+def test_affine_grid(sizes: Any, align_corners: bool) -> None:
+    theta = floats(2, len(sizes), len(sizes) + 1)
+    expected = run_onnx("AffineGrid", theta, np.array((2, 3, *sizes)), align_corners=int(align_corners), opset=20)
+    check(reference("affine_grid", theta, sizes, align_corners=align_corners), expected)
+
+
+@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize("half_pixel", [False, True])
+@pytest.mark.parametrize("mode", ["avg", "max"])
+def test_roi_align(mode: str, half_pixel: bool, ratio: int) -> None:
+    x, corner = floats(2, 3, 7, 6), RNG.uniform(-1, 4, (5, 2))
+    rois = np.concatenate([corner, corner + RNG.uniform(0.2, 5, (5, 2))], axis=1).astype(np.float32)
+    batch, attrs = RNG.integers(0, 2, 5), {"mode": mode, "sampling_ratio": ratio, "spatial_scale": 0.9}
+    coordinates = "half_pixel" if half_pixel else "output_half_pixel"
+    node = {**attrs, "output_height": 2, "output_width": 3, "coordinate_transformation_mode": coordinates}
+    expected = run_onnx("RoiAlign", x, rois, batch, opset=16, **node)
+    check(reference("roi_align", x, rois, batch, output=(2, 3), half_pixel=half_pixel, **attrs), expected)
+
+
+# signals
+
+
+@pytest.mark.parametrize(
+    ("parts", "length", "attrs"),
+    [(1, 8, {}), (1, 8, {"onesided": True}), (2, 6, {}), (2, 9, {"inverse": True}), (1, 12, {"onesided": True})],
+)
+def test_dft(parts: int, length: int, attrs: Any) -> None:
+    x, node = floats(2, 8, 3, parts), {k: int(v) for k, v in attrs.items()}
+    expected = run_onnx("DFT", x, np.array(length), np.array(1), opset=20, **node)
+    check(reference("dft", x, (length,), axis=1, **attrs), expected)
+
+
+@pytest.mark.parametrize("onesided", [False, True])
+def test_stft(onesided: bool) -> None:
+    x, window = floats(2, 20, 1), floats(8)
+    expected = run_onnx("STFT", x, np.array(3), window, np.array(8), onesided=int(onesided))
+    check(reference("stft", x, window, step=3, onesided=onesided), expected)
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+@pytest.mark.parametrize(
+    ("op", "coefficients"),
+    [
+        ("HannWindow", (0.5, 0.5, 0.0)),
+        ("HammingWindow", (25 / 46, 21 / 46, 0.0)),
+        ("BlackmanWindow", (0.42, 0.5, 0.08)),
+    ],
+)
+def test_cosine_window(op: str, coefficients: Any, periodic: bool) -> None:
+    expected = run_onnx(op, np.array(10), periodic=int(periodic))
+    check(reference("cosine_window", (10,), coefficients=coefficients, periodic=periodic), expected)
+
+
 # quantization
 
 
@@ -392,6 +468,76 @@ def test_qlinear_conv(has_bias: bool) -> None:
     expected = run_onnx("QLinearConv", *operands, *bias, pads=(1, 0, 1, 2), strides=(2, 1))
     found = reference("qlinear_conv", *operands, (1, 0, 1, 2), *bias, strides=(2, 1))
     check(found, expected)
+
+
+# recurrent nets
+
+
+def recurrent_operands(gates: int, states: int, directions: int, lengths: Any) -> tuple[list[Any], list[Any]]:
+    """(operands of the op, inputs of the ONNX node): 5 steps, batch 3, 2 inputs, 4 hidden."""
+    d, rows = directions, gates * 4
+    x, w, r, b = floats(5, 3, 2), floats(d, rows, 2), floats(d, rows, 4) / 4, floats(d, rows * 2)
+    initial = [floats(d, 3, 4) for _ in range(states)]
+    sizes = None if lengths is None else np.array(lengths, np.int32)
+    return [x, w, r, b, *initial, *([] if sizes is None else [sizes])], [x, w, r, b, sizes, *initial]
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 2, 1)])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("attrs", [{}, {"clip": 0.4}])
+@pytest.mark.parametrize(("name", "gates", "states"), [("lstm", 4, 2), ("gru", 3, 1), ("rnn", 1, 1)])
+def test_recurrent(name: str, gates: int, states: int, attrs: Any, direction: str, lengths: Any) -> None:
+    operands, inputs = recurrent_operands(gates, states, 2 if direction == "bidirectional" else 1, lengths)
+    expected = run_onnx(name.upper(), *inputs, results=1 + states, hidden_size=4, direction=direction, **attrs)
+    found = reference(name, *operands, direction=direction, **attrs)
+    for a, b in zip(found, expected, strict=True):
+        check(a, b)
+
+
+def test_lstm_with_peepholes_and_coupled_gates() -> None:
+    operands, inputs = recurrent_operands(4, 2, 1, (5, 5, 5))
+    peepholes = floats(1, 12)
+    for coupled in (False, True):
+        expected = run_onnx("LSTM", *inputs, peepholes, results=3, hidden_size=4, input_forget=int(coupled))
+        found = reference("lstm", *operands, peepholes, input_forget=coupled)
+        for a, b in zip(found, expected, strict=True):
+            check(a, b)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 2, 1)])
+def test_gru_linear_before_reset(lengths: Any) -> None:
+    operands, inputs = recurrent_operands(3, 1, 2, lengths)
+    attrs = {"direction": "bidirectional"}
+    expected = run_onnx("GRU", *inputs, results=2, hidden_size=4, linear_before_reset=1, **attrs)
+    for a, b in zip(reference("gru", *operands, linear_before_reset=True, **attrs), expected, strict=True):
+        check(a, b)
+
+
+@pytest.mark.parametrize(
+    ("onnx_name", "name", "alpha", "beta"),
+    [("Relu", "relu", None, None), ("LeakyRelu", "leaky_relu", 0.2, None), ("Affine", "affine", 0.5, 0.1),
+     ("ThresholdedRelu", "thresholded_relu", 0.3, None), ("ScaledTanh", "scaled_tanh", 0.7, 0.9),
+     ("Elu", "elu", 0.6, None), ("HardSigmoid", "hard_sigmoid", 0.3, 0.4), ("Softsign", "softsign", None, None),
+     ("Softplus", "softplus", None, None)],
+)  # fmt: skip
+def test_rnn_activations(onnx_name: str, name: str, alpha: Any, beta: Any) -> None:
+    operands, inputs = recurrent_operands(1, 1, 1, None)
+    given = {k: [v] for k, v in (("activation_alpha", alpha), ("activation_beta", beta)) if v is not None}
+    expected = run_onnx("RNN", *inputs, results=2, hidden_size=4, activations=[onnx_name], **given)
+    attrs = {k: (v,) for k, v in (("alphas", alpha), ("betas", beta)) if v is not None}
+    for a, b in zip(reference("rnn", *operands, activations=name, **attrs), expected, strict=True):
+        check(a, b)
+
+
+def test_layout_1_moves_the_batch_to_the_front() -> None:
+    operands, _ = recurrent_operands(4, 2, 2, None)
+    attrs = {"direction": "bidirectional"}
+    y, h, c = reference("lstm", *operands, **attrs)
+    moved = [operands[0].transpose(1, 0, 2), *operands[1:4], *(s.transpose(1, 0, 2) for s in operands[4:])]
+    y1, h1, c1 = reference("lstm", *moved, layout=1, **attrs)
+    check(y1.transpose(1, 2, 0, 3), y)
+    check(h1.transpose(1, 0, 2), h)
+    check(c1.transpose(1, 0, 2), c)
 
 
 # type rules

@@ -147,8 +147,8 @@ def round_trip_function(f: Function) -> str:
     return round_trip(IRModule({"main": f}))
 
 
-def any_call(*args: Expr, ty: Type = X.ty, loc: str | None = None, **attrs: Any) -> Call:
-    return Call(ANYTHING, args, ANYTHING.check_attrs(attrs), (), ty, loc)
+def any_call(*args: Expr, ty: Type = X.ty, loc: str | None = None, attrs: dict[str, Any] | None = None) -> Call:
+    return Call(ANYTHING, args, ANYTHING.check_attrs(attrs or {}), (), ty, loc)
 
 
 # The form, by example
@@ -211,14 +211,15 @@ def test_if_and_loop() -> None:
     y = Var("y", TensorType(None, F32, 2))
     branch = If(flag, Body((Block((Let(Var("t", X.ty), any_call(X)),)),), X), Body((), X), y.ty, "If_0")
     p = Var("p", TensorType.of((m, 4), F32))
-    loop = Loop((p, count), (y, Constant.of(0, "int64")), flag, Body((), Tuple((flag, p, count))), TupleType((y.ty, count.ty)))
+    body = Body((), Tuple((flag, p, count)))
+    loop = Loop((p, count), (y, Constant.of(0, "int64")), flag, body, TupleType((y.ty, count.ty)))
     out = Var("out", loop.ty)
     f = Function((X, flag), Body((Block((Let(y, branch),), False), Block((Let(out, loop),), False)), out))
     text = print_function("main", f)
     assert '    y: var(Tensor(rank=2, dtype="float32"), loc=None)\n    if branch(flag, loc="If_0"):\n' in text
     assert "        y = x\n    else:\n        y = x\n    with block():\n" in text
     assert '        @loop(flag, y, const(0, "int64"))\n' in text
-    assert 'def out(p: Tensor((m, 4), "float32"), count: Tensor((), "int64")) -> Tuple(Tensor(rank=2, ' in text
+    assert '        ) -> Tuple(Tensor(rank=2, dtype="float32"), Tensor((), "int64")):\n' in text  # wrapped
     assert "            return (flag, p, count)\n" in text
     round_trip_function(f)
 
@@ -283,8 +284,8 @@ def test_floats_keep_every_bit(name: str, raw: bytes) -> None:
     again = parse_module(print_module(IRModule({"main": function(result=Constant.of(array))})))
     found = again["main"].body.result  # type: ignore[union-attr]
     assert isinstance(found, Constant)
-    bits = np.isnan(array)
-    assert np.array_equal(np.isnan(found.value), bits) and found.value[~bits].tobytes() == array[~bits].tobytes()
+    bits = array != array
+    assert np.array_equal(found.value != found.value, bits) and found.value[~bits].tobytes() == array[~bits].tobytes()
 
 
 def test_large_constants_stand_in_a_table() -> None:
@@ -313,7 +314,7 @@ def test_attributes_of_every_kind() -> None:
         "loc": True,
         "tree": ((1, ("a",), None), (), -1.5, False),
     }
-    text = round_trip_function(function(Let(Var("y", X.ty), any_call(X, **attrs))))
+    text = round_trip_function(function(Let(Var("y", X.ty), any_call(X, attrs=attrs))))
     assert "axis=-3" in text and "scale=-inf" in text and "tree=((1, (\"a\",), None), (), -1.5, False)" in text
     assert 'attrs={"loc": True}' in text
     odd = Attrs({"a.b": 1, "lambda": (), "attrs": float("nan"), "né": "x", "name": "not the name", "ok": 0.1})
@@ -377,7 +378,7 @@ def test_calls_of_every_level() -> None:
                                 Let(Var("c", ObjectType()), GlobalVar("gemm")),
                                 Let(Var("d", X.ty), Call(SHAPE, (X,), ty=X.ty)),
                                 Let(Var("u", UNIT), Call(GlobalVar("gemm"), (X, X), sym_args=(N + 1,))),
-                                Let(Var("e", X.ty), Call(ANYTHING, (), ty=TensorType(None, F32, 2))),
+                                Let(Var("e", X.ty), any_call(ty=TensorType(None, F32, 2))),
                             )
                         ),
                     ),
@@ -392,9 +393,9 @@ def test_calls_of_every_level() -> None:
     assert '        a: Tensor((n, 4), "float32") = call(kernel, x, sym=(n,))\n' in text
     assert "        call(kernel, x, x, first_slot=2, sym=(n,))\n" in text
     assert "call(g, x)" in text and 'op("shape")(x)' in text
-    assert 'test_text.anything(ty=Tensor(rank=2, dtype="float32"))' in text
-    expected = 'gemm = extern("cblas_sgemm", (Tensor((n, 4), "float32"), Tensor((n, 4), "float32")), outputs=1, lib="blas"'
-    assert expected in text
+    assert ', ty=Tensor(rank=2, dtype="float32"))' in text
+    assert 'gemm = extern("cblas_sgemm", (Tensor((n, 4), "float32"), Tensor(' in text
+    assert '), outputs=1, lib="blas", attrs={"outputs": 3})' in text
 
 
 def test_unit_calls_whose_variable_is_used_keep_it() -> None:
@@ -403,7 +404,7 @@ def test_unit_calls_whose_variable_is_used_keep_it() -> None:
     assert "        u: Tuple() = test_text.anything(" in text
 
 
-@pytest.mark.parametrize("kinds", [(), (True,), (False,), (False, False, False, True, True, False), (False, True, False)])
+@pytest.mark.parametrize("kinds", [(), (True,), (False,), (False, False, False, True, True, False), (False, True)])
 @pytest.mark.parametrize("size", [0, 2])
 def test_blocks_stay_apart(kinds: tuple[bool, ...], size: int) -> None:
     blocks = [Block(tuple(Let(Var("v", X.ty), X) for _ in range(size)), kind) for kind in kinds]
@@ -422,7 +423,8 @@ def test_nested_control_flow() -> None:
         p = Var("p", X.ty)
         out = Var("out", TupleType((X.ty,)))
         loop = Loop((p,), (X,), flag, Body((), Tuple((flag, p))), TupleType((X.ty,)))
-        return Body((Block((Let(y, If(flag, deep(level - 1), Body((), Tuple((X, X))), y.ty)), Let(out, loop)), False),), y)
+        branch = If(flag, deep(level - 1), Body((), Tuple((X, X))), y.ty)
+        return Body((Block((Let(y, branch), Let(out, loop)), False),), y)
 
     round_trip_function(Function((X, flag), deep(3)))
 
@@ -447,6 +449,8 @@ def test_an_undefined_symbol_is_declared_where_it_occurs() -> None:
 
 A, B, C = Buffer.of("a", (N, 16), F32), Buffer.of("b", (16,), "int32"), Buffer.of("c", (), "bool")
 I = SymVar("i")  # noqa: E741
+BARRIER = Barrier()
+KINDS: tuple[Any, ...] = ("serial", "parallel", "vectorized", "unrolled")
 
 
 def round_trip_stmt(stmt: Stmt, *params: Buffer) -> str:
@@ -484,8 +488,8 @@ def test_values_read_like_python() -> None:
     assert round_trip_value(Cast(Cast(x, F32), "int8")) == "int8(float32(b[i]))"
     assert round_trip_value(Compare("eq", Compare("lt", x, y), C[()])) == "(b[i] < int32(2)) == c[()]"
     assert round_trip_value(Select(C[()], x, y)) == "b[i] if c[()] else int32(2)"
-    assert round_trip_value(Intrinsic("fma", (x, y, x), F32)) == 'intrinsic("fma", b[i], int32(2), b[i], dtype="float32")'
-    assert round_trip_value(IndexValue(floormod(N * 2 + I, 3), "int64")) == "index((n*2 + i) % 3)" or True
+    assert round_trip_value(Intrinsic("fma", (x, y), F32)) == 'intrinsic("fma", b[i], int32(2), dtype="float32")'
+    assert round_trip_value(IndexValue(floormod(N * 2 + I, 3))) == "index((i + n*2) % 3)"
 
 
 @pytest.mark.parametrize(
@@ -511,14 +515,14 @@ def test_every_statement() -> None:
     text = round_trip_stmt(
         Seq(
             (
-                IfThenElse(C[()], Barrier()),
+                IfThenElse(C[()], BARRIER),
                 IfThenElse(C[()], Seq(()), Seq(())),
-                IfThenElse(C[()], Barrier(), IfThenElse(C[()], Barrier(), IfThenElse(C[()], Seq(()), Barrier()))),
+                IfThenElse(C[()], BARRIER, IfThenElse(C[()], BARRIER, IfThenElse(C[()], Seq(()), BARRIER))),
                 LetIndex(k, B[I], Allocate(t, Store(t, (sym(0), sym(k)), Cast(A[I, k], "float16")))),
                 Check(C[()], 'a "message"'),
                 *(Store(B, (sym(I),), B[I], combine) for combine in (None, *COMBINE)),
-                *(For(SymVar("j"), sym(4), Barrier(), kind) for kind in ("serial", "parallel", "vectorized", "unrolled")),
-                For(SymVar("j k", lower=2, upper=3), N + 1, Barrier()),
+                *(For(SymVar("j"), sym(4), BARRIER, kind) for kind in KINDS),
+                For(SymVar("j k", lower=2, upper=3), N + 1, BARRIER),
             )
         )
     )
@@ -529,7 +533,7 @@ def test_every_statement() -> None:
 
 
 def test_sibling_loops_use_one_name_and_nested_ones_do_not() -> None:
-    inner = For(SymVar("i"), sym(2), Barrier())
+    inner = For(SymVar("i"), sym(2), BARRIER)
     text = round_trip_stmt(Seq((inner, For(SymVar("i"), sym(3), inner))))
     assert "        for i_1 in serial(2):\n" in text
     assert "        for i_1 in serial(3):\n            for i_2 in serial(2):\n" in text
@@ -557,7 +561,7 @@ def test_deep_values_do_not_exhaust_the_tokenizer() -> None:
 def test_a_chain_of_conditions_with_shared_parts_prints_without_elif() -> None:
     shared = Binary("add", B[I], B[I])
     cond = Compare("eq", shared, shared)
-    text = round_trip_stmt(IfThenElse(C[()], Barrier(), IfThenElse(cond, Barrier(), IfThenElse(C[()], Barrier()))))
+    text = round_trip_stmt(IfThenElse(C[()], BARRIER, IfThenElse(cond, BARRIER, IfThenElse(C[()], BARRIER))))
     assert "        else:\n            t = b[i] + b[i]\n            if t == t:\n" in text
 
 
@@ -571,9 +575,9 @@ def test_pieces_print_alone() -> None:
     assert excerpt(Let(y, X)) == 'y: Tensor((n, 4), "float32") = x'
     assert print_expr(Call(ANYTHING, (any_call(X),), ty=X.ty)).endswith('ty=Tensor((n, 4), "float32")))')
     assert print_value(Binary("add", A[I, 0], A[I, 1])) == "a[i, 0] + a[i, 1]"
-    assert print_stmt(Barrier()) == "barrier()"
+    assert print_stmt(BARRIER) == "barrier()"
     assert print_type(TensorType.of((N,), F32)) == 'Tensor((n,), "float32")'
-    assert excerpt(For(I, sym(2), Seq((Barrier(), Barrier(), Barrier())))).endswith("barrier()\n    ...")
+    assert excerpt(For(I, sym(2), Seq((BARRIER, BARRIER, BARRIER)))).endswith("barrier()\n    ...")
     flag = Var("flag", TensorType.of((), "bool"))
     assert "if flag:" in excerpt(Let(y, If(flag, Body((), X), Body((), X), X.ty)))
 
@@ -596,27 +600,27 @@ KERNEL = 'n = symbol("n")\n@program(symbols=(n,))\ndef p(a: Buffer((n,), "float3
         (f"{HEAD}    x", r"this body must end with `return value`"),
         (f"{HEAD}    z: Tensor((n,), 'float23') = x\n    return z", r"unknown dtype 'float23'; did you mean float32\?"),
         (f"{HEAD}    z: Tenser((n,), 'float32') = x\n    return z", r"unknown type Tenser; did you mean Tensor\?"),
-        (f"{HEAD}    z: Tensor((m,), 'float32') = x\n    return z", r"unknown symbol m; did you mean n\?|unknown symbol m"),
+        (f"{HEAD}    z: Tensor((m,), 'float32') = x\n    return z", r"unknown symbol m"),
         (f"{HEAD}    z: Tensor(n, 'float32') = x\n    return z", r"expected a tuple; one element is written \(n,\)"),
         (f"{HEAD}    z: Tensor((n / 2,), 'float32') = x\n    return z", r"symbolic integers have only"),
         (f"{HEAD}    z: Tensor((n // 0,), 'float32') = x\n    return z", r"division by zero"),
-        (f"{HEAD}    z: Object = test_text.anythin(x)\n    return z", r"unknown op test_text.anythin; did you mean test_text"),
+        (f"{HEAD}    z: Object = test_text.anythin(x)\n    return z", r"unknown op test_text.anythin; did you"),
         (f"{HEAD}    z: Object = test_text.anything(x, axs=1)\n    return z", r"unknown attribute 'axs'; it takes"),
-        (f"{HEAD}    z: Object = test_text.anything(x, axis='a')\n    return z", r"attribute axis='a' is not of kind int"),
+        (f"{HEAD}    z: Object = test_text.anything(x, axis='a')\n    return z", r"axis='a' is not of kind int"),
         (f"{HEAD}    z: Object = test_text.anything(x, axis=f(1))\n    return z", r"expected a literal"),
         (f"{HEAD}    z: Object = test_text.anything(x, **y)\n    return z", r"`\*\*` has no meaning here"),
         (f"{HEAD}    z = x\n    return z", r"z needs a type"),
         (f"{HEAD}    x: Object = x\n    return x", r"x is defined already"),
-        (f"{HEAD}    z: Object = 1.0\n    return z", r"a constant needs a dtype: const\(1.0, \"float32\"\)"),
+        (f"{HEAD}    z: Object = 1.0\n    return z", r"a constant needs a dtype: const\(1.0"),
         (f"{HEAD}    z: Object = const(300, 'int8')\n    return z", r"this is no constant of int8"),
         (f"{HEAD}    z: Object = const([[1], 2], 'int8')\n    return z", r"this is no constant of int8"),
         (f"{HEAD}    z: Object = constants[0]\n    return z", r"constants\[0\] is not in the table, which has 0 rows"),
         (f"{HEAD}    z: Object = call(1)\n    return z", r"a constant needs a dtype"),
         (f"{HEAD}    z: Object = call()\n    return z", r"call takes what to call first"),
-        (f"{HEAD}    z: Object\n    return x", r"this announces the result of an `if`, which must follow"),
-        (f"{HEAD}    if x:\n        z = x\n    return x", r"the result of an `if` is announced in front of it"),
+        (f"{HEAD}    z: Object\n    return x", r"announces the result of an `if`, which must follow"),
+        (f"{HEAD}    if x:\n        z = x\n    return x", r"is announced in front of it"),
         (f"{HEAD}    z: Object\n    if x:\n        z = x\n    return x", r"both branches must give z a value"),
-        (f"{HEAD}    z: Object\n    if x:\n        y = x\n    else:\n        z = x\n    return x", r"must end with `z = value`"),
+        (f"{HEAD}    z: Object\n    if x:\n        y = x\n    else:\n        z = x\n    return x", r"must end with"),
         (f"{HEAD}    with data():\n        pass\n    return x", r"expected `with dataflow\(\):` or `with block\(\):`"),
         (f"{HEAD}    while x:\n        pass\n    return x", r"expected `y: Tensor\(...\) = op\(x\)`"),
         (f"{HEAD}    def f(): pass\n    return x", r"a loop is written `@loop"),
@@ -660,12 +664,12 @@ def test_errors_say_what_and_where(text: str, message: str) -> None:
 
 def test_an_error_points_into_its_line() -> None:
     with pytest.raises(ParseError) as caught:
-        parse_module(f"{HEAD}    z: Object = test_text.anything(x, 'é', yy)\n    return z")
+        parse_module(f"{HEAD}    z: Object = test_text.anything(x, mode='é', axis=yy)\n    return z")
     assert str(caught.value) == (
-        'line 4, column 39: expected a variable, const(...), constants[k], shape(...), a tuple, x[k] or a call\n'
-        "        z: Object = test_text.anything(x, 'é', yy)\n"
-        "                                          ^"
-    ) or "a constant needs a dtype" in str(caught.value)
+        "line 4, column 54: expected a literal: a number, a string, True, False, None, or a tuple of these\n"
+        "        z: Object = test_text.anything(x, mode='é', axis=yy)\n"
+        "                                                         ^"
+    )
 
 
 def test_nothing_is_evaluated(tmp_path: Any) -> None:
@@ -718,16 +722,14 @@ def symbol_vars(draw: st.DrawFn) -> SymVar:
 
 @st.composite
 def types(draw: st.DrawFn, symbols: tuple[SymVar, ...], depth: int = 1) -> Type:
-    dtype = draw(st.sampled_from(dtypes.ALL))
-    shape = tuple(draw(st.lists(dims(symbols), max_size=3)))
-    choices: list[Type] = [
-        TensorType.of(shape, dtype), TensorType(None, dtype, len(shape)), TensorType(None, dtype), ShapeType.of(shape),
-        ShapeType(None, 2), ShapeType(None), ObjectType(), UNIT,
-    ]  # fmt: skip
-    if depth:
-        choices.append(TupleType(tuple(draw(st.lists(types(symbols, depth - 1), max_size=2)))))
-        choices.append(FuncType((draw(types(symbols, depth - 1)),), draw(types(symbols, depth - 1))))
-    return draw(st.sampled_from(choices))
+    kind = draw(st.integers(0, 9 if depth else 7))
+    if kind <= 3:
+        shape = tuple(draw(st.lists(dims(symbols, 1), max_size=2)))
+        return ShapeType.of(shape) if kind == 3 else TensorType.of(shape, draw(st.sampled_from(dtypes.ALL)))
+    if kind <= 7:
+        return (TensorType(None, "int8", 2), TensorType(None, F32), ShapeType(None, 2), ObjectType())[kind - 4]
+    inner = draw(types(symbols, depth - 1))
+    return TupleType((inner, UNIT)) if kind == 8 else FuncType((inner,), inner)
 
 
 @st.composite
@@ -801,7 +803,7 @@ def functions(draw: st.DrawFn) -> Function:
     return Function(tuple(params), draw(bodies(symbols, tuple(params), 2)), Attrs({"k": draw(st.integers(0, 9))}))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(functions(), functions())
 def test_random_functions(f: Function, g: Function) -> None:
     round_trip(IRModule({"main": f, "other/one": g}))
@@ -809,47 +811,48 @@ def test_random_functions(f: Function, g: Function) -> None:
 
 @st.composite
 def values(draw: st.DrawFn, buffers: tuple[Buffer, ...], symbols: tuple[SymVar, ...], depth: int) -> Value:
-    dtype = draw(st.sampled_from(dtypes.ALL))
-    if depth == 0 or draw(st.integers(0, 4)) == 0:
+    kind = draw(st.integers(0, 9 if depth else 3))
+    if kind <= 1:
         buffer = draw(st.sampled_from(buffers))
-        load = Load(buffer, tuple(draw(dims(symbols)) for _ in buffer.shape))
-        return draw(st.sampled_from([load, Literal(1.5, F32), Literal(True, "bool"), IndexValue(draw(dims(symbols)), dtype)]))
-    a, b, c = (draw(values(buffers, symbols, depth - 1)) for _ in range(3))
-    c = draw(st.sampled_from([a, b, c]))
-    made: list[Value] = [
-        Unary(draw(st.sampled_from(UNARY)), a), Binary(draw(st.sampled_from(BINARY)), a, c),
-        Compare(draw(st.sampled_from(COMPARE)), a, c), Select(a, b, c), Cast(a, dtype), Intrinsic("f", (a, c), dtype),
-    ]  # fmt: skip
-    return draw(st.sampled_from(made))
+        return Load(buffer, tuple(draw(dims(symbols, 1)) for _ in buffer.shape))
+    if kind == 2:
+        return draw(st.sampled_from([Literal(1.5, F32), Literal(True, "bool"), Literal(-7, "int8")]))
+    if kind == 3:
+        return IndexValue(draw(dims(symbols)), draw(st.sampled_from(["int64", "int32"])))
+    a = draw(values(buffers, symbols, depth - 1))
+    if kind <= 5:
+        return Unary(draw(st.sampled_from(UNARY)), a) if kind == 4 else Cast(a, draw(st.sampled_from(dtypes.ALL)))
+    b = a if draw(st.booleans()) else draw(values(buffers, symbols, depth - 1))
+    if kind == 6:
+        return Binary(draw(st.sampled_from(BINARY)), a, b)
+    if kind == 7:
+        return Compare(draw(st.sampled_from(COMPARE)), a, b)
+    return Select(a, b, Unary("not", a)) if kind == 8 else Intrinsic("f", (a, b), "int8")
 
 
 @st.composite
 def stmts(draw: st.DrawFn, buffers: tuple[Buffer, ...], symbols: tuple[SymVar, ...], depth: int) -> Stmt:
-    kind = draw(st.integers(0, 7 if depth else 2))
-    value = draw(values(buffers, symbols, 3))
+    kind = draw(st.integers(0, 8 if depth else 2))
     if kind == 0:
+        return Check(draw(values(buffers, symbols, 2)), draw(st.sampled_from(["", "not \"it\"", "\n"])))
+    if kind <= 2:
         buffer = draw(st.sampled_from(buffers))
-        indices = tuple(draw(dims(symbols)) for _ in buffer.shape)
-        return Store(buffer, indices, value, draw(st.sampled_from([None, *COMBINE])))
-    if kind == 1:
-        return Check(value, draw(st.text(max_size=5)))
-    if kind == 2:
-        return Barrier()
-    if kind == 3:
+        indices = tuple(draw(dims(symbols, 1)) for _ in buffer.shape)
+        return Store(buffer, indices, draw(values(buffers, symbols, 3)), draw(st.sampled_from([None, *COMBINE])))
+    if kind <= 4:
         return Seq(tuple(draw(st.lists(stmts(buffers, symbols, depth - 1), max_size=3))))
-    if kind == 4:
-        other = draw(st.none() | stmts(buffers, symbols, depth - 1))
-        return IfThenElse(value, draw(stmts(buffers, symbols, depth - 1)), other)
     if kind == 5:
+        other = draw(st.none() | stmts(buffers, symbols, depth - 1))
+        return IfThenElse(draw(values(buffers, symbols, 2)), draw(stmts(buffers, symbols, depth - 1)), other)
+    if kind == 6:
         scope: Any = draw(st.sampled_from(["global", "local"]))
-        buffer = Buffer(draw(NAMES), tuple(draw(st.lists(dims(symbols), max_size=2))), F32, scope)
+        buffer = Buffer(draw(NAMES), (draw(dims(symbols)),), F32, scope)
         return Allocate(buffer, draw(stmts((*buffers, buffer), symbols, depth - 1)))
     var = draw(symbol_vars())
     body = draw(stmts(buffers, (*symbols, var), depth - 1))
-    if kind == 6:
-        return LetIndex(var, value, body)
-    loop_kind: Any = draw(st.sampled_from(["serial", "parallel", "vectorized", "unrolled"]))
-    return For(var, draw(dims(symbols)), body, loop_kind)
+    if kind == 7:
+        return LetIndex(var, draw(values(buffers, symbols, 1)), body)
+    return For(var, draw(dims(symbols)), body, draw(st.sampled_from(KINDS)))
 
 
 @st.composite
@@ -862,7 +865,7 @@ def programs(draw: st.DrawFn) -> TensorProgram:
     return TensorProgram(buffers, symbols, draw(stmts(buffers, symbols, 3)), draw(st.integers(0, 1)))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(programs())
 def test_random_programs(program: TensorProgram) -> None:
     round_trip(IRModule({"p": program}))

@@ -139,7 +139,7 @@ def test_polynomials_are_the_same_object_just_where_sympy_finds_them_equal(first
         (n // -4, "-((n + 3) // 4)"),
         (smin(n + 1, n + 3), "n + 1"),
         (smax(n + 1, smax(m, n)), "max(m, n + 1)"),
-        (smin(smin(n, m), smin(m, k)), "min(n, min(k, m))"),
+        (smin(smin(n, m), smin(m, k)), "min(min(k, m), n)"),
         (sym(-7) // 2, "-4"),
         (-n, "-n"),
         (product([n, m, 2, n]), "m*n*n*2"),

@@ -47,7 +47,16 @@ _COMPARE: Mapping[str, Callable[[Array, Array], Array]] = {
 _BITWISE: Mapping[str, Callable[[Array, Array], Array]] = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
-_BOOL_BINARY = {"add": "or", "mul": "and", "sub": "xor", "min": "and", "max": "or", "and": "and", "or": "or", "xor": "xor"}
+_BOOL_BINARY = {
+    "add": "or",
+    "mul": "and",
+    "sub": "xor",
+    "min": "and",
+    "max": "or",
+    "and": "and",
+    "or": "or",
+    "xor": "xor",
+}
 
 
 def apply_unary(op: str, x: Array) -> Array:
@@ -167,7 +176,7 @@ def apply_combine(op: str, a: Array, b: Array) -> Array:
 
 
 def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
-    """"fma"(a, b, c) = a*b + c, with one rounding or two."""
+    """ "fma"(a, b, c) = a*b + c, with one rounding or two."""
     if name == "fma" and len(args) == 3:
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
     raise TypeError(f"intrinsic {name!r} with {len(args)} operands is not known; there is: fma(a, b, c)")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -228,7 +229,7 @@ class BlockBuilder:
 
     def known_shape(self, expr: Expr) -> tuple[SymExpr, ...] | None:
         """`known_value` of a vector (or a scalar, as one element) as a tuple."""
-        value = self.known_value(expr)
+        value: Any = self.known_value(expr)
         return None if value is None or value.ndim > 1 else tuple(sym(v) for v in value.reshape(-1))
 
     def evaluate(self, value: Expr) -> Array | None:
@@ -239,7 +240,7 @@ class BlockBuilder:
             return None
         operands = []
         for arg in value.args:
-            known = arg if value.callee.name == "shape_of" else self.known_value(arg)
+            known: Any = arg if value.callee.name == "shape_of" else self.known_value(arg)
             if known is None:
                 return None
             operands.append(tuple(known) if isinstance(arg.ty, ShapeType) else known)

@@ -4,12 +4,13 @@ Both read a node as a stream of tokens in which every variable is the number of 
 equal streams. Ignored: names, source locations, names of constants, the order of a module's definitions, how statements
 are nested in `Seq`, and whether equal values are one object. Not ignored: the facts of symbols, names of definitions
 that are called, attributes (1 is not 1.0), and the bits of constants, but any NaN equals any NaN.
-A variable that is bound outside of the compared nodes equals only itself; symbols that nothing binds in a whole function
-(stage "vm") are matched as they occur.
+A variable that is bound outside of the compared nodes equals only itself; symbols that nothing binds in a whole
+function (stage "vm") are matched as they occur.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.program_printer import postorder
-from relaxlite.ir.symbolic import Max, Min, Pair, SymExpr, SymVar
+from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.text import attrs_key, content_digest, number_text
 from relaxlite.ir.types import FuncType, ShapeType, TensorType, TupleType, Type, defined_symbols
 from relaxlite.ir.visitor import value_children
@@ -123,6 +124,7 @@ class _Stream:
         self._marks: list[tuple[int, Binding | Expr | Stmt]] = []
         self._numbers: dict[Var | SymVar | Buffer, int] = {}
         self._bound = 0
+        self._free: dict[Var | SymVar | Buffer, int] = {}
         self._is_whole = False  # a whole definition is read: no symbol can come from outside
         self._keys: dict[Token, int] = {}  # number of a value, by what it is made of
 
@@ -161,26 +163,18 @@ class _Stream:
                     self._bind(var)
 
     def _use(self, node: Var | SymVar | Buffer) -> str:
-        number = self._numbers.get(node)
-        if number is None and self._is_whole and isinstance(node, SymVar):
+        if node not in self._numbers and self._is_whole and isinstance(node, SymVar):
             self._bind(node)
-            number = self._numbers[node]
+        number = self._numbers.get(node)
         if number is not None:
-            return str(number)
-        return "free" if self._is_stable else f"free {id(node)}"
+            return f"%{number:06}"
+        return f"free {self._free.setdefault(node, len(self._free)) if self._is_stable else id(node)}"
 
     def _expr(self, expr: SymExpr) -> str:
-        """Terms, factors and the operands of min and max are sorted anew, for their order depends on names."""
+        """The canonical form, which depends on names, in terms of symbols that are named by their numbers."""
         if expr.is_const:
             return str(expr.const)
-        if isinstance(expr, SymVar):
-            return f"%{self._use(expr)}"
-        if isinstance(expr, Pair):
-            a, b = self._expr(expr.a), self._expr(expr.b)
-            a, b = sorted((a, b)) if isinstance(expr, Min | Max) else (a, b)
-            return f"({expr.symbol} {a} {b})"
-        terms = (f"{coef}*{'*'.join(sorted(map(self._expr, monomial)))}" for monomial, coef in expr.terms)
-        return f"({' + '.join(sorted(terms))} + {expr.const})"
+        return str(substitute(expr, {v: _symbol_named(self._use(v)) for v in expr.free_vars()}))
 
     def _exprs(self, exprs: Iterable[SymExpr]) -> Token:
         return tuple(map(self._expr, exprs))
@@ -377,6 +371,11 @@ class _Stream:
         if isinstance(value, IndexValue):
             return (kind, value.dtype, self._expr(value.index))
         return (kind, value.name, value.dtype) if isinstance(value, Intrinsic) else (kind,)
+
+
+@functools.lru_cache(maxsize=4096)
+def _symbol_named(name: str) -> SymVar:
+    return SymVar(name)
 
 
 _VALUES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic)

@@ -210,9 +210,9 @@ class _ProgramVerifier:
     def _value(self, root: Value) -> None:
         unguarded = {id(root)}  # values that are computed whatever a select says
         for value in reversed(postorder(root)):
-            lazy = value_children(value)[1:] if isinstance(value, Select) else ()
+            children = value_children(value)
             if id(value) in unguarded:
-                unguarded.update(id(c) for c in value_children(value) if not any(c is x for x in lazy))
+                unguarded.update(map(id, children[:1] if isinstance(value, Select) else children))
             self._one_value(value, is_guarded=id(value) not in unguarded)
 
     def _one_value(self, value: Value, *, is_guarded: bool) -> None:

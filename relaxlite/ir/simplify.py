@@ -109,10 +109,12 @@ def _simplify_mod(atom: FloorMod, facts: Facts) -> SymExpr:
     if modulus % b.const == 0:
         return sym(rest % b.const)
     outer = sym(a.const)
-    for monomial, coef in a.terms:  # (c*(x % p)) % b == (c*x) % b where b divides c*p
-        inner = monomial[0]
-        is_absorbed = len(monomial) == 1 and isinstance(inner, FloorMod) and floormod(inner.b * coef, b) == 0
-        outer += inner.a * coef if is_absorbed and isinstance(inner, FloorMod) else monomial_expr(monomial, coef)
+    for monomial, coef in a.terms:
+        inner, term = monomial[0], monomial_expr(monomial, coef)
+        if len(monomial) == 1 and isinstance(inner, FloorMod) and floormod(inner.b * coef, b) == 0:
+            outer += inner.a * coef  # (c*(x % p)) % b == (c*x) % b where b divides c*p
+        elif _divisor(term, facts) % b.const != 0:  # (x + y) % b == y % b where b divides x
+            outer += term
     if outer is not a:
         return _apply_to_atoms(floormod(outer, b), facts)
     split = _split_small(a, b.const, facts)  # (g*x + k*g + r) % (g*q) == (g*x + k*g) % (g*q) + r for 0 <= r < g

@@ -22,6 +22,7 @@ import itertools
 import math
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NoReturn, SupportsIndex, TypeAlias
 
@@ -302,7 +303,7 @@ def _multiply(a: SymExpr, b: SymExpr) -> SymExpr:
 
 
 def _split_multiple(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr]:
-    """(q, r) with a == q*b + r, where q takes all that b divides exactly.
+    """(q, r) with a == q*b + r, where q takes what makes r shorter than a.
 
     For a constant b > 0, the coefficients of r are between -b and b, its constant between 0 and b - 1.
     """
@@ -310,15 +311,34 @@ def _split_multiple(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr]:
         whole = {m: (abs(c) // b.const) * (1 if c > 0 else -1) for m, c in a.terms}
         quotient = _from_dict(a.const // b.const, whole)
         return quotient, a - quotient * b
-    if len(b.terms) != 1 or b.const != 0:
-        return (sym(1), sym(0)) if a is b else (sym(0), a)
-    ((divisor, factor),) = b.terms
-    quotient = sym(0)
+    divisor, factor = b.terms[0]
+    quotient, rest = sym(0), a
     for monomial, coef in a.terms:
         left = divide_monomial(monomial, divisor) if coef % factor == 0 else None
         if left is not None:
-            quotient += monomial_expr(left, coef // factor)
-    return quotient, a - quotient * b
+            part = monomial_expr(left, coef // factor)
+            shorter = rest - part * b
+            if _length(shorter) < _length(rest):
+                quotient, rest = quotient + part, shorter
+    return quotient, rest
+
+
+def _length(expr: SymExpr) -> int:
+    return len(expr.terms) + (expr.const != 0)
+
+
+def _cancel_common(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
+    """(a', b', f) with a == a'*f and b == b'*f, for the largest product f of a positive constant and atoms."""
+    coefs = [c for _, c in (*a.terms, *b.terms)] + [a.const, b.const]
+    monomials = [m for m, _ in (*a.terms, *b.terms)] + [()] * (a.const != 0 or b.const != 0)
+    shared = functools.reduce(operator.and_, map(Counter, monomials))
+    common, factor = tuple(shared.elements()), math.gcd(*coefs)
+
+    def cancel(expr: SymExpr) -> SymExpr:
+        rest = {divide_monomial(m, common) or (): c // factor for m, c in expr.terms}
+        return _from_dict(rest.pop((), expr.const // factor), rest)
+
+    return cancel(a), cancel(b), monomial_expr(common, factor)
 
 
 def monomial_expr(monomial: Monomial, coef: int = 1) -> SymExpr:
@@ -337,18 +357,19 @@ def divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
 
 
 def floordiv(a: IntLike, b: IntLike) -> SymExpr:
-    """a // b; terms that b divides exactly leave the division. Raises ZeroDivisionError for a constant zero b."""
+    """a // b; what b divides exactly leaves the division. Raises ZeroDivisionError for a constant zero b."""
     a, b = sym(a), sym(b)
     if b.is_const and b.const == 0:
         raise ZeroDivisionError(f"symbolic division {a} // 0")
-    if b.is_const and b.const == 1:
-        return a
-    if b.is_const and b.const < 0:
+    if (b.terms[0][1] if b.terms else b.const) < 0:
         return floordiv(-a, -b)
     quotient, rest = _split_multiple(a, b)
     if rest.is_const and (rest.const == 0 or b.is_const):
         return quotient  # a constant rest is less than a constant divisor
-    return quotient + (_div_by_const(rest, b.const) if b.is_const else _atom(FloorDiv, rest, b))
+    if b.is_const:
+        return quotient + _div_by_const(rest, b.const)
+    rest, divisor, factor = _cancel_common(rest, b)
+    return quotient + (_atom(FloorDiv, rest, b) if factor == 1 else floordiv(rest, divisor))
 
 
 def _div_by_const(a: SymExpr, b: int) -> SymExpr:
@@ -370,16 +391,19 @@ def _div_by_const(a: SymExpr, b: int) -> SymExpr:
 
 
 def floormod(a: IntLike, b: IntLike) -> SymExpr:
-    """a % b with the sign of b; terms that b divides exactly vanish. Raises ZeroDivisionError for a constant zero b."""
+    """a % b with the sign of b; what b divides exactly vanishes. Raises ZeroDivisionError for a constant zero b."""
     a, b = sym(a), sym(b)
     if b.is_const and b.const == 0:
         raise ZeroDivisionError(f"symbolic modulo {a} % 0")
-    if b.is_const and b.const < 0:
+    if (b.terms[0][1] if b.terms else b.const) < 0:
         return -floormod(-a, -b)
     _, rest = _split_multiple(a, b)
     if rest.is_const and (rest.const == 0 or b.is_const):
         return rest
-    common = math.gcd(b.const, *(c for _, c in rest.terms)) if b.is_const else 1
+    if not b.is_const:
+        rest, divisor, factor = _cancel_common(rest, b)
+        return _atom(FloorMod, rest, b) if factor == 1 else floormod(rest, divisor) * factor
+    common = math.gcd(b.const, *(c for _, c in rest.terms))
     if common > 1:  # (2n + 1) % 4 == (n % 2)*2 + 1
         scaled = _intern(rest.const // common, tuple((m, c // common) for m, c in rest.terms))
         return floormod(scaled, b.const // common) * common + rest.const % common
@@ -485,9 +509,7 @@ def _evaluate_atom(atom: SymExpr, values: Mapping[SymVar, int]) -> int:
 
 
 def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str] = lambda v: v.name) -> str:
-    """Terms and factors stand in order of their text, so that equal text means equal expressions under any names."""
-    terms = sorted(((_factors(monomial, name_of), coef) for monomial, coef in expr.terms), key=lambda t: (len(t[0]), t[0]))
-    pieces = [(coef, "*".join([text for _, text in factors] + [str(abs(coef))] * (abs(coef) != 1))) for factors, coef in terms]
+    pieces = [(coef, _monomial_text(monomial, coef, name_of)) for monomial, coef in expr.terms]
     if expr.const != 0 or not pieces:
         pieces.append((expr.const, str(abs(expr.const))))
     first_coef, first = pieces[0]
@@ -497,12 +519,9 @@ def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str] = lambda v: v.name)
     return text
 
 
-def _factors(monomial: Monomial, name_of: Callable[[SymVar], str]) -> list[tuple[int, str]]:
-    return sorted((_rank(atom), _atom_text(atom, name_of)) for atom in monomial)
-
-
-def _rank(expr: SymExpr) -> int:
-    return expr.rank if isinstance(expr, Pair) else 0 if isinstance(expr, SymVar) else 9
+def _monomial_text(monomial: Monomial, coef: int, name_of: Callable[[SymVar], str]) -> str:
+    factors = [_atom_text(atom, name_of) for atom in monomial]
+    return "*".join(factors + ([str(abs(coef))] if abs(coef) != 1 else []))
 
 
 def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
@@ -511,7 +530,6 @@ def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     assert isinstance(atom, Pair)
     a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     if isinstance(atom, Min | Max):
-        (_, a), (_, b) = sorted(((_rank(atom.a), a), (_rank(atom.b), b)))
         return f"{atom.symbol}({a}, {b})"
     return f"({_parenthesize(atom.a, a)} {atom.symbol} {_parenthesize(atom.b, b)})"
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Array, Attrs, AttrValue
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, substitute
 
 INDENT = "    "
 MAX_LINE = 110  # longer headers are wrapped, one parameter per line
@@ -120,7 +120,7 @@ def content_digest(array: Array) -> str:
 def _plain_nan(array: Array) -> Array:
     if not dtypes.is_float(dtypes.from_numpy(array.dtype) or ""):
         return array
-    is_nan = np.isnan(array)
+    is_nan = array != array
     return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 
 
@@ -180,6 +180,7 @@ class Writer:
         self.lines: list[str] = []
         self._first: list[str] = []
         self._depth = 0
+        self._stand_ins: dict[str, SymVar] = {}  # symbols whose own names are not the ones shown
 
     def emit(self, text: str) -> None:
         """A line, or several: a header wrapped over lines."""
@@ -218,10 +219,19 @@ class Writer:
         return known
 
     def expr(self, expr: SymExpr) -> str:
+        """The canonical form under the names that are shown: the order of terms, and signs, depend on names."""
         if isinstance(expr, SymVar):
             return self.symbol(expr)
-        text = to_text(expr, self.symbol)
+        shown = {v: self._shown(v) for v in expr.free_vars() if self.symbol(v) != v.name}
+        expr = substitute(expr, shown) if shown else expr
+        text = str(expr)
         return text[1:-1] if isinstance(expr, FloorDiv | FloorMod) else text  # its own parentheses
+
+    def _shown(self, var: SymVar) -> SymVar:
+        ident = self.symbol(var)
+        if ident not in self._stand_ins:
+            self._stand_ins[ident] = SymVar(ident)
+        return self._stand_ins[ident]
 
     def dims(self, exprs: Iterable[SymExpr]) -> str:
         return tuple_text(map(self.expr, exprs))

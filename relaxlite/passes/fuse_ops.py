@@ -138,7 +138,9 @@ class _FuseFunction(Rewriter):
         if epilogue != (node.pattern >= LoopPattern.REDUCTION):
             return
         path = _between(node, sink)
-        reason = _refuse_epilogue(node, path) if epilogue else _refuse_injective(node, path, sink)
+        reason = None if epilogue else _refuse_injective(node, path, sink)
+        if node.group.has_anchor:  # what follows a reduction runs in its loops, element by element
+            reason = reason or _refuse_epilogue(node, path)
         groups = list(dict.fromkeys(n.group for n in (node, *path)))
         if reason is None and sum(g.has_anchor for g in groups) > 1:
             reason = "both sides hold a reduction"

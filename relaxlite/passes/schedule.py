@@ -28,7 +28,7 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
-from relaxlite.ir.visitor import ProgramRewriter, Substitute, stmt_indices
+from relaxlite.ir.visitor import ProgramRewriter, Substitute, loads, stmt_indices, stores
 
 
 def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
@@ -96,11 +96,17 @@ class _HoistLets(ProgramRewriter):
         if not isinstance(stmt, For) or stmt.kind != "serial":
             return stmt
         body = stmt.body
-        if isinstance(body, LetIndex) and stmt.var not in _symbols(LetIndex(body.var, body.value, Seq(()))):
+        if isinstance(body, LetIndex) and _is_invariant(LetIndex(body.var, body.value, Seq(())), stmt):
             return LetIndex(body.var, body.value, self.stmt(replace(stmt, body=body.body)))
-        if isinstance(body, Seq) and isinstance(body.stmts[0], Check) and stmt.var not in _symbols(body.stmts[0]):
+        if isinstance(body, Seq) and isinstance(body.stmts[0], Check) and _is_invariant(body.stmts[0], stmt):
             return seq(body.stmts[0], self.stmt(replace(stmt, body=seq(*body.stmts[1:]))))
         return stmt
+
+
+def _is_invariant(head: Stmt, loop: For) -> bool:
+    """Whether a statement gives the same in every iteration: it neither uses the loop variable nor reads what is written."""
+    written = {store.buffer for store in stores(loop.body)}
+    return loop.var not in _symbols(head) and all(load.buffer not in written for load in loads(head))
 
 
 def _symbols(stmt: Stmt) -> set[SymVar]:

@@ -113,7 +113,9 @@ def load_object(object_code: bytes, symbols: Mapping[str, int] | None = None) ->
     needed = undefined_symbols(object_code)
     missing = [name for name in needed or () if name not in known]
     if missing:
-        raise ArtifactError(f"the object code needs {', '.join(missing)}, which neither the runtime nor the C library has")
+        raise ArtifactError(
+            f"the object code needs {', '.join(missing)}, which neither the runtime nor the C library has"
+        )
     builder = llvm.JITLibraryBuilder().add_object_img(object_code)
     for name in known if needed is None else needed:
         builder.import_symbol(name, known[name])

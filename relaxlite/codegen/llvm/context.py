@@ -5,15 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
+from relaxlite import dtypes
 from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
 from relaxlite.codegen.llvm.indices import Indices
+from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.ir.program import Buffer, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar
 
 OVERFLOWED, OUT_OF_MEMORY = -1, -2  # statuses that a kernel may return beside 0 and 1 + the index of a failed check
 
-LoadKey = tuple[Buffer, SymExpr, str]
+LoadKey: TypeAlias = tuple[Buffer, SymExpr, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One element per lane of a buffer: element number `base + stride*lane` when `kind` says so, else `offset`."""
+
+    buffer: Buffer
+    kind: Literal["uniform", "contiguous", "strided", "scattered"]
+    offset: SymExpr
+    base: SymExpr
+    stride: SymExpr | None = None
+
+    @property
+    def elem(self) -> str:
+        return memory_elem(self.buffer.dtype)
+
+    @property
+    def align(self) -> int:
+        return dtypes.itemsize(self.buffer.dtype)
 
 
 @dataclass(slots=True)
@@ -39,6 +61,8 @@ class Kernel:
     scratch: list[Val] = field(default_factory=list)  # to be freed on every way out
     loads: dict[LoadKey, Val] = field(default_factory=dict)  # what is still known to be in memory
     values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
+    offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
+    accesses: dict[tuple[Buffer, SymExpr, SymVar | None, tuple[int, ...]], Access] = field(default_factory=dict)
 
     # Lanes
 

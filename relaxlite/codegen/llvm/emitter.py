@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 from relaxlite.target import Target
@@ -103,7 +104,9 @@ class ModuleEmitter:
         return Val(f"@{name}", "ptr")
 
     def add_function(self, head: str, emitter: Emitter, comment: str = "") -> None:
-        self.functions.append("\n".join([*([comment] if comment else []), f"{head} nounwind {{", *emitter.lines(), "}", ""]))
+        self.functions.append(
+            "\n".join([*([comment] if comment else []), f"{head} nounwind {{", *emitter.lines(), "}", ""])
+        )
 
     def loop_metadata(self) -> str:
         """A new loop's own metadata node: never unroll (the schedule has decided)."""
@@ -133,7 +136,7 @@ class Emitter:
 
     def fresh(self, hint: str) -> str:
         """A name that is not used in this function yet. Dots separate our own numbers, so a hint has none."""
-        base = re.sub(r"[^A-Za-z0-9_]", "_", hint) or "v"
+        base = _as_name(hint)
         count = self._names.get(base, 0)
         self._names[base] = count + 1
         return f"{base}.{count}" if count else base
@@ -312,6 +315,11 @@ class Emitter:
         if like.elem in ("float", "double"):
             return float_const(float(value), like.elem)
         return int_const(int(value), like.elem)
+
+
+@cache
+def _as_name(hint: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", hint) or "v"
 
 
 def _flatten(lines: Lines) -> Iterator[str]:

@@ -17,7 +17,19 @@ from typing import TypeAlias
 
 from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
 from relaxlite.ir.program import Buffer
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, Monomial, SymExpr, SymVar, product, substitute, sym
+from relaxlite.ir.symbolic import (
+    FloorDiv,
+    FloorMod,
+    Max,
+    Min,
+    Monomial,
+    SymExpr,
+    SymVar,
+    monomial_expr,
+    product,
+    substitute,
+    sym,
+)
 
 Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound known
 
@@ -96,7 +108,7 @@ class Indices:
     def resolve(self, expr: SymExpr) -> SymExpr:
         """With the variables of unrolled loops replaced, and divisions whose result is known to be constant removed."""
         if self.constants and expr.terms:
-            expr = substitute(expr, self.constants)
+            expr = _with_constants(expr, self.constants)
         return self._fold(expr) if any(isinstance(a, FloorDiv | FloorMod) for m, _ in expr.terms for a in m) else expr
 
     def _fold(self, expr: SymExpr) -> SymExpr:
@@ -180,7 +192,9 @@ class Indices:
                 start, rest = self.pointer(buffer, offset - offset.const), int_const(offset.const)
             else:
                 outer, inner = self._split(offset, depth)
-                start, rest = (self.pointer(buffer, outer), self._sum(inner)) if inner.terms else (base.pointer, self._sum(outer))
+                start, rest = (
+                    (self.pointer(buffer, outer), self._sum(inner)) if inner.terms else (base.pointer, self._sum(outer))
+                )
             with self.e.place(self.scopes[depth].prelude):
                 text = f"getelementptr {base.elem}, {start}, {rest}"
                 known[buffer, offset] = self.e.op(text, "ptr", 0, f"{buffer.name}_at")
@@ -194,7 +208,7 @@ class Indices:
         parts = {False: sym(0), True: sym(0)}
         for monomial, coef in expr.terms:
             is_inner = any(self._depth(atom) == depth for atom in monomial)
-            parts[is_inner] = parts[is_inner] + product([coef, *monomial])
+            parts[is_inner] = parts[is_inner] + monomial_expr(monomial, coef)
         return parts[False], parts[True]
 
     def _sum(self, expr: SymExpr) -> Val:
@@ -214,7 +228,7 @@ class Indices:
         else:
             outer, inner = self._split(expr, depth)
             parts = [self._sum(outer)] if outer.terms else []
-            parts += [self._sum(product([coef, *monomial])) for monomial, coef in inner.terms]
+            parts += [self._sum(monomial_expr(monomial, coef)) for monomial, coef in inner.terms]
         total = parts[0]
         with self.e.place(self.scopes[depth].prelude):
             for part in parts[1:]:
@@ -227,7 +241,7 @@ class Indices:
             return self._atom(monomial[0], depth)
         outer = [a for a in monomial if self._depth(a) < depth]
         inner = [a for a in monomial if self._depth(a) == depth]
-        factors = [self._sum(product([coef, *outer]))] if outer or coef != 1 else []
+        factors = [self._sum(monomial_expr(tuple(outer), coef))] if outer or coef != 1 else []
         factors += [self._sum(a) for a in inner]
         total = factors[-1]
         with self.e.place(self.scopes[depth].prelude):
@@ -308,6 +322,27 @@ def _low_bits(e: Emitter, a: Val, count: int) -> Val:
     return e.binary("and", a, int_const((1 << count) - 1, a.elem), "x")
 
 
+def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
+    """`substitute` for numbers, several times faster: unrolled bodies need it for every index of every copy."""
+    if not any(v in constants for v in expr.free_vars()):
+        return expr
+    total = sym(expr.const)
+    for monomial, coef in expr.terms:
+        rest = []
+        for atom in monomial:
+            if isinstance(atom, SymVar):
+                if atom in constants:
+                    coef *= constants[atom]
+                else:
+                    rest.append(atom)
+            elif any(v in constants for v in atom.free_vars()):
+                return substitute(expr, constants)
+            else:
+                rest.append(atom)
+        total = total + (monomial_expr(tuple(rest), coef) if rest else coef)
+    return total
+
+
 def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr:
     """The row-major position of an element."""
     offset = sym(0)
@@ -322,11 +357,11 @@ def split_lane(expr: SymExpr, lane: SymVar, varies: Mapping[SymVar, bool]) -> tu
     for monomial, coef in expr.terms:
         varying = [a for a in monomial if any(varies.get(v, False) for v in a.free_vars())]
         if not varying:
-            base = base + product([coef, *monomial])
+            base = base + monomial_expr(monomial, coef)
         elif varying == [lane]:
             rest = list(monomial)
             rest.remove(lane)
-            stride = stride + product([coef, *rest])
+            stride = stride + monomial_expr(tuple(rest), coef)
         else:
             return None
     return base, stride

@@ -8,41 +8,29 @@ A load under a mask never touches memory for a lane that is off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-from relaxlite import dtypes
 from relaxlite.codegen.llvm import scalars
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import Access, Kernel
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, mangle
 from relaxlite.codegen.llvm.indices import flat_offset, split_lane
 from relaxlite.codegen.llvm.math_double import gather
-from relaxlite.codegen.llvm.types import from_memory, memory_elem, to_memory
+from relaxlite.codegen.llvm.types import from_memory, to_memory
 from relaxlite.ir.program import Buffer
 from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """One element per lane of a buffer: element number `base + stride*lane` when `kind` says so, else `offset`."""
-
-    buffer: Buffer
-    kind: Literal["uniform", "contiguous", "strided", "scattered"]
-    offset: SymExpr
-    base: SymExpr
-    stride: SymExpr | None = None
-
-    @property
-    def elem(self) -> str:
-        return memory_elem(self.buffer.dtype)
-
-    @property
-    def align(self) -> int:
-        return dtypes.itemsize(self.buffer.dtype)
-
-
 def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
-    offset = k.ix.resolve(flat_offset(buffer.shape, indices))
+    """How this element's address depends on the lane; the copies of an unrolled loop share what they can."""
+    flat = k.offsets.get((buffer, indices))
+    if flat is None:
+        flat = k.offsets[buffer, indices] = flat_offset(buffer.shape, indices)
+    constants = tuple(k.ix.constants[v] for v in flat.free_vars() if v in k.ix.constants)
+    key = (buffer, flat, k.lane, constants)
+    if key not in k.accesses:
+        k.accesses[key] = _classify(k, buffer, k.ix.resolve(flat))
+    return k.accesses[key]
+
+
+def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
     if buffer in k.per_lane:
         assert k.lane is not None
         offset = offset * k.lanes + k.lane
@@ -59,13 +47,12 @@ def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
     return Access(buffer, "uniform" if as_int(stride) == 0 else "strided", offset, base, stride)
 
 
-def load(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Val:
+def load(k: Kernel, access: Access) -> Val:
     """The element, or one per lane, in register form."""
-    access = classify(k, buffer, indices)
     mask = None if access.kind == "uniform" and k.some_active else k.mask
-    key = (buffer, access.offset, mask.text if mask is not None else "")
+    key = (access.buffer, access.offset, mask.text if mask is not None else "")
     if key not in k.loads:
-        k.loads[key] = from_memory(k.e, _load_raw(k, access), buffer.dtype)
+        k.loads[key] = from_memory(k.e, _load_raw(k, access), access.buffer.dtype)
     return k.loads[key]
 
 

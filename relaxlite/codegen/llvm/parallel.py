@@ -16,6 +16,7 @@ from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.ir.program import Buffer, For, Stmt
 from relaxlite.ir.symbolic import SymVar
 
+
 class _Captures:
     """The slots: what the caller stores there, and where the body loads them."""
 

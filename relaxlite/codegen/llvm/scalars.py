@@ -50,7 +50,9 @@ def _unary_float(e: Emitter, op: str, x: Val) -> Val:
     if op == "not":
         return e.fcmp("oeq", x, zero)
     if op == "sign":
-        signed = e.select(e.fcmp("ogt", x, zero), e.number(1, x), e.select(e.fcmp("olt", x, zero), e.number(-1, x), zero))
+        signed = e.select(
+            e.fcmp("ogt", x, zero), e.number(1, x), e.select(e.fcmp("olt", x, zero), e.number(-1, x), zero)
+        )
         return e.select(e.fcmp("uno", x, x), x, signed)
     raise CodegenError(f"{op} of a float has no meaning")
 
@@ -171,7 +173,16 @@ _FLOAT_FUNCTIONS: Mapping[str, Callable[[Emitter, Val, Val], Val]] = {
 
 
 def _binary_bool(e: Emitter, op: str, a: Val, b: Val) -> Val:
-    direct = {"and": "and", "min": "and", "mul": "and", "or": "or", "max": "or", "add": "or", "xor": "xor", "sub": "xor"}
+    direct = {
+        "and": "and",
+        "min": "and",
+        "mul": "and",
+        "or": "or",
+        "max": "or",
+        "add": "or",
+        "xor": "xor",
+        "sub": "xor",
+    }
     if op in direct:
         return e.binary(direct[op], a, b)
     wide = _binary_int(e, op, e.cast("zext", a, "i8"), e.cast("zext", b, "i8"), signed=False)
@@ -296,6 +307,8 @@ def reduce_lanes(e: Emitter, op: str, dtype: DType, x: Val) -> Val:
         return e.op(f"call reassoc {x.elem} @{name}({start}, {x})", x.elem, 0, "total")
     name = f"llvm.vector.reduce.f{op}.{suffix}"
     e.module.declare(name, x.elem, [x.ty])
-    extreme = e.op(f"call nnan {x.elem} @{name}({x})", x.elem, 0, "extreme")  # poison when a lane is NaN: not chosen then
+    extreme = e.op(
+        f"call nnan {x.elem} @{name}({x})", x.elem, 0, "extreme"
+    )  # poison when a lane is NaN: not chosen then
     is_nan = e.any_lane(e.fcmp("uno", x, x))
     return e.select(is_nan, e.number(float("nan"), x), extreme)

@@ -9,7 +9,7 @@ from typing import Any
 from relaxlite import dtypes
 from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.checked import index
-from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Kernel
+from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, Kernel
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, lane_numbers, mangle
 from relaxlite.codegen.llvm.indices import Base
 from relaxlite.codegen.llvm.loops import branch, count_loop
@@ -122,9 +122,9 @@ def _store(k: Kernel, stmt: Store) -> None:
         _combine_one_by_one(k, stmt, access)
 
 
-def _combine(k: Kernel, stmt: Store, access: memory.Access) -> None:
+def _combine(k: Kernel, stmt: Store, access: Access) -> None:
     """Every lane its own element."""
-    old = memory.load(k, stmt.buffer, stmt.indices)
+    old = memory.load(k, access)
     memory.store(k, access, _combined(k, stmt, old))
 
 
@@ -136,7 +136,7 @@ def _combined(k: Kernel, stmt: Store, old: Val) -> Val:
     return scalars.combine(k.e, stmt.combine, dtype, old, emit_value(k, value))
 
 
-def _combine_across(k: Kernel, stmt: Store, access: memory.Access) -> None:
+def _combine_across(k: Kernel, stmt: Store, access: Access) -> None:
     """All lanes into one element."""
     assert stmt.combine is not None
     dtype = stmt.buffer.dtype
@@ -147,12 +147,12 @@ def _combine_across(k: Kernel, stmt: Store, access: memory.Access) -> None:
     outer = k.mask, k.some_active
     if k.some_active:
         k.mask = None  # one lane is on, so the element is there
-    old = memory.load(k, stmt.buffer, stmt.indices)
+    old = memory.load(k, access)
     memory.store(k, access, scalars.combine(k.e, stmt.combine, dtype, old, total))
     k.mask, k.some_active = outer
 
 
-def _combine_one_by_one(k: Kernel, stmt: Store, access: memory.Access) -> None:
+def _combine_one_by_one(k: Kernel, stmt: Store, access: Access) -> None:
     """Lanes may meet in one element, so they take turns."""
     assert stmt.combine is not None
     e = k.e

@@ -12,7 +12,9 @@ from relaxlite.dtypes import DType
 
 _REGISTER = {"bool": "i1", "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double"}
 _MEMORY = {"bool": "i8", "float16": "i16", "bfloat16": "i16", "float32": "float", "float64": "double"}
-_INT_LIMITS = {name: (-(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) for size in (1, 2, 4, 8) for name in (f"int{8 * size}",)}
+_INT_LIMITS = {
+    name: (-(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) for size in (1, 2, 4, 8) for name in (f"int{8 * size}",)
+}
 _INT_LIMITS |= {f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 
 
@@ -149,7 +151,11 @@ def float_to_half(e: Emitter, x: Val) -> Val:
     denormal = e.binary("sub", e.cast("bitcast", lifted, "i32"), int_const(126 << 23, "i32"))
     result = e.select(e.icmp("ult", magnitude, int_const(113 << 23, "i32")), denormal, normal)
     result = e.select(e.icmp("uge", magnitude, int_const(0x477FF000, "i32")), int_const(0x7C00, "i32"), result)
-    nan = e.binary("or", e.binary("and", e.binary("lshr", bits, int_const(13, "i32")), int_const(0x3FF, "i32")), int_const(0x7E00, "i32"))
+    nan = e.binary(
+        "or",
+        e.binary("and", e.binary("lshr", bits, int_const(13, "i32")), int_const(0x3FF, "i32")),
+        int_const(0x7E00, "i32"),
+    )
     result = e.select(e.icmp("ugt", magnitude, int_const(0x7F800000, "i32")), nan, result)
     sign = e.binary("and", e.binary("lshr", bits, int_const(16, "i32")), int_const(0x8000, "i32"))
     return e.cast("trunc", e.binary("or", result, sign), "i16")

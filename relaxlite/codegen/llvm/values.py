@@ -36,7 +36,7 @@ def _literal(k: Kernel, value: Literal) -> Val:
 
 
 def _load(k: Kernel, value: Load) -> Val:
-    return memory.load(k, value.buffer, value.indices)
+    return memory.load(k, memory.classify(k, value.buffer, value.indices))
 
 
 def _unary(k: Kernel, value: Unary) -> Val:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from relaxlite.frontend.onnx import (
+    convert_contrib,
     convert_control,
     convert_data_dependent,
     convert_elementwise,
@@ -18,8 +19,10 @@ from relaxlite.frontend.onnx import (
     convert_nn,
     convert_norm,
     convert_quantization,
+    convert_random,
     convert_reductions,
     convert_resize,
+    convert_rnn,
     convert_shapes,
 )
 from relaxlite.frontend.onnx.importer import from_onnx

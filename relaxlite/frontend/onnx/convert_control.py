@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import onnx
 
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
+from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
+from relaxlite.ir.types import TensorType
+
+Shape = tuple[SymExpr, ...]
 
 TRUE = Constant.of(np.array(True))
 ZERO = Constant.of(np.int64(0))
@@ -34,24 +39,79 @@ def if_op(n: Node) -> Result:
         chosen = branches[0] if bool(known.reshape(-1)[0]) else branches[1]
         return tuple(n.importer.subgraph(chosen, [], n.label))
     names = [name or f"{n.op_type}_{k}" for k, name in enumerate(n.proto.output)]
-    ranks = [n.importer.declared_rank(name) for name in n.proto.output]
     bodies = [lambda g=graph: n.importer.subgraph(g, [], n.label)[: n.num_outputs] for graph in branches]
-    return tuple(n.importer.flow.branch(_scalar(n, n.input(0)), bodies, names, ranks))
+    cond = _scalar(n, n.input(0))
+    try:
+        return tuple(n.importer.flow.branch(cond, bodies, names))
+    except RankConflict as conflict:
+        return tuple(_chosen_branch(n, cond, bodies, str(conflict)))
+
+
+def _chosen_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
+    """One branch in place of the If, with a check at run time that it is the one: a value has one rank."""
+    takes_then = n.importer.model.choices.take(n.bb.loc or n.label, f"the condition, for {why}")
+    flag = n.emit(ops.reshape(n.emit(ops.cast(cond, dtype="int64")), (1,)), "condition")
+    n.bb.match_shape(n.emit(ops.tensor_to_shape(flag)), (1 if takes_then else 0,))
+    return bodies[0 if takes_then else 1]()
 
 
 def _scalar(n: Node, x: Expr) -> Expr:
     return x if not n.shape_of(x) else n.emit(ops.reshape(x, ()))
 
 
+class _Collector(Protocol):
+    """What a loop makes of an output of its body that the body does not read back."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """One name for each value that the loop carries for it."""
+
+    def inits(self, n: Node) -> list[Expr]: ...
+
+    def step(self, n: Node, held: Sequence[Expr], value: Expr) -> list[Expr]: ...
+
+    def result(self, n: Node, held: Sequence[Expr], count: Expr) -> Expr: ...
+
+
 @dataclass
-class _Accumulator:
-    """A value per iteration, collected: along a new first axis, or (sizes known inside only) flattened with its sizes."""
+class _Last:
+    """The value of the last iteration. The initial one counts only if there is none; it may be of another shape."""
+
+    name: str
+    init: Expr
+    ty: TensorType
+    dims: Shape
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def inits(self, n: Node) -> list[Expr]:
+        given = n.type_of(self.init)
+        if given.dtype == self.ty.dtype and given.rank == self.ty.rank:
+            return [self.init]
+        return [n.emit(ops.full(self.dims, Constant.of(0, self.ty.dtype)), self.name)]
+
+    def step(self, n: Node, held: Sequence[Expr], value: Expr) -> list[Expr]:
+        return [value]
+
+    def result(self, n: Node, held: Sequence[Expr], count: Expr) -> Expr:
+        return held[0]
+
+
+@dataclass
+class _Stack:
+    """A value per iteration, along a new first axis; flattened with its sizes where these are known inside only."""
 
     name: str
     dtype: str
-    dims: tuple[SymExpr, ...]
+    dims: Shape
     is_flat: bool
     prepends: bool = False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (self.name, f"{self.name}_shape") if self.is_flat else (self.name,)
 
     def inits(self, n: Node) -> list[Expr]:
         zero = Constant.of(0, self.dtype)
@@ -76,22 +136,27 @@ class _Accumulator:
         sizes = n.resolver.values(held[1], lower=0)
         return n.emit(ops.reshape(held[0], (*n.resolver.values(count, lower=0), *sizes)), self.name)
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return (self.name, f"{self.name}_shape")[: self.width]
 
-    @property
-    def width(self) -> int:
-        return 2 if self.is_flat else 1
-
-
-def _accumulators(n: Node, values: Sequence[Expr], names: Sequence[str], marker: int) -> list[_Accumulator]:
+def _stacks(n: Node, values: Sequence[Expr], names: Sequence[str], marker: int) -> list[_Stack]:
     found = []
     for value, name in zip(values, names, strict=True):
         dims = n.shape_of(value)
         is_flat = any(v.serial > marker for d in dims for v in d.free_vars())
-        found.append(_Accumulator(name or "collected", n.type_of(value).dtype, dims, is_flat))
+        found.append(_Stack(name or "stacked", n.type_of(value).dtype, dims, is_flat))
     return found
+
+
+def _collect(n: Node, collectors: Sequence[_Collector], held: Sequence[Expr], found: Sequence[Expr]) -> list[Expr]:
+    """What the loop carries on for its collectors."""
+    rest, values = list(held), list[Expr]()
+    for collector, value in zip(collectors, found, strict=True):
+        values += collector.step(n, [rest.pop(0) for _ in collector.labels], value)
+    return values
+
+
+def _collected(n: Node, collectors: Sequence[_Collector], held: Sequence[Expr], count: Expr) -> list[Expr]:
+    rest = list(held)
+    return [c.result(n, [rest.pop(0) for _ in c.labels], count) for c in collectors]
 
 
 def _stand_in(n: Node, x: Expr) -> Expr:
@@ -101,83 +166,85 @@ def _stand_in(n: Node, x: Expr) -> Expr:
 
 @onnx_op("Loop")
 def loop_op(n: Node) -> Result:
-    """Inputs: trip count, condition, initial values. The body yields the next condition and values, and what to collect."""
-    graph = n.graph("body")
-    inits = [_present(n, k) for k in range(2, len(n.inputs))]
-    total = len(inits)
-    if len(graph.input) != total + 2 or len(graph.output) < total + 1:
-        n.fail(f"the body must take 2 + {total} inputs and yield 1 + {total} outputs or more, not {len(graph.input)} and {len(graph.output)}")
-    names = [i.name for i in graph.input[2:]]
-    changing = [k for k in range(total) if graph.output[k + 1].name != names[k]]  # the others keep their initial value
+    """Inputs: trip count, condition, initial values. The body yields the next condition and values, and what to stack."""
+    body = _LoopBody(n)
     limit = _trip_limit(n)
+    collectors = body.collectors()
+    carried = len(body.carried)
 
-    def convert(step: Expr, held: Sequence[Expr]) -> tuple[Expr, list[Expr], list[Expr]]:
-        values = list(inits)
-        for k, value in zip(changing, held, strict=True):
-            values[k] = value
-        cond, *outputs = n.importer.subgraph(graph, [step, TRUE, *values], n.label)
-        return _scalar(n, cond), [outputs[k] for k in changing], outputs[total:]
-
-    collected = [n.proto.output[k] if k < n.num_outputs else "" for k in range(total, len(graph.output) - 1)]
-    accumulators = _probed(n, convert, [inits[k] for k in changing], [names[k] for k in changing], collected)
-
-    def make(params: Sequence[Var]) -> tuple[Expr, list[Expr]]:
-        cond, outputs, found = convert(params[0], params[1 : len(changing) + 1])
+    def make(params: Sequence[Var]) -> Outputs:
+        cond, outputs, found = body.convert(params[0], params[1 : carried + 1])
         following = n.emit(ops.add(params[0], ONE))
-        kept = _accumulate(n, accumulators, params[len(changing) + 1 :], found)
+        kept = _collect(n, collectors, params[carried + 1 :], found)
         return _goes_on(n, cond, following, limit), [following, *outputs, *kept]
 
     cond = TRUE if n.optional(1) is None else _scalar(n, n.input(1))
-    starts = [x for a in accumulators for x in a.inits(n)]
-    labels = ["iteration", *(names[k] for k in changing), *(label for a in accumulators for label in a.labels)]
-    values = [ZERO, *(inits[k] for k in changing), *starts]
-    final = n.importer.flow.loop(_goes_on(n, cond, ZERO, limit), values, labels, make)
-    for k, value in zip(changing, final[1:], strict=False):
-        inits[k] = value
-    return (*inits, *_collected(n, accumulators, final[len(changing) + 1 :], final[0]))
+    labels = ["iteration", *(body.names[k] for k in body.carried), *(label for c in collectors for label in c.labels)]
+    values = [ZERO, *(body.inits[k] for k in body.carried), *(x for c in collectors for x in c.inits(n))]
+    count, *final = n.importer.flow.loop(_goes_on(n, cond, ZERO, limit), values, labels, make)
+    gathered = _collected(n, collectors, final[carried:], count)
+    results = list(body.inits)
+    for k, value in zip(body.carried + body.last, final[:carried] + gathered, strict=False):
+        results[k] = value
+    return (*results, *gathered[len(body.last) :])
 
 
-def _accumulate(n: Node, accumulators: Sequence[_Accumulator], held: Sequence[Expr], found: Sequence[Expr]) -> list[Expr]:
-    rest, values = list(held), list[Expr]()
-    for accumulator, value in zip(accumulators, found, strict=True):
-        values += accumulator.step(n, [rest.pop(0) for _ in range(accumulator.width)], value)
-    return values
+class _LoopBody:
+    """The body of an ONNX Loop and how its values are carried: some never change, some are never read back."""
 
+    def __init__(self, n: Node) -> None:
+        self.n, self.graph = n, n.graph("body")
+        self.inits = [self._present(k) for k in range(2, len(n.inputs))]
+        total, graph = len(self.inits), self.graph
+        if len(graph.input) != total + 2 or len(graph.output) < total + 1:
+            n.fail(
+                f"the body must take 2 + {total} inputs and yield at least 1 + {total} outputs, not {len(graph.input)} and "
+                f"{len(graph.output)}"
+            )
+        self.names = [i.name for i in graph.input[2:]]
+        changing = [k for k in range(total) if graph.output[k + 1].name != self.names[k]]
+        read = names_read(graph) | {o.name for o in graph.output}
+        self.carried = [k for k in changing if self.names[k] in read]
+        self.last = [k for k in changing if self.names[k] not in read]
 
-def _collected(n: Node, accumulators: Sequence[_Accumulator], held: list[Expr], count: Expr) -> list[Expr]:
-    results, rest = [], list(held)
-    for accumulator in accumulators:
-        results.append(accumulator.result(n, [rest.pop(0) for _ in range(accumulator.width)], count))
-    return results
+    def _present(self, index: int) -> Expr:
+        found = self.n.optional(index)
+        if found is None:
+            self.n.fail(f"initial value {index - 2} of the loop is missing")
+        return found
 
+    def convert(self, step: Expr, held: Sequence[Expr]) -> tuple[Expr, list[Expr], list[Expr]]:
+        """(next condition, next values that are carried, values to collect) of one iteration."""
+        values = list(self.inits)
+        for k, value in zip(self.carried, held, strict=True):
+            values[k] = value
+        cond, *outputs = self.n.importer.subgraph(self.graph, [step, TRUE, *values], self.n.label)
+        collected = [outputs[k] for k in self.last] + outputs[len(values) :]
+        return _scalar(self.n, cond), [outputs[k] for k in self.carried], collected
 
-def _present(n: Node, index: int) -> Expr:
-    found = n.optional(index)
-    if found is None:
-        n.fail(f"initial value {index - 2} of the loop is missing")
-    return found
+    def collectors(self) -> list[_Collector]:
+        """For the outputs to collect: their types show in a loop that is built and thrown away."""
+        n, total = self.n, len(self.inits)
+        stacked = [n.proto.output[k] if k < n.num_outputs else "" for k in range(total, len(self.graph.output) - 1)]
+        if not stacked and not self.last:
+            return []
+        marker = SymVar("outer").serial
+        found: list[Expr] = []
 
+        def make(params: Sequence[Var]) -> Outputs:
+            cond, outputs, found[:] = self.convert(params[0], params[1:])
+            return cond, [params[0], *outputs]
 
-def _probed(
-    n: Node,
-    convert: Callable[[Expr, Sequence[Expr]], tuple[Expr, list[Expr], list[Expr]]],
-    inits: Sequence[Expr],
-    names: Sequence[str],
-    collected: Sequence[str],
-) -> list[_Accumulator]:
-    """How to collect the outputs of a loop body: their types show in a loop that is built and thrown away."""
-    if not collected:
-        return []
-    marker = SymVar("outer").serial
-    found: list[Expr] = []
+        with n.bb.body(), n.resolver.scope():
+            labels = ["iteration", *(self.names[k] for k in self.carried)]
+            n.importer.flow.loop(TRUE, [ZERO, *(self.inits[k] for k in self.carried)], labels, make)
+        count = len(self.last)
+        lasts = [self._last(k, x, marker) for k, x in zip(self.last, found, strict=False)]
+        return [*lasts, *_stacks(n, found[count:], stacked, marker)]
 
-    def make(params: Sequence[Var]) -> tuple[Expr, list[Expr]]:
-        cond, outputs, found[:] = convert(params[0], params[1:])
-        return cond, [params[0], *outputs]
-
-    with n.bb.body(), n.resolver.scope():
-        n.importer.flow.loop(TRUE, [ZERO, *inits], ["iteration", *names], make)
-    return _accumulators(n, found, collected, marker)
+    def _last(self, k: int, value: Expr, marker: int) -> _Last:
+        dims = tuple(sym(0) if any(v.serial > marker for v in d.free_vars()) else d for d in self.n.shape_of(value))
+        return _Last(self.names[k], self.inits[k], self.n.type_of(value), dims)
 
 
 def _trip_limit(n: Node) -> Expr | None:
@@ -224,24 +291,27 @@ def scan_op(n: Node) -> Result:
         step = Var("probe", ZERO.ty)
         probed = n.importer.subgraph(graph, [*map(lambda s: _stand_in(n, s), states), *slices(step)], n.label)[count:]
     collected = [n.proto.output[k] if k < n.num_outputs else "" for k in range(count, len(graph.output))]
-    accumulators = _accumulators(n, probed, collected, marker)
-    for accumulator, flag in zip(accumulators, reversed_, strict=True):
-        accumulator.prepends = bool(flag)
+    stacks = _stacks(n, probed, collected, marker)
+    for stack, flag in zip(stacks, reversed_, strict=True):
+        stack.prepends = bool(flag)
 
-    def make(params: Sequence[Var]) -> tuple[Expr, list[Expr]]:
+    def make(params: Sequence[Var]) -> Outputs:
         step, held, rest = params[0], params[1 : count + 1], params[count + 1 :]
         found = n.importer.subgraph(graph, [*held, *slices(step)], n.label)
         following = n.emit(ops.add(step, ONE))
-        return n.emit(ops.less(following, trip)), [following, *found[:count], *_accumulate(n, accumulators, rest, found[count:])]
+        return n.emit(ops.less(following, trip)), [following, *found[:count], *_collect(n, stacks, rest, found[count:])]
 
-    starts = [x for a in accumulators for x in a.inits(n)]
-    labels = ["iteration", *(i.name for i in graph.input[:count])]
-    labels += [label for a in accumulators for label in a.labels]
+    starts = [x for stack in stacks for x in stack.inits(n)]
+    labels = [
+        "iteration",
+        *(i.name for i in graph.input[:count]),
+        *(label for stack in stacks for label in stack.labels),
+    ]
     lead: list[SymExpr | None] = [None] * (count + 1)
-    for accumulator in accumulators:
-        lead += [None, None] if accumulator.is_flat else [length]
+    for stack in stacks:
+        lead += [None, None] if stack.is_flat else [length]
     final = n.importer.flow.loop(n.emit(ops.less(ZERO, trip)), [ZERO, *states, *starts], labels, make, lead)
-    stacked = _collected(n, accumulators, final[count + 1 :], final[0])
+    stacked = _collected(n, stacks, final[count + 1 :], final[0])
     return (*final[1 : count + 1], *(_move_first(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))
 
 
@@ -252,5 +322,3 @@ def _move_first(n: Node, x: Expr, axis: int) -> Expr:
     order = list(range(1, rank))
     order.insert(axis, 0)
     return x if axis == 0 else n.emit(ops.transpose(x, axes=tuple(order)))
-
-

@@ -73,9 +73,12 @@ def non_max_suppression(n: Node) -> Result:
     boxes, scores = n.input(0), n.input(1)
     limit = n.shape_values(2, lower=0)[0] if n.optional(2) is not None else sym(0)
     spatial = n.shape(0)[1]
-    limit = spatial if (as_int(limit) or 0) >= _NO_LIMIT or PROVER.can_prove_le(spatial, limit) else smin(limit, spatial)
+    limit = (
+        spatial if (as_int(limit) or 0) >= _NO_LIMIT or PROVER.can_prove_le(spatial, limit) else smin(limit, spatial)
+    )
     thresholds = [
-        n.input(k) if n.optional(k) is not None else Constant.of(np.float32(value)) for k, value in ((3, 0.0), (4, -np.inf))
+        n.input(k) if n.optional(k) is not None else Constant.of(np.float32(value))
+        for k, value in ((3, 0.0), (4, -np.inf))
     ]
     found = ops.non_max_suppression(boxes, scores, *thresholds, (limit,), center_point_box=n.flag("center_point_box"))
     return _matched(n, found, (n.importer.symbols.fresh(f"{n.proto.output[0]}_count"), 3))
@@ -93,5 +96,3 @@ def array_feature_extractor(n: Node) -> Result:
 def binarizer(n: Node) -> Result:
     threshold = Constant.of(n.float("threshold", 0.0), n.dtype())
     return ops.cast(n.emit(ops.greater(n.input(0), threshold)), dtype=n.dtype())
-
-

@@ -205,7 +205,9 @@ def clip(n: Node) -> Result:
     """Constant bounds of floats are attributes of our op; others are tensors."""
     x, lower, upper = n.input(0), n.optional(1), n.optional(2)
     known = [None if bound is None else n.const(k) for k, bound in ((1, lower), (2, upper))]
-    if dtypes.is_float(n.dtype()) and all(b is None or v is not None for b, v in zip((lower, upper), known, strict=True)):
+    if dtypes.is_float(n.dtype()) and all(
+        b is None or v is not None for b, v in zip((lower, upper), known, strict=True)
+    ):
         low, high = (None if v is None else float(v.reshape(-1)[0]) for v in known)
         return ops.clip(x, lower=low, upper=high)
     x = x if lower is None else n.emit(ops.maximum(x, _scalar(n, lower)))
@@ -260,7 +262,9 @@ def bit_cast(n: Node) -> Result:
 
 @onnx_op("IsInf")
 def is_inf(n: Node) -> Result:
-    return ops.isinf(n.input(0), detect_negative=n.flag("detect_negative", True), detect_positive=n.flag("detect_positive", True))
+    return ops.isinf(
+        n.input(0), detect_negative=n.flag("detect_negative", True), detect_positive=n.flag("detect_positive", True)
+    )
 
 
 @onnx_op("Identity")
@@ -283,7 +287,9 @@ def dropout(n: Node) -> Result:
     training, ratio = n.optional(2), n.const(1) if n.optional(1) is not None else None
     value = n.const(2) if training is not None else None
     if training is not None and (value is None or bool(value)) and (ratio is None or float(ratio) != 0.0):
-        n.fail("Dropout in training mode draws random numbers, which relaxlite does not do; export the model for inference")
+        n.fail(
+            "Dropout in training mode draws random numbers, which relaxlite does not do; export the model for inference"
+        )
     return n.input(0), _mask(n) if n.wants(1) else None
 
 

@@ -71,14 +71,31 @@ def _range_count(n: Node) -> SymExpr:
             start, limit = n.shape_values(0)[0], n.shape_values(1)[0]
             count = ceildiv(limit - start, step) if step > 0 else ceildiv(start - limit, -step)
             return count if PROVER.can_prove_le(0, count) else smax(count, 0)
-    known = [n.const(k) for k in range(3)]
-    if all(v is not None for v in known):
-        start_, limit_, delta_ = (float(v.reshape(-1)[0]) for v in known if v is not None)
-        return sym(max(int(np.ceil((limit_ - start_) / delta_)), 0))
+    count = _ratio_count(n)
+    if count is not None:
+        return count
     wide = [n.emit(ops.cast(n.input(k), dtype="float64")) for k in range(3)]
     length = n.emit(ops.divide(n.emit(ops.subtract(wide[1], wide[0])), wide[2]))
     count_ = n.emit(ops.maximum(n.emit(ops.cast(n.emit(ops.ceil(length)), dtype="int64")), np.int64(0)))
     return n.resolver.values(count_, lower=0)[0]
+
+
+def _ratio_count(n: Node) -> SymExpr | None:
+    """From floats that are fractions of symbols, as in a range over a size that was cast to floats."""
+    if not dtypes.is_float(n.dtype()):
+        return None
+    found = [n.resolver.ratios(n.input(k)) for k in range(3)]
+    if any(v is None for v in found):
+        return None
+    start, limit, delta = (v.reshape(-1)[0] for v in found)
+    step = delta.num.const if delta.num.is_const else 0
+    if step == 0:
+        return None
+    # (limit - start) / delta, over the common denominator
+    span = (limit.num * start.den - start.num * limit.den) * delta.den
+    sign = 1 if step > 0 else -1
+    count = ceildiv(span * sign, limit.den * start.den * abs(step))
+    return count if PROVER.can_prove_le(0, count) else smax(count, 0)
 
 
 @onnx_op("EyeLike", since=9)

@@ -19,7 +19,9 @@ def kernel_of(n: Node, weight: int = 1) -> Shape:
     """The spatial sizes of the filter, checked against the attribute that repeats them."""
     shape, given = n.shape(weight)[2:], n.ints("kernel_shape", None)
     if given is not None and any(as_int(d) not in (None, k) for d, k in zip(shape, given, strict=False)):
-        n.fail(f"attribute 'kernel_shape' is {given}, but the filter has shape ({', '.join(map(str, n.shape(weight)))})")
+        n.fail(
+            f"attribute 'kernel_shape' is {given}, but the filter has shape ({', '.join(map(str, n.shape(weight)))})"
+        )
     return shape
 
 
@@ -77,12 +79,21 @@ def conv_transpose(n: Node) -> Result:
     if target is not None:
         extents = [(k - 1) * d + 1 for k, d in zip(kernel_of(n), dilations, strict=True)]
         totals = [(sizes[k] - 1) * strides[k] + extra[k] + extents[k] - target[k] for k in range(count)]
+        lacking = [max(0, -(as_int(total) or 0)) for total in totals]  # a larger result is padded at its end
+        extra = tuple(e + more for e, more in zip(extra, lacking, strict=True))
+        totals = [total + more for total, more in zip(totals, lacking, strict=True)]
         pairs = [split_padding(total, more_at_end=mode == "SAME_UPPER") for total in totals]
         padding = tuple(p for p, _ in pairs) + tuple(p for _, p in pairs)
     else:
         kernel_of(n)
     call = ops.conv_transpose(
-        n.input(0), n.input(1), padding, strides=strides, dilations=dilations, groups=n.int("group", 1), output_padding=extra
+        n.input(0),
+        n.input(1),
+        padding,
+        strides=strides,
+        dilations=dilations,
+        groups=n.int("group", 1),
+        output_padding=extra,
     )
     return with_bias(n, call, n.optional(2))
 
@@ -163,9 +174,7 @@ def max_unpool(n: Node) -> Result:
     x, indices, dims = n.input(0), n.input(1), n.shape(0)
     kernel = n.ints("kernel_shape")
     strides, pads = per_axis(n, "strides", len(kernel)), n.ints("pads", None) or (0,) * (2 * len(kernel))
-    spatial = [
-        (dims[k + 2] - 1) * strides[k] + kernel[k] - pads[k] - pads[len(kernel) + k] for k in range(len(kernel))
-    ]
+    spatial = [(dims[k + 2] - 1) * strides[k] + kernel[k] - pads[k] - pads[len(kernel) + k] for k in range(len(kernel))]
     full = (*dims[:2], *spatial)
     zeros = n.emit(ops.full((product(full),), Constant.of(0, n.dtype())))
     flat = [n.emit(ops.reshape(v, (product(dims),))) for v in (indices, x)]

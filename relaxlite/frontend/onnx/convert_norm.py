@@ -71,16 +71,36 @@ def batch_norm_1(n: Node) -> Result:
 
 @onnx_op("BatchNormalization", since=9)
 def batch_norm(n: Node) -> Result:
-    n.ignore("momentum")
     if n.opset >= 14 and n.flag("training_mode"):
-        n.fail("BatchNormalization with training_mode=1 is not supported; export the model for inference")
+        return _batch_norm_training(n)
+    n.ignore("momentum")
     return _batch_norm(n)
+
+
+def _batch_norm_training(n: Node) -> Result:
+    """Normalized by the batch's own statistics; also yields running ones."""
+    momentum, x, axes = n.float("momentum", 0.9), n.input(0), tuple(k for k in range(n.rank()) if k != 1)
+    average = n.emit(ops.mean(x, axes=axes))
+    column = n.emit(ops.reshape(average, (*n.shape_of(average), *(1,) * (n.rank() - 2))))
+    centered = n.emit(ops.subtract(x, column))
+    variance = n.emit(ops.mean(n.emit(ops.multiply(centered, centered)), axes=axes))
+    made = ops.batch_norm(x, n.input(1), n.input(2), average, variance, epsilon=n.float("epsilon", 1e-5))
+    running = [_blend(n, n.input(3), average, momentum), _blend(n, n.input(4), variance, momentum)]
+    return made, *running
+
+
+def _blend(n: Node, old: Expr, new: Expr, momentum: float) -> Expr:
+    dtype = n.type_of(old).dtype
+    kept = n.emit(ops.multiply(old, Constant.of(momentum, dtype)))
+    return n.emit(ops.add(kept, n.emit(ops.multiply(new, Constant.of(1 - momentum, dtype)))))
 
 
 def _batch_norm(n: Node) -> Result:
     """In the widest of the types of x and its weights (which may differ since opset 15)."""
     if any(n.wants(k) for k in range(1, n.num_outputs)):
-        n.fail("BatchNormalization with more than one output is training, which is not supported; export the model for inference")
+        n.fail(
+            "BatchNormalization with more than one output is training, which is not supported; export the model for inference"
+        )
     epsilon = n.float("epsilon", 1e-5)
     values = n.all_inputs()
     wide = max((n.type_of(v).dtype for v in values), key=dtypes.itemsize)
@@ -101,7 +121,12 @@ def group_norm_18(n: Node) -> Result:
     groups = n.int("num_groups")
     per_group = n.shape()[1] // groups
     weights = [
-        n.emit(ops.reshape(n.emit(ops.broadcast_to(n.emit(ops.reshape(n.input(k), (groups, 1))), (groups, per_group))), (n.shape()[1],)))
+        n.emit(
+            ops.reshape(
+                n.emit(ops.broadcast_to(n.emit(ops.reshape(n.input(k), (groups, 1))), (groups, per_group))),
+                (n.shape()[1],),
+            )
+        )
         for k in (1, 2)
     ]
     return _group_norm(n, groups, weights)
@@ -171,7 +196,11 @@ def rms_norm(n: Node) -> Result:
 @onnx_op("LRN")
 def lrn(n: Node) -> Result:
     return ops.lrn(
-        n.input(0), size=n.int("size"), alpha=n.float("alpha", 1e-4), beta=n.float("beta", 0.75), bias=n.float("bias", 1.0)
+        n.input(0),
+        size=n.int("size"),
+        alpha=n.float("alpha", 1e-4),
+        beta=n.float("beta", 0.75),
+        bias=n.float("bias", 1.0),
     )
 
 

@@ -94,5 +94,3 @@ def qlinear_conv(n: Node) -> Result:
     pads, attrs = conv_attributes(n, weight=3)
     operands = [n.input(k) for k in range(8)]
     return ops.qlinear_conv(*operands, pads, n.optional(8), **attrs)
-
-

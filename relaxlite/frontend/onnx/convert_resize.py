@@ -71,7 +71,7 @@ def resize(n: Node) -> Result:
     }
     region = _region(n, axes) if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize" else None
     policy = n.text("keep_aspect_ratio_policy", "stretch")
-    sizes, scales = (_by_scales(n, axes, region) if _is_given(n, 2) else _by_sizes(n, axes, policy))
+    sizes, scales = _by_scales(n, axes, region) if _is_given(n, 2) else _by_sizes(n, axes, policy)
     return ops.resize(n.input(0), sizes, scales=scales, roi=region, **attrs)
 
 
@@ -85,7 +85,7 @@ def _region(n: Node, axes: tuple[int, ...]) -> tuple[float, ...]:
     """Starts, then ends, of every dimension."""
     given = n.const(1) if n.optional(1) is not None else None
     if given is None or given.size != 2 * len(axes):
-        n.fail("tf_crop_and_resize needs a region (input 1) that is known when the model is compiled")
+        n.fail("the region (input 1) of tf_crop_and_resize must be known when the model is compiled")
     rank, values = n.rank(), [float(v) for v in given.reshape(-1)]
     region = [0.0] * rank + [1.0] * rank
     for k, axis in enumerate(axes):
@@ -93,10 +93,12 @@ def _region(n: Node, axes: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(region)
 
 
-def _by_scales(n: Node, axes: tuple[int, ...], region: tuple[float, ...] | None) -> tuple[Shape, tuple[float, ...] | None]:
+def _by_scales(
+    n: Node, axes: tuple[int, ...], region: tuple[float, ...] | None
+) -> tuple[Shape, tuple[float, ...] | None]:
     dims, given = n.shape(), n.const(2)
     if given is None:
-        return _by_unknown_scales(n, axes), None
+        return _by_symbolic_scales(n, axes)
     if given.size != len(axes):
         n.fail(f"scales has {given.size} values for {len(axes)} axes")
     scales = [1.0] * len(dims)
@@ -107,16 +109,17 @@ def _by_scales(n: Node, axes: tuple[int, ...], region: tuple[float, ...] | None)
     return sizes, tuple(scales)
 
 
-def _by_unknown_scales(n: Node, axes: tuple[int, ...]) -> Shape:
-    """Sizes computed at run time from scales that are an input of the model."""
-    dims = n.shape()
-    chosen = n.emit(ops.cast(n.emit(ops.shape_to_tensor(tuple(dims[a] for a in axes))), dtype="float32"))
-    product = n.emit(ops.floor(n.emit(ops.multiply(chosen, n.input(2)))))
-    found = n.resolver.values(n.emit(ops.cast(product, dtype="int64"), "sizes"), lower=0)
+def _by_symbolic_scales(n: Node, axes: tuple[int, ...]) -> tuple[Shape, None]:
+    """Scales computed from sizes, as fractions of symbols."""
+    dims, ratios = n.shape(), n.resolver.ratios(n.input(2))
+    if ratios is None or ratios.size != len(axes):
+        n.fail(
+            "scales (input 2) must be known when the model is compiled, but they are computed from the model's inputs"
+        )
     sizes = list(dims)
-    for axis, size in zip(axes, found, strict=True):
-        sizes[axis] = size
-    return tuple(sizes)
+    for axis, ratio in zip(axes, ratios.reshape(-1), strict=True):
+        sizes[axis] = (dims[axis] * ratio.num) // ratio.den
+    return tuple(sizes), None
 
 
 def _by_sizes(n: Node, axes: tuple[int, ...], policy: str) -> tuple[Shape, tuple[float, ...] | None]:
@@ -150,5 +153,3 @@ def _keep_aspect(n: Node, axes: tuple[int, ...], given: Shape, policy: str) -> t
         rounded = [(dims[axis] * s * 2 + dims[e]) // (dims[e] * 2) for e, s in zip(axes, given, strict=True)]
         sizes[axis] = extreme(*rounded)
     return tuple(sizes), None
-
-

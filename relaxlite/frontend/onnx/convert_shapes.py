@@ -11,7 +11,7 @@ from relaxlite.frontend.onnx.slices import SliceRange, resolve_slice
 from relaxlite.frontend.onnx.tensors import sparse_constant
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
-from relaxlite.ir.ops.broadcast import broadcast_dim
+from relaxlite.ir.ops.broadcast import PROVER, broadcast_dim
 from relaxlite.ir.ops.shape import infer_dimension
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, product, smax, sym
 
@@ -38,9 +38,16 @@ def constant(n: Node) -> Result:
         sparse = n.sparse_tensor("sparse_value")
         assert sparse is not None
         return sparse_constant(sparse, n.importer.reader)
-    for attribute, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32"), ("value_floats", "float32")):
+    for attribute, dtype in (
+        ("value_int", "int64"),
+        ("value_ints", "int64"),
+        ("value_float", "float32"),
+        ("value_floats", "float32"),
+    ):
         if n.has(attribute):
-            read = {"value_int": n.int, "value_ints": n.ints, "value_float": n.float, "value_floats": n.floats}[attribute]
+            read = {"value_int": n.int, "value_ints": n.ints, "value_float": n.float, "value_floats": n.floats}[
+                attribute
+            ]
             return Constant.of(np.asarray(read(attribute), dtypes.to_numpy(dtype)), name=name)
     if n.has("value_string") or n.has("value_strings"):
         n.fail("the constant is text, which relaxlite does not have")
@@ -125,8 +132,19 @@ def squeeze(n: Node) -> Result:
 
 def _squeeze(n: Node, axes: tuple[int, ...] | None) -> Result:
     if axes is None:
-        axes = tuple(k for k, d in enumerate(n.shape()) if as_int(d) == 1)
+        axes = _unit_axes(n)
     return ops.squeeze(n.input(0), axes=axes) if axes else n.input(0)
+
+
+def _unit_axes(n: Node) -> tuple[int, ...]:
+    """The axes of size 1. Symbolic sizes are taken to be others, unless the model declares outputs of a lower rank."""
+    axes = tuple(k for k, d in enumerate(n.shape()) if as_int(d) == 1)
+    symbolic = tuple(k for k, d in enumerate(n.shape()) if as_int(d) is None and not PROVER.can_prove_ne(d, 1))
+    if not symbolic:
+        return axes
+    sizes = ", ".join(str(n.shape()[k]) for k in symbolic)
+    keeps = n.importer.model.choices.take(n.bb.loc or n.label, f"a size ({sizes}) is squeezed away where it is 1")
+    return axes if keeps else tuple(sorted(axes + symbolic))
 
 
 @onnx_op("Unsqueeze")
@@ -218,7 +236,9 @@ def slice_10(n: Node) -> Result:
 
 def _slice(n: Node, starts: Shape, ends: Shape, axes: tuple[int, ...], steps: tuple[int, ...]) -> Result:
     if not len(starts) == len(ends) == len(axes) == len(steps):
-        n.fail(f"starts, ends, axes and steps must be equally many: {len(starts)}, {len(ends)}, {len(axes)}, {len(steps)}")
+        n.fail(
+            f"starts, ends, axes and steps must be equally many: {len(starts)}, {len(ends)}, {len(axes)}, {len(steps)}"
+        )
     dims = n.shape()
     ranges: dict[int, SliceRange] = {}
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
@@ -305,6 +325,6 @@ def center_crop_pad(n: Node) -> Result:
 
 @onnx_op("ReverseSequence", since=10)
 def reverse_sequence(n: Node) -> Result:
-    return ops.reverse_sequence(n.input(0), n.input(1), batch_axis=n.int("batch_axis", 1), time_axis=n.int("time_axis", 0))
-
-
+    return ops.reverse_sequence(
+        n.input(0), n.input(1), batch_axis=n.int("batch_axis", 1), time_axis=n.int("time_axis", 0)
+    )

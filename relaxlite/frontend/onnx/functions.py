@@ -88,5 +88,3 @@ def _type_proto(x: Expr | None) -> onnx.TypeProto:
             else:
                 added.dim_param = str(dim)
     return proto
-
-

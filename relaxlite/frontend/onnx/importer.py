@@ -12,7 +12,7 @@ from onnx import AttributeProto
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
-from relaxlite.frontend.onnx.loops import FlowBuilder
+from relaxlite.frontend.onnx.loops import Choices, FlowBuilder
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -22,7 +22,9 @@ from relaxlite.frontend.onnx.validation import OpSurvey, check_graph, check_opse
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.types import TensorType
 
+_MAX_CHOICES = 16  # imports that are tried, see loops.Choices
 _MAX_EXPANSIONS = 64  # functions nested in functions
 
 
@@ -52,16 +54,41 @@ class ModelImporter:
         self.name = loaded.name
         self.reader = TensorReader(loaded.path)
         self.opsets = opset_versions(self.proto.opset_import)
+        self.choices = Choices()
         self.functions = {(canonical_domain(f.domain), f.name): f for f in self.proto.functions}
 
     def run(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
-        graph = self.proto.graph
         check_opsets(self.opsets)
-        check_graph(graph)
+        check_graph(self.proto.graph)
         survey = OpSurvey(self.functions)
-        survey.visit(graph.node, self.opsets)
+        survey.visit(self.proto.graph.node, self.opsets)
         survey.raise_if_any()
-        table, bb = SymbolTable(bounds), BlockBuilder()
+        return self._first_fitting(dynamic_shapes, bounds)
+
+    def _first_fitting(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
+        """The first combination of choices that can be imported and gives outputs of the ranks that the model declares.
+
+        Where none does both, the first that can be imported: declarations are often wrong.
+        """
+        failed: ImportModelError | None = None
+        found: IRModule | None = None
+        for _ in range(_MAX_CHOICES):
+            try:
+                module = self._import(dynamic_shapes, bounds)
+                if _has_declared_ranks(module, self.proto.graph):
+                    return module
+                found = found or module
+            except ImportModelError as error:
+                failed = failed or error
+            if not self.choices.next():
+                break
+        if found is None:
+            assert failed is not None
+            raise failed
+        return found
+
+    def _import(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
+        graph, table, bb = self.proto.graph, SymbolTable(bounds), BlockBuilder()
         given = {t.name for t in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
         inputs = [i for i in graph.input if i.name not in given]
         types = input_types(inputs, dynamic_shapes, table)
@@ -79,6 +106,7 @@ class ModelImporter:
             "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
             "ir_version": proto.ir_version,
             "opset": self.opsets.get(""),
+            "assumptions": self.choices.assumptions(),
             "metadata": tuple((entry.key, entry.value) for entry in proto.metadata_props),
         }
         return Attrs(values)
@@ -86,6 +114,16 @@ class ModelImporter:
 
 def _signature(inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto) -> Attrs:
     return Attrs({"input_names": tuple(i.name for i in inputs), "output_names": tuple(o.name for o in graph.output)})
+
+
+def _has_declared_ranks(module: IRModule, graph: onnx.GraphProto) -> bool:
+    result = module.functions()["main"].body.result
+    fields = result.fields if isinstance(result, Tuple) else (result,)
+    for info, value in zip(graph.output, fields, strict=True):
+        declared, ty = info.type.tensor_type, value.ty
+        if declared.HasField("shape") and isinstance(ty, TensorType) and ty.rank != len(declared.shape.dim):
+            return False
+    return True
 
 
 class GraphImporter:
@@ -100,7 +138,6 @@ class GraphImporter:
         self._path: tuple[str, ...] = ()  # labels of the nodes around
         self._expansions = 0
         self._explained: ImportModelError | None = None
-        self._ranks: dict[str, int] = {}  # as declared by value_info
         self.flow = FlowBuilder(bb, resolver, symbols)
 
     # names
@@ -125,18 +162,11 @@ class GraphImporter:
             yield
         self._scopes.pop()
 
-    def declared_rank(self, name: str) -> int | None:
-        """The rank that the model itself declares of a value; trusted only where inference has no answer."""
-        return self._ranks.get(name)
-
     # graphs
 
     def graph(self, graph: onnx.GraphProto) -> list[Expr]:
         """Convert a graph into the body under construction; its outputs."""
         scope = self._scopes[-1]
-        for info in (*graph.value_info, *graph.output):
-            if info.type.tensor_type.HasField("shape"):
-                self._ranks[info.name] = len(info.type.tensor_type.shape.dim)
         for tensor in graph.initializer:
             scope[tensor.name] = self.reader.constant(tensor)
         for sparse in graph.sparse_initializer:
@@ -206,7 +236,9 @@ class GraphImporter:
     def _define_outputs(self, proto: onnx.NodeProto, result: Result) -> None:
         values = result if isinstance(result, tuple) else (result,)
         if len(values) < len(proto.output):
-            raise ImportModelError(f"the node has {len(proto.output)} outputs, but only {len(values)} of them can be computed")
+            raise ImportModelError(
+                f"the node has {len(proto.output)} outputs, but only {len(values)} of them can be computed"
+            )
         for name, value in zip(proto.output, values, strict=False):
             if not name:
                 continue
@@ -220,7 +252,9 @@ class GraphImporter:
         """Inline a function: its inputs are the node's, its attributes those given, or their defaults."""
         self._expansions += 1
         if self._expansions > _MAX_EXPANSIONS:
-            raise ImportModelError(f"function {node.op_type} contains itself, or more than {_MAX_EXPANSIONS} functions inside each other")
+            raise ImportModelError(
+                f"function {node.op_type} contains itself, or more than {_MAX_EXPANSIONS} functions inside each other"
+            )
         function, arguments = expansion.function, expansion.arguments
         saved = self._scopes, self._opsets, self._arguments, self._path
         values = {name: node.optional(k) for k, name in enumerate(function.input)}
@@ -239,7 +273,9 @@ class GraphImporter:
     def subgraph(self, graph: onnx.GraphProto, values: Sequence[Expr], label: str) -> list[Expr]:
         """Convert a subgraph whose inputs have these values into the body under construction."""
         if len(values) != len(graph.input):
-            raise ImportModelError(f"subgraph '{graph.name}' has {len(graph.input)} inputs, but gets {len(values)} values")
+            raise ImportModelError(
+                f"subgraph '{graph.name}' has {len(graph.input)} inputs, but gets {len(values)} values"
+            )
         saved = self._path
         self._path = (*self._path, label)
         outer_loc = self.bb.loc

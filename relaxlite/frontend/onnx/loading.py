@@ -49,7 +49,9 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
         proto.ParseFromString(data)
     except DecodeError as error:
         # An ONNX file starts with field 1, the IR version, as a varint.
-        damaged = "an ONNX model that is truncated or damaged" if data[0] == 0x08 else "not an ONNX model (not a protobuf)"
+        damaged = (
+            "an ONNX model that is truncated or damaged" if data[0] == 0x08 else "not an ONNX model (not a protobuf)"
+        )
         raise ImportModelError(f"{what}: {damaged}") from error
     return proto
 

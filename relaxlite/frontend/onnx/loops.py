@@ -7,6 +7,7 @@ symbols, or differ from one branch or iteration to the next: a MatchShape behind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -24,6 +25,40 @@ Outputs = tuple[Expr, list[Expr]]  # next condition, next values
 _MAX_WIDENINGS = 32
 
 
+class RankConflict(ImportModelError):
+    """An output of an If has another rank in one branch than in the other."""
+
+
+@dataclass
+class Choices:
+    """Decisions at import where a rank depends on data: which branch of an If, whether a symbolic size is squeezed away.
+
+    An import that fails is repeated with the next combination (`next`). What was decided is checked at run time.
+    """
+
+    _taken: dict[str, bool] = field(default_factory=dict)  # place of the node -> the decision
+    _why: dict[str, str] = field(default_factory=dict)
+
+    def take(self, place: str, why: str) -> bool:
+        self._why[place] = why
+        return self._taken.setdefault(place, True)
+
+    def next(self) -> bool:
+        """Decide otherwise at the last place where that was not tried; False when there is none."""
+        for place in reversed(self._taken):
+            if self._taken[place]:
+                self._taken[place] = False
+                return True
+            self._taken = {p: t for p, t in self._taken.items() if p != place}
+        return False
+
+    def assumptions(self) -> tuple[str, ...]:
+        """For people: what a run checks."""
+        return tuple(
+            f"{place}: taken to be {str(taken).lower()}: {self._why[place]}" for place, taken in self._taken.items()
+        )
+
+
 class FlowBuilder:
     """Builds If and Loop nodes into the body under construction."""
 
@@ -32,26 +67,19 @@ class FlowBuilder:
 
     # branches
 
-    def branch(
-        self, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], names: Sequence[str], ranks: Sequence[int | None]
-    ) -> list[Expr]:
-        """If: the outputs of one of two bodies. `ranks` are declared ones, for outputs whose branches differ in rank."""
+    def branch(self, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], names: Sequence[str]) -> list[Expr]:
+        """If: the outputs of one of two bodies. RankConflict where an output differs in rank."""
         marker = SymVar("outer").serial
         built = [self._body(body, {}) for body in bodies]
         columns = list(zip(*(types for _, types in built), strict=True))
-        single = {k: d for k, (pair, d) in enumerate(zip(columns, ranks, strict=True)) if _are_single(*pair)}
-        if single:  # of one element, but of different ranks: reshaped to one rank inside the branches
-            fits = {k: min(t.rank or 0 for t in columns[k]) if declared is None else declared for k, declared in single.items()}
+        fits = {k: min(t.rank or 0 for t in pair) for k, pair in enumerate(columns) if _are_single(*pair)}
+        if fits:  # of one element, but of different ranks: reshaped to one rank inside the branches
             built = [self._body(body, fits) for body in bodies]
             columns = list(zip(*(types for _, types in built), strict=True))
         fields, dims = [], []
-        for name, (left, right), declared in zip(names, columns, ranks, strict=True):
+        for name, (left, right) in zip(names, columns, strict=True):
             known = _common_dims(name, left, right, marker)
-            if known is None and declared is not None:
-                known = (None,) * declared
-                fields.append(TensorType(None, left.dtype, None))
-            else:
-                fields.append(_field_type(left.dtype, known))
+            fields.append(_field_type(left.dtype, known))
             dims.append(known)
         ty = TupleType(tuple(fields))
         made = self._bb.emit(If(cond, built[0][0], built[1][0], ty, self._bb.loc))
@@ -67,11 +95,10 @@ class FlowBuilder:
             self._bb.result(Tuple(tuple(outputs)))
         return self._bb.finish(scope), [_tensor_type(x) for x in outputs]
 
-    def _field(self, value: Var, index: int, name: str, dims: Dims | None) -> Expr:
+    def _field(self, value: Var, index: int, name: str, dims: Dims) -> Expr:
         """One result, its unknown sizes bound to fresh symbols."""
         item = self._bb.emit(TupleGetItem(value, index), name)
-        ty = _tensor_type(item)
-        if dims is None or (ty.shape is not None and None not in dims):
+        if None not in dims:
             return item
         shape = [self._symbols.fresh(f"{name}_dim{k}") if d is None else d for k, d in enumerate(dims)]
         return self._bb.match_shape(item, shape, name)
@@ -103,18 +130,29 @@ class FlowBuilder:
             types = wider
         raise ImportModelError("the sizes of the values that a loop carries never settle")
 
-    def _loop_body(self, params: tuple[Var, ...], make: Callable[[Sequence[Var]], Outputs]) -> tuple[Body, list[TensorType]]:
+    def _loop_body(
+        self, params: tuple[Var, ...], make: Callable[[Sequence[Var]], Outputs]
+    ) -> tuple[Body, list[TensorType]]:
         with self._bb.body() as scope, self._resolver.scope():
             cond, values = make(params)
-            leaves = [self._bb.leaf(x) for x in values]
+            leaves = [self._fit_single(p, self._bb.leaf(x)) for p, x in zip(params, values, strict=True)]
             self._bb.result(Tuple((self._bb.leaf(cond), *leaves)))
         return self._bb.finish(scope), [_tensor_type(x) for x in leaves]
 
+    def _fit_single(self, param: Var, value: Expr) -> Expr:
+        """A next value of one element in the rank that the loop began with."""
+        now, after = _tensor_type(param), _tensor_type(value)
+        return self._bb.emit(ops.reshape(value, now.shape or ())) if _are_single(now, after) else value
+
     def _widen(self, name: str, now: TensorType, after: TensorType, marker: int) -> TensorType:
         if now.dtype != after.dtype:
-            raise ImportModelError(f"loop value '{name}' is {now.dtype} at first and {after.dtype} in the next iteration")
+            raise ImportModelError(
+                f"loop value '{name}' is {now.dtype} at first and {after.dtype} in the next iteration"
+            )
         if now.shape is None or after.shape is None or len(now.shape) != len(after.shape):
-            raise ImportModelError(f"loop value '{name}' changes its rank: it is {now} at first and {after} in the next iteration")
+            raise ImportModelError(
+                f"loop value '{name}' changes its rank: it is {now} at first and {after} in the next iteration"
+            )
         dims = []
         for k, (old, new) in enumerate(zip(now.shape, after.shape, strict=True)):
             is_own = isinstance(old, SymVar) and old.serial > marker
@@ -173,22 +211,16 @@ def _are_single(left: TensorType, right: TensorType) -> bool:
     return left.rank != right.rank and all(s is not None and all(as_int(d) == 1 for d in s) for s in both)
 
 
-def _common_dims(name: str, left: TensorType, right: TensorType, marker: int) -> Dims | None:
-    """What both branches agree on; None where they differ in rank."""
+def _common_dims(name: str, left: TensorType, right: TensorType, marker: int) -> Dims:
+    """What both branches agree on."""
     if left.dtype != right.dtype:
         raise ImportModelError(f"output '{name}' is {left.dtype} in one branch and {right.dtype} in the other")
-    if left.shape is None or right.shape is None:
-        return (None,) * left.rank if left.rank is not None and left.rank == right.rank else None
-    if len(left.shape) != len(right.shape):
-        return None
+    if left.shape is None or right.shape is None or len(left.shape) != len(right.shape):
+        raise RankConflict(f"output '{name}' is {left} in one branch and {right} in the other")
     pairs = zip(left.shape, right.shape, strict=True)
     return tuple(a if _is_outer(a, marker) and PROVER.can_prove_equal(a, b) else None for a, b in pairs)
 
 
-def _field_type(dtype: str, dims: Dims | None) -> TensorType:
-    if dims is None:
-        return TensorType(None, dtype, None)
+def _field_type(dtype: str, dims: Dims) -> TensorType:
     known = [d for d in dims if d is not None]
     return TensorType.of(known, dtype) if len(known) == len(dims) else TensorType(None, dtype, len(dims))
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -129,16 +130,24 @@ class Node:
         if isinstance(found, Constant):
             return found.value
         known = None if found is None else self.bb.known_value(found)
-        if known is None or not all(SymExpr.is_const.fget(v) if isinstance(v, SymExpr) else True for v in known.reshape(-1)):  # type: ignore[attr-defined]
+        if known is None or not all(
+            SymExpr.is_const.fget(v) if isinstance(v, SymExpr) else True for v in known.reshape(-1)
+        ):  # type: ignore[attr-defined]
             return None
         assert found is not None
-        return np.array([int(v) for v in known.reshape(-1)]).reshape(known.shape).astype(dtypes.to_numpy(self.type_of(found).dtype))
+        return (
+            np.array([int(v) for v in known.reshape(-1)])
+            .reshape(known.shape)
+            .astype(dtypes.to_numpy(self.type_of(found).dtype))
+        )
 
     def const_ints(self, index: int, what: str) -> tuple[int, ...]:
         """An input that must be known at compile time, as integers: axes and the like."""
         value = self.const(index)
         if value is None:
-            self.fail(f"{what} (input {index}) must be known when the model is compiled, but it is computed from the model's inputs")
+            self.fail(
+                f"{what} (input {index}) must be known when the model is compiled, but it is computed from the model's inputs"
+            )
         return tuple(int(v) for v in value.reshape(-1))
 
     def shape_values(self, index: int, *, lower: int | None = None) -> Shape:
@@ -150,14 +159,14 @@ class Node:
     def has(self, name: str) -> bool:
         return name in self._attributes
 
-    def int(self, name: str, default: int | T | _Required = REQUIRED) -> int | T:
+    def int(self, name: str, default: builtins.int | T | _Required = REQUIRED) -> builtins.int | T:
         attribute = self._take(name, AttributeProto.INT, default)
         return default if attribute is None else attribute.i  # type: ignore[return-value]
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.int(name, int(default)))
 
-    def float(self, name: str, default: float | T | _Required = REQUIRED) -> float | T:
+    def float(self, name: str, default: builtins.float | T | _Required = REQUIRED) -> builtins.float | T:
         attribute = self._take(name, AttributeProto.FLOAT, default)
         return default if attribute is None else attribute.f  # type: ignore[return-value]
 
@@ -165,13 +174,17 @@ class Node:
         attribute = self._take(name, AttributeProto.STRING, default)
         return default if attribute is None else attribute.s.decode("utf-8", "replace")  # type: ignore[return-value]
 
-    def ints(self, name: str, default: Sequence[int] | T | _Required = REQUIRED) -> tuple[int, ...] | T:
+    def ints(
+        self, name: str, default: Sequence[builtins.int] | T | _Required = REQUIRED
+    ) -> tuple[builtins.int, ...] | T:
         attribute = self._take(name, AttributeProto.INTS, default)
         if attribute is None:
             return tuple(default) if isinstance(default, list) else default  # type: ignore[return-value]
         return tuple(attribute.ints)
 
-    def floats(self, name: str, default: Sequence[float] | T | _Required = REQUIRED) -> tuple[float, ...] | T:
+    def floats(
+        self, name: str, default: Sequence[builtins.float] | T | _Required = REQUIRED
+    ) -> tuple[builtins.float, ...] | T:
         attribute = self._take(name, AttributeProto.FLOATS, default)
         return default if attribute is None else tuple(attribute.floats)  # type: ignore[return-value]
 
@@ -214,10 +227,14 @@ class Node:
                 self.fail(f"attribute '{name}' is missing")
             return None
         if attribute.type != kind and not (attribute.type == AttributeProto.UNDEFINED):
-            self.fail(f"attribute '{name}' has kind {_KIND_NAMES.get(attribute.type, attribute.type)}, not {_KIND_NAMES[kind]}")
+            self.fail(
+                f"attribute '{name}' has kind {_KIND_NAMES.get(attribute.type, attribute.type)}, not {_KIND_NAMES[kind]}"
+            )
         return attribute
 
     def check_all_read(self) -> None:
         if self._unread:
             names = ", ".join(f"'{name}'" for name in sorted(self._unread))
-            self.fail(f"attribute {names} of {self.op_type} (opset {self.opset}) is not known to relaxlite and is never ignored")
+            self.fail(
+                f"attribute {names} of {self.op_type} (opset {self.opset}) is not known to relaxlite and is never ignored"
+            )

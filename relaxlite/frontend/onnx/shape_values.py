@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.float_values import known_ratios, truncated_values
 from relaxlite.frontend.onnx.symbols import SymbolTable
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
@@ -25,7 +27,8 @@ from relaxlite.ir.types import TensorType
 # Ops whose elements are resolved through their operands rather than read at run time.
 _TRANSPARENT = frozenset(
     ("concat", "expand_dims", "squeeze", "reshape", "cast", "add", "subtract", "multiply", "gather", "slice", "neg", "truncdiv",
-     "maximum", "minimum", "transpose", "broadcast_to", "where")
+     "maximum", "minimum", "transpose", "broadcast_to", "where", "equal", "not_equal", "less", "greater", "less_equal",
+     "greater_equal", "floor_divide", "floormod", "power", "prod", "sum", "abs", "logical_not", "logical_and", "logical_or")
 )  # fmt: skip
 _MAX_DEPTH = 24
 
@@ -53,6 +56,7 @@ class ShapeResolver:
 
     def known(self, x: Expr) -> tuple[SymExpr, ...] | None:
         """The elements of an integer tensor of rank 0 or 1, if they are known without reading any at run time."""
+        self._derived(x)
         return self._bb.known_shape(x)
 
     def values(self, x: Expr, *, lower: int | None = None) -> tuple[SymExpr, ...]:
@@ -83,19 +87,45 @@ class ShapeResolver:
         resolved = emit(ops.where(is_open, left, target), "target")
         return self._read(resolved, 0)
 
-    def _resolve(self, x: Expr, lower: int | None, depth: int) -> None:
-        """Make the elements of x known, if they can be followed to values that can be read."""
+    def ratios(self, x: Expr) -> Any:
+        """The elements of a float tensor as fractions of symbols (an object array of `Ratio`), or None."""
+        return known_ratios(self._bb, x, self._derived)
+
+    def _derived(self, x: Expr) -> Any:
+        """The elements of an integer tensor, as far as they follow from what is known without reading any."""
+        self._resolve(x, None, _MAX_DEPTH, may_read=False)
+        return self._bb.known_value(x)
+
+    def _resolve(self, x: Expr, lower: int | None, depth: int, *, may_read: bool = True) -> None:
+        """Make the elements of x known, if they can be followed to values that are known or can be read."""
         if not isinstance(x, Var) or self._bb.known_value(x) is not None or depth == 0:
             return
         call = self._bb.definition(x)
-        if isinstance(call, Call) and isinstance(call.callee, Op) and call.callee.name in _TRANSPARENT and _is_integer(call):
-            for operand in call.args:
-                self._resolve(operand, lower, depth - 1)
-            found = self._bb.evaluate(call)
+        if isinstance(call, Call) and isinstance(call.callee, Op):
+            found = self._from_floats(call)
+            if found is None and call.callee.name in _TRANSPARENT and _is_integer(call):
+                for operand in call.args:
+                    self._resolve(operand, lower, depth - 1, may_read=may_read)
+                found = self._bb.evaluate(call)
             if found is not None:
                 self._learn(x, found.reshape(-1), found.shape)
                 return
-        self._read(x, lower)
+        if may_read:
+            self._read(x, lower)
+
+    def _from_floats(self, call: Call) -> Any:
+        """What a cast of floats yields, where these are fractions of symbols."""
+        source = call.args[0].ty if call.args else None
+        if not isinstance(call.callee, Op) or call.callee.name != "cast" or not isinstance(source, TensorType):
+            return None
+        if (
+            not dtypes.is_float(source.dtype)
+            or not isinstance(call.ty, TensorType)
+            or not dtypes.is_integer(call.ty.dtype)
+        ):
+            return None
+        found = self.ratios(call.args[0])
+        return None if found is None else truncated_values(found)
 
     def _read(self, x: Expr, lower: int | None) -> tuple[SymExpr, ...]:
         """Bind fresh symbols to the elements of x at run time; () where x cannot be read so."""
@@ -104,7 +134,9 @@ class ShapeResolver:
             return ()
         count = as_int(product(ty.shape))
         if count is None:
-            raise ImportModelError(f"an input that stands for a shape has {ty.shape[0]} elements: their number must be known")
+            raise ImportModelError(
+                f"an input that stands for a shape has {ty.shape[0]} elements: their number must be known"
+            )
         if count == 0:
             return ()
         hint = x.name if isinstance(x, Var) else "dim"
@@ -117,4 +149,6 @@ class ShapeResolver:
 
 
 def _is_integer(call: Call) -> bool:
-    return all(isinstance(a.ty, TensorType) and (dtypes.is_integer(a.ty.dtype) or isinstance(a, Constant)) for a in call.args)
+    return all(
+        isinstance(a.ty, TensorType) and (dtypes.is_integer(a.ty.dtype) or isinstance(a, Constant)) for a in call.args
+    )

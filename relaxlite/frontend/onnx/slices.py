@@ -54,7 +54,9 @@ def _clamp(extent: SymExpr, value: SymExpr, low: SymExpr, high: SymExpr) -> SymE
 def _limit(value: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
     if not PROVER.can_prove_le(low, value):
         value = high if PROVER.can_prove_le(high, low) else smax(value, low)
-    return value if PROVER.can_prove_le(value, high) else high if PROVER.can_prove_le(high, value) else smin(value, high)
+    return (
+        value if PROVER.can_prove_le(value, high) else high if PROVER.can_prove_le(high, value) else smin(value, high)
+    )
 
 
 def _nonnegative(size: SymExpr) -> SymExpr:

@@ -66,10 +66,18 @@ def _parse_range(name: str, value: tuple[int | None, int | None] | str) -> tuple
     if isinstance(value, str):
         found = _RANGE.fullmatch(value)
         if found is None or not (found[1] or found[3]):
-            raise InvalidArgumentError(f"bounds of '{name}': {value!r} is not a range such as '1..512', '1..' or '..512'")
-        value = (int(found[1]) if found[1] else None, int(found[3]) if found[3] else None) if found[2] else (None, int(found[1]))
+            raise InvalidArgumentError(
+                f"bounds of '{name}': {value!r} is not a range such as '1..512', '1..' or '..512'"
+            )
+        value = (
+            (int(found[1]) if found[1] else None, int(found[3]) if found[3] else None)
+            if found[2]
+            else (None, int(found[1]))
+        )
     if not isinstance(value, tuple | list) or len(value) != 2 or any(not isinstance(v, int | None) for v in value):
-        raise InvalidArgumentError(f"bounds of '{name}' must be a pair of integers or None, or text such as '1..512', not {value!r}")
+        raise InvalidArgumentError(
+            f"bounds of '{name}' must be a pair of integers or None, or text such as '1..512', not {value!r}"
+        )
     lower, upper = value[0] or 0, value[1]
     if lower < 0 or (upper is not None and upper < lower):
         raise InvalidArgumentError(f"bounds of '{name}': no size lies in {lower}..{'' if upper is None else upper}")
@@ -79,7 +87,9 @@ def _parse_range(name: str, value: tuple[int | None, int | None] | str) -> tuple
 # Inputs
 
 
-def input_types(inputs: Sequence[onnx.ValueInfoProto], overrides: DynamicShapes | None, table: SymbolTable) -> list[TensorType]:
+def input_types(
+    inputs: Sequence[onnx.ValueInfoProto], overrides: DynamicShapes | None, table: SymbolTable
+) -> list[TensorType]:
     """The types of a graph's inputs, with symbols for what is not fixed."""
     by_name = {i.name: i for i in inputs}
     for name in overrides or {}:
@@ -139,7 +149,9 @@ def _override(name: str, dims: list[Dim] | None, given: Mapping[int, Dim] | Sequ
     made = list(dims)
     for axis, dim in changes.items():
         if not isinstance(axis, int) or not -len(dims) <= axis < len(dims):
-            raise InvalidArgumentError(f"dynamic_shapes['{name}']: axis {axis!r} does not exist; the input has {len(dims)} dimensions")
+            raise InvalidArgumentError(
+                f"dynamic_shapes['{name}']: axis {axis!r} does not exist; the input has {len(dims)} dimensions"
+            )
         if dim is not None:
             made[axis] = _checked(name, axis, dim)
     return made

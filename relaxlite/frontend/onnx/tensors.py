@@ -35,7 +35,9 @@ def element_type(elem_type: int, what: str) -> str:
     found = _DTYPES.get(elem_type)
     if found is None:
         name = element_type_name(elem_type)
-        raise ImportModelError(f"{what} has element type {name}, which relaxlite does not have; it has {', '.join(dtypes.ALL)}")
+        raise ImportModelError(
+            f"{what} has element type {name}, which relaxlite does not have; it has {', '.join(dtypes.ALL)}"
+        )
     return found
 
 
@@ -61,7 +63,9 @@ class TensorReader:
         if tensor.HasField("segment"):
             raise ImportModelError(f"{what} is stored in segments, which no known version of ONNX uses")
         if tensor.data_location == TensorProto.EXTERNAL:
-            return self._external(tensor, dtype, shape, what) if not packed else self._external_packed(tensor, shape, what)
+            return (
+                self._external(tensor, dtype, shape, what) if not packed else self._external_packed(tensor, shape, what)
+            )
         if packed or not tensor.HasField("raw_data"):
             return _decoded(tensor, dtype, shape, what)
         return _from_bytes(tensor.raw_data, dtype, shape, what)
@@ -80,7 +84,9 @@ class TensorReader:
         with path.open("rb") as file:
             file.seek(offset)
             inline.raw_data = file.read(size)
-        return _decoded(inline, np.dtype("int8" if element_type_name(tensor.data_type) == "INT4" else "uint8"), shape, what)
+        return _decoded(
+            inline, np.dtype("int8" if element_type_name(tensor.data_type) == "INT4" else "uint8"), shape, what
+        )
 
     def _external_range(self, tensor: TensorProto, size: int, what: str) -> tuple[Path, int]:
         """The file and the offset of `size` bytes; checks that they are there, inside the model's folder."""
@@ -113,7 +119,9 @@ class TensorReader:
         # A download cache may hold both the model and its data as links into one folder.
         allowed = (folder.resolve(), self._model_path.resolve().parent)
         if not any(path.resolve().is_relative_to(parent) for parent in allowed):
-            raise ImportModelError(f"external data of {what} points outside the model's folder: '{location}' is a link to '{path.resolve()}'")
+            raise ImportModelError(
+                f"external data of {what} points outside the model's folder: '{location}' is a link to '{path.resolve()}'"
+            )
         if not path.is_file():
             raise ImportModelError(f"external data file '{location}' of {what} is missing in folder '{folder}'")
         return path
@@ -138,7 +146,9 @@ def _number(info: dict[str, str], key: str, default: int, what: str) -> int:
 def _from_bytes(data: bytes, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
     needed = math.prod(shape) * dtype.itemsize
     if len(data) != needed:
-        raise ImportModelError(f"{what} of shape {shape} and type {dtype.name} needs {needed} bytes of data, but has {len(data)}")
+        raise ImportModelError(
+            f"{what} of shape {shape} and type {dtype.name} needs {needed} bytes of data, but has {len(data)}"
+        )
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
@@ -147,7 +157,9 @@ def _decoded(tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what:
     try:
         array = numpy_helper.to_array(tensor)
     except (ValueError, TypeError) as error:
-        raise ImportModelError(f"{what} of shape {shape} does not hold as many elements as its shape says: {error}") from error
+        raise ImportModelError(
+            f"{what} of shape {shape} does not hold as many elements as its shape says: {error}"
+        ) from error
     return np.ascontiguousarray(array.astype(dtype, copy=False)).reshape(shape)
 
 

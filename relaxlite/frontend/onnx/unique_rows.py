@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result
 from relaxlite.ir import ops
@@ -34,5 +33,3 @@ def _ranks(n: Node, rows: Expr) -> Expr:
     less = n.emit(ops.cast(n.emit(ops.less(left, right)), dtype="int64"))
     chosen = n.emit(ops.gather_elements(less, at, axis=2))
     return n.emit(ops.sum(n.emit(ops.squeeze(chosen, axes=(2,))), axes=(1,)))
-
-

@@ -41,6 +41,16 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
         yield from attribute.graphs
 
 
+def names_read(graph: GraphProto) -> set[str]:
+    """Every name that a node of the graph, or of a graph inside it, takes as input."""
+    found: set[str] = set()
+    for node in graph.node:
+        found.update(node.input)
+        for sub in subgraphs(node):
+            found |= names_read(sub) | {o.name for o in sub.output}
+    return found
+
+
 # Names
 
 

@@ -18,7 +18,9 @@ def window_pads(
     mode, given = auto_pad(n), n.ints("pads", None)
     count = len(sizes)
     if mode in ("SAME_UPPER", "SAME_LOWER"):
-        pairs = [_same(*args, upper=mode == "SAME_UPPER") for args in zip(sizes, kernel, strides, dilations, strict=True)]
+        pairs = [
+            _same(*args, upper=mode == "SAME_UPPER") for args in zip(sizes, kernel, strides, dilations, strict=True)
+        ]
         return tuple(p for p, _ in pairs) + tuple(p for _, p in pairs)
     if mode == "VALID" or given is None:
         return (sym(0),) * (2 * count)

@@ -20,6 +20,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     nn_norm_channel,
     nn_pool,
     nn_resize,
+    nn_sample,
     quantize,
     recurrent,
     recurrent_scan,
@@ -27,6 +28,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     shape,
     slicing,
     sorting,
+    window,
 )  # fmt: skip
 
 __all__ = ["all_ops", "get_op"]

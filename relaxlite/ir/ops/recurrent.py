@@ -1,8 +1,8 @@
 """LSTM, GRU and plain RNN, with ONNX's semantics.
 
-Each is composed of one matrix product that projects all time steps at once, and for each direction a *scan*: an op whose
-program is a serial loop over time around a small matrix product of the state. The composition is written once, over an
-`Ops`, and runs on expressions (decompose) as well as on arrays (reference).
+Each is composed of one matrix product that projects all time steps at once, and for each direction a *scan*: an op
+whose program is a serial loop over time around a small matrix product of the state. The composition is written once,
+over an `Ops`, and runs on expressions (decompose) as well as on arrays (reference).
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class _Recurrent(Op):
         expected += [state] * self.states + [(batch,), (count, hidden * 3)]
         for found, wanted, name in zip(shapes, expected, self.names(), strict=False):
             dims = tuple(map(sym, wanted))
-            if (name == "x" and len(found) != 3) or len(found) != len(dims) or any(map(PROVER.can_prove_ne, found, dims)):
-                self.fail(f"{name} must have shape {format_shape(dims) if name != 'x' else '(time, batch, input)'}, "
-                          f"got {format_shape(found)}")  # fmt: skip
+            if name == "x" and len(found) != 3:
+                self.fail(f"x must be (time, batch, input), got {xt}")
+            if len(found) != len(dims) or any(map(PROVER.can_prove_ne, found, dims)):
+                self.fail(f"{name} must have shape {format_shape(dims)}, got {format_shape(found)}")
         if not dtypes.is_float(xt.dtype):
             self.fail(f"x must be of a float dtype, got {xt.dtype}")
         self.per_direction(count, attrs)
@@ -115,10 +116,11 @@ class _Recurrent(Op):
             values[name] = attrs[name] or [PARAMETERS.get(activation, (0.0, 0.0))[k] for activation in given]
             if len(values[name]) != len(given):
                 self.fail(f"{name} must have one value for each of the {len(given)} activations, got {attrs[name]}")
-        parts = [slice(d * size, (d + 1) * size) for d in range(count)]
-        return [
-            {"activations": ",".join(given[p]), "alphas": values["alphas"][p], "betas": values["betas"][p]} for p in parts
-        ]
+        found = []
+        for part in (slice(d * size, (d + 1) * size) for d in range(count)):
+            names = ",".join(given[part])
+            found.append({"activations": names, "alphas": values["alphas"][part], "betas": values["betas"][part]})
+        return found
 
     def compose(self, ops: Ops, x: Any, w: Any, r: Any, b: Any, *rest: Any, attrs: Mapping[str, Any]) -> list[Any]:
         """[y, final states...]"""

@@ -1,7 +1,7 @@
 """The loops over time of LSTM, GRU and RNN, one direction each: see ops/recurrent.py.
 
-`gates` (t, b, gates * h) are the projections of every step with their biases, `r` (h, gates * h) multiplies the state. A
-step t at or after lengths[b] leaves the state of b as it is and yields 0. With `reverse`, time runs from the end.
+`gates` (t, b, gates * h) are the projections of every step with their biases, `r` (h, gates * h) multiplies the state.
+A step t at or after lengths[b] leaves the state of b as it is and yields 0. With `reverse`, time runs from the end.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def _activation(name: str, alpha: float, beta: float, *, on_arrays: bool) -> Act
     return partial(op.numpy if on_arrays else op.formula, **attrs)
 
 
+def _limited(f: Activation, limit: Activation, x: Any) -> Any:
+    return f(limit(x))
+
+
 class _Scan(Op):
     """What the scans share."""
 
@@ -58,15 +62,16 @@ class _Scan(Op):
         return TupleType((TensorType.of((steps, batch, hidden), ty.dtype), *[state] * self.states))
 
     def functions(self, attrs: Mapping[str, Any], *, on_arrays: bool) -> list[Activation]:
-        """The activations, each after clipping."""
+        """The activations, those of the gates after clipping (not the third of LSTM, which is applied to the cell)."""
         names, clip = attrs["activations"].split(","), attrs["clip"]
-        found = [
-            _activation(*given, on_arrays=on_arrays) for given in zip(names, attrs["alphas"], attrs["betas"], strict=True)
-        ]
-        if clip is None:
-            return found
-        limit: Activation = (lambda x: np.clip(x, -clip, clip)) if on_arrays else (lambda x: x.minimum(clip).maximum(-clip))
-        return [lambda x, f=f: f(limit(x)) for f in found]  # type: ignore[misc]
+        given = zip(names, attrs["alphas"], attrs["betas"], strict=True)
+        found = [_activation(name, alpha, beta, on_arrays=on_arrays) for name, alpha, beta in given]
+
+        def limit(x: Any) -> Any:
+            return np.clip(x, -clip, clip) if on_arrays else x.minimum(clip).maximum(-clip)
+
+        clipped = [partial(_limited, f, limit) for f in found[:2]]
+        return found if clip is None else [*clipped, *found[2:]]
 
     def reference(self, gates: Any, r: Any, *rest: Any, **attrs: Any) -> Any:
         *states, lengths = self.split(rest)
@@ -85,7 +90,7 @@ class _Scan(Op):
         return (*rest[: self.states], rest[self.states] if len(rest) > self.states else None)
 
     def step(
-        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Mapping[str, Any]
+        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
         """The states after one step, in NumPy."""
         raise NotImplementedError
@@ -94,7 +99,9 @@ class _Scan(Op):
 class _Loop:
     """Builds the statements of one step: `at` is the step's place in time, and `y` and `states` are the outputs."""
 
-    def __init__(self, t: SymVar, gates: Buffer, out: tuple[Buffer, ...], lengths: Buffer | None, reverse: bool) -> None:
+    def __init__(
+        self, t: SymVar, gates: Buffer, out: tuple[Buffer, ...], lengths: Buffer | None, reverse: bool
+    ) -> None:
         self.t, self.gates, self.lengths = t, gates, lengths
         self.y, *self.states = out
         self.at: SymExpr = gates.shape[0] - 1 - t if reverse else t
@@ -127,7 +134,9 @@ class _Loop:
 
         return loops("bj", h.shape, lambda b, j: Store(self.y, (self.at, b, j), value(b, j)))
 
-    def product(self, out: Buffer, left: Buffer, right: Buffer, offset: SymExpr | int, finish: Callable[..., Scalar]) -> Stmt:
+    def product(
+        self, out: Buffer, left: Buffer, right: Buffer, offset: SymExpr | int, finish: Callable[..., Scalar]
+    ) -> Stmt:
         """out[b, g] = finish(sum over k of left[b, k] * right[k, offset + g], b, g)"""
         zero = identity("add", out.dtype)
 
@@ -160,7 +169,7 @@ def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterab
 
 @register
 class LstmScan(_Scan):
-    """(y (t, b, h), final h (b, h), final c (b, h)) of one direction; gates in the order input, output, forget, cell."""
+    """(y (t, b, h), final h (b, h), final c (b, h)) of one direction; gates: input, output, forget, cell."""
 
     name = "lstm_scan"
     operands = ("gates", "r", "h", "c", "lengths?", "peepholes?")
@@ -200,7 +209,7 @@ class LstmScan(_Scan):
         return seq(*checks, Allocate(z, _scan(out, (h0, c0), gates, step)))
 
     def step(
-        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Mapping[str, Any]
+        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
         (state, cell), hidden = states, r.shape[0]
         enter, leave, forget, new = np.split(gates + state @ r, 4, axis=1)
@@ -263,7 +272,7 @@ class GruScan(_Scan):
         return (rest[1], rest[2] if len(rest) > 2 else None)
 
     def step(
-        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Mapping[str, Any]
+        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
         (state,), bias, hidden = states, rest[0], r.shape[0]
         first = f[0](gates[:, : 2 * hidden] + state @ r[:, : 2 * hidden] + bias[: 2 * hidden])
@@ -292,8 +301,9 @@ class RnnScan(_Scan):
     operands = ("gates", "r", "h", "lengths?")
 
     def lower(
-        self, gates: Buffer, r: Buffer, h0: Buffer, lengths: Buffer | None = None, *, out: tuple[Buffer, ...], **attrs: Any
-    ) -> Stmt:
+        self, gates: Buffer, r: Buffer, h0: Buffer, lengths: Buffer | None = None, *, out: tuple[Buffer, ...],
+        **attrs: Any,
+    ) -> Stmt:  # fmt: skip
         (f,) = self.functions(attrs, on_arrays=False)
         new = Buffer("new", (gates.shape[1], r.shape[0]), gates.dtype)
 
@@ -306,7 +316,7 @@ class RnnScan(_Scan):
         return seq(*_lengths_check(self.name, gates, lengths), Allocate(new, _scan(out, (h0,), gates, step)))
 
     def step(
-        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Mapping[str, Any]
+        self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
         return [f[0](gates + states[0] @ r)]
 

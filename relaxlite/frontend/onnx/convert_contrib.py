@@ -1,0 +1,341 @@
+"""Fused ops of onnxruntime's optimizer (domain com.microsoft), in terms of plain ones. Attention: convert_attention.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from relaxlite.frontend.onnx.convert_linalg import emit_matmul, gemm, scaled
+from relaxlite.frontend.onnx.convert_nn import conv
+from relaxlite.frontend.onnx.convert_norm import layer_norm
+from relaxlite.frontend.onnx.convert_quantization import (
+    dequantize_linear,
+    dynamic_quantize_linear,
+    quantize_linear,
+    zero_points,
+)
+from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+
+MICROSOFT = "com.microsoft"
+
+
+def _number(n: Node, value: float) -> Constant:
+    return Constant.of(value, n.dtype())
+
+
+# Activations
+
+
+@onnx_op("Gelu", domain=MICROSOFT)
+def gelu(n: Node) -> Result:
+    return ops.gelu(n.input(0), approximate="none")
+
+
+@onnx_op("BiasGelu", domain=MICROSOFT)
+def bias_gelu(n: Node) -> Result:
+    return ops.gelu(n.emit(ops.add(n.input(0), n.input(1))), approximate="none")
+
+
+@onnx_op("FastGelu", domain=MICROSOFT)
+def fast_gelu(n: Node) -> Result:
+    x, bias = n.input(0), n.optional(1)
+    return ops.gelu(x if bias is None else n.emit(ops.add(x, bias)), approximate="tanh")
+
+
+@onnx_op("QuickGelu", domain=MICROSOFT)
+def quick_gelu(n: Node) -> Result:
+    """x * sigmoid(alpha * x)"""
+    inner = n.emit(ops.multiply(n.input(0), _number(n, n.float("alpha", 1.702))))
+    return ops.multiply(n.input(0), n.emit(ops.sigmoid(inner)))
+
+
+@onnx_op("BiasSplitGelu", domain=MICROSOFT)
+def bias_split_gelu(n: Node) -> Result:
+    """The left half of x + bias times the GELU of the right half."""
+    total = n.emit(ops.add(n.input(0), n.input(1)))
+    last = n.rank() - 1
+    half = n.shape()[last] // 2
+    left, right = (n.emit(ops.slice(total, (begin,), (half,), axes=(last,))) for begin in (0, half))
+    return ops.multiply(left, n.emit(ops.gelu(right, approximate="none")))
+
+
+@onnx_op("BiasSoftmax", domain=MICROSOFT)
+def bias_softmax(n: Node) -> Result:
+    """softmax(x + bias); the bias broadcasts to the inner dimensions (is_inner_broadcast) or the outer ones."""
+    axis = normalize_axis(n, n.int("axis", 1), n.rank())
+    n.int("is_inner_broadcast")  # the shapes say as much
+    if axis != n.rank() - 1:
+        n.fail("BiasSoftmax over more than the last axis is not supported")
+    return ops.softmax(n.emit(ops.add(n.input(0), n.input(1))), axis=-1)
+
+
+# Products
+
+
+@onnx_op("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
+def fused_matmul(n: Node) -> Result:
+    a, b = (
+        _transposed(n, k, n.flag(name), n.flag(batch))
+        for k, name, batch in ((0, "transA", "transBatchA"), (1, "transB", "transBatchB"))
+    )
+    product = emit_matmul(n, a, b)
+    alpha = n.float("alpha", 1.0)
+    return product if alpha == 1.0 else scaled(n, product, alpha)
+
+
+def _transposed(n: Node, index: int, matrix: bool, batch: bool) -> Expr:
+    """`matrix` swaps the last two dimensions; `batch` takes the first one as the matrix's rows."""
+    order = list(range(n.rank(index)))
+    if batch and len(order) > 2:
+        order = [*order[1:-1], 0, order[-1]]
+    if matrix and len(order) > 1:
+        order[-1], order[-2] = order[-2], order[-1]
+    return n.input(index) if order == sorted(order) else n.emit(ops.transpose(n.input(index), axes=tuple(order)))
+
+
+@onnx_op("FusedGemm", domain=MICROSOFT)
+def fused_gemm(n: Node) -> Result:
+    named = n.text("activation")
+    params = [n.float(name, None) for name in ("activation_alpha", "activation_beta", "activation_gamma")]
+    return _activate(n, gemm(n), named, [p for p in params if p is not None])
+
+
+@onnx_op("FusedConv", domain=MICROSOFT)
+def fused_conv(n: Node) -> Result:
+    """A convolution, plus input 3 if there is one, through an activation."""
+    result, added = conv(n), n.optional(3)
+    assert not isinstance(result, tuple)
+    if added is not None:
+        result = ops.add(n.emit(result), added)
+    return _activate(n, result, n.text("activation", ""), n.floats("activation_params", ()) or ())
+
+
+def _activate(n: Node, result: Result, name: str, params: Sequence[float]) -> Result:
+    if isinstance(result, tuple):
+        n.fail("a fused op has one result")
+    simple = {"Relu": ops.relu, "Tanh": ops.tanh, "Sigmoid": ops.sigmoid, "HardSwish": ops.hard_swish}
+    if not name:
+        return result
+    x = n.emit(result)
+    if name in simple:
+        return simple[name](x)
+    if name == "LeakyRelu":
+        return ops.leaky_relu(x, alpha=params[0] if params else 0.01)
+    if name == "Clip" and len(params) == 2:
+        return ops.clip(x, lower=params[0], upper=params[1])
+    if name == "HardSigmoid":
+        return ops.hard_sigmoid(x, alpha=params[0] if params else 0.2, beta=params[1] if len(params) > 1 else 0.5)
+    n.fail(f"activation {name!r} is not known")
+
+
+# Normalizations (LayerNormalization is also met in the standard domain before opset 17)
+
+onnx_op("LayerNormalization")(layer_norm)
+
+
+@onnx_op("SimplifiedLayerNormalization")
+@onnx_op("SimplifiedLayerNormalization", domain=MICROSOFT)
+def simplified_layer_norm(n: Node) -> Result:
+    n.int("stash_type", 1)
+    if n.wants(1):
+        n.fail("the second output (the inverse root) is not supported")
+    axis = normalize_axis(n, n.int("axis", -1), n.rank())
+    return ops.rms_norm(n.input(0), n.input(1), axis=axis, epsilon=n.float("epsilon", 1e-5))
+
+
+@onnx_op("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+def skip_layer_norm(n: Node) -> Result:
+    """Inputs: x, skip, gamma, beta (not in the simplified form), bias. Output 3: the sum that was normalized."""
+    is_simple = n.op_type == "SkipSimplifiedLayerNormalization"
+    beta, bias = (None, n.optional(3)) if is_simple else (n.optional(3), n.optional(4))
+    total: Expr = n.emit(ops.add(n.input(0), n.input(1)))
+    if bias is not None:
+        total = n.emit(ops.add(total, bias))
+    epsilon = n.float("epsilon", 1e-12)
+    if is_simple:
+        result = ops.rms_norm(total, n.input(2), axis=-1, epsilon=epsilon)
+    else:
+        result = ops.layer_norm(total, n.input(2), beta, axis=-1, epsilon=epsilon)
+    return result, None, None, total
+
+
+@onnx_op("EmbedLayerNormalization", domain=MICROSOFT)
+def embed_layer_norm(n: Node) -> Result:
+    """Word, position and segment embeddings, summed and normalized."""
+    ids, segments, (word, position, segment), (gamma, beta) = (
+        n.input(0),
+        n.optional(1),
+        [n.optional(k) for k in (2, 3, 4)],
+        (n.input(5), n.input(6)),
+    )
+    n.int("mask_index_type", 0)
+    if word is None or position is None or (n.wants(1) and n.optional(7) is not None):
+        n.fail("EmbedLayerNormalization needs word and position tables; a mask index is not supported")
+    total: Expr = n.emit(ops.gather(word, ids, axis=0))
+    places = n.optional(8)
+    if places is None:
+        row = n.emit(ops.slice(position, (0,), (n.shape()[1],), axes=(0,)))
+    else:
+        row = n.emit(ops.gather(position, places, axis=0))
+    total = n.emit(ops.add(total, row))
+    if segment is not None and segments is not None:
+        total = n.emit(ops.add(total, n.emit(ops.gather(segment, segments, axis=0))))
+    result = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    mask = Constant.of(np.zeros(1, np.int32))
+    return result, mask, total
+
+
+@onnx_op("GroupNorm", domain=MICROSOFT)
+def group_norm(n: Node) -> Result:
+    """Group normalization of (n, h, w, c) or (n, c, h, w), with SiLU if activation=1."""
+    last = n.flag("channels_last", True)
+    rank = n.rank()
+    x = n.input(0)
+    if last:
+        x = n.emit(ops.transpose(x, axes=(0, rank - 1, *range(1, rank - 1))))
+    weights = [
+        w if n.type_of(w).dtype == n.dtype() else n.emit(ops.cast(w, dtype=n.dtype())) for w in (n.input(1), n.input(2))
+    ]
+    result = n.emit(ops.group_norm(x, *weights, groups=n.int("groups"), epsilon=n.float("epsilon", 1e-5)))
+    if n.int("activation"):
+        result = n.emit(ops.silu(result))
+    return ops.transpose(result, axes=(0, *range(2, rank), 1)) if last else result
+
+
+# Quantized
+
+onnx_op("QuantizeLinear", domain=MICROSOFT)(lambda n: quantize_linear(_as_standard(n)))
+onnx_op("DequantizeLinear", domain=MICROSOFT)(lambda n: dequantize_linear(_as_standard(n)))
+onnx_op("DynamicQuantizeLinear", domain=MICROSOFT)(dynamic_quantize_linear)
+
+
+def _as_standard(n: Node) -> Node:
+    """The domain's own version 1 means what the standard op has meant since opset 21."""
+    n.opset = 21
+    return n
+
+
+@onnx_op("DynamicQuantizeMatMul", domain=MICROSOFT)
+def dynamic_quantize_matmul(n: Node) -> Result:
+    """a (float, quantized here) @ b (8 bits) in floats: inputs a, b, b's scale, b's zero point, bias."""
+    a, scale, zero = n.fields(ops.dynamic_quantize_linear(n.input(0)))
+    zeros = (zero,) if n.optional(3) is None else (zero, n.input(3))
+    total = n.emit(ops.cast(n.emit(ops.matmul_integer(a, n.input(1), *zeros)), dtype="float32"))
+    return _rescaled(n, total, scale, n.input(2), n.optional(4))
+
+
+@onnx_op("MatMulIntegerToFloat", domain=MICROSOFT)
+def matmul_integer_to_float(n: Node) -> Result:
+    """Inputs: a, b, their scales, their zero points, bias."""
+    total = n.emit(ops.matmul_integer(n.input(0), n.input(1), *zero_points(n, 4, 5)))
+    dtype = n.dtype(2)
+    return _rescaled(n, n.emit(ops.cast(total, dtype=dtype)), n.input(2), n.input(3), n.optional(6))
+
+
+def _rescaled(n: Node, total: Expr, left: Expr, right: Expr, bias: Expr | None) -> Result:
+    product = ops.multiply(total, n.emit(ops.multiply(left, right)))
+    return product if bias is None else ops.add(n.emit(product), bias)
+
+
+@onnx_op("QLinearAdd", "QLinearMul", domain=MICROSOFT)
+def qlinear_binary(n: Node) -> Result:
+    """Inputs: a, its scale, its zero point, the same of b, and the result's scale and zero point."""
+    a, b = (n.emit(_dequantized(n, k)) for k in (0, 3))
+    op = ops.add if n.op_type == "QLinearAdd" else ops.multiply
+    return _quantized(n, n.emit(op(a, b)), 6)
+
+
+def _dequantized(n: Node, index: int) -> Expr:
+    return ops.dequantize_linear(n.input(index), n.input(index + 1), n.optional(index + 2))
+
+
+def _quantized(n: Node, x: Expr, index: int) -> Expr:
+    zero = n.optional(index + 1)
+    return ops.quantize_linear(x, n.input(index), zero, dtype=None if zero is not None else n.dtype(0))
+
+
+@onnx_op("QLinearSigmoid", "QLinearLeakyRelu", domain=MICROSOFT)
+def qlinear_unary(n: Node) -> Result:
+    x = n.emit(_dequantized(n, 0))
+    made = ops.sigmoid(x) if n.op_type == "QLinearSigmoid" else ops.leaky_relu(x, alpha=n.float("alpha", 0.01))
+    return _quantized(n, n.emit(made), 3)
+
+
+@onnx_op("QLinearSoftmax", domain=MICROSOFT)
+def qlinear_softmax(n: Node) -> Result:
+    opset, axis = n.int("opset"), n.int("axis", -1)
+    if opset < 13 and normalize_axis(n, axis, n.rank()) != n.rank() - 1:
+        n.fail("QLinearSoftmax over more than the last axis is not supported")
+    return _quantized(n, n.emit(ops.softmax(n.emit(_dequantized(n, 0)), axis=axis)), 3)
+
+
+@onnx_op("QLinearGlobalAveragePool", domain=MICROSOFT)
+def qlinear_global_average_pool(n: Node) -> Result:
+    first = 1 if n.flag("channels_last") else 2
+    axes = tuple(range(first, first + n.rank() - 2))
+    return _quantized(n, n.emit(ops.mean(n.emit(_dequantized(n, 0)), axes=axes, keepdims=True)), 3)
+
+
+@onnx_op("QLinearConcat", domain=MICROSOFT)
+def qlinear_concat(n: Node) -> Result:
+    """Inputs: the result's scale and zero point, then x, scale, zero point for each part."""
+    parts = [n.emit(_dequantized(n, k)) for k in range(2, len(n.inputs), 3)]
+    joined = n.emit(ops.concat(*parts, axis=n.int("axis")))
+    return ops.quantize_linear(joined, n.input(0), n.input(1))
+
+
+@onnx_op("MatMulNBits", domain=MICROSOFT)
+def matmul_nbits(n: Node) -> Result:
+    """x (..., k) @ w.T, where w (n, k) has 2, 4 or 8 bits in blocks along k, each with a scale and a zero point."""
+    depth, width, bits, block = n.int("K"), n.int("N"), n.int("bits", 4), n.int("block_size")
+    n.ignore("accuracy_level")  # how exact an approximation may be; ours is exact
+    n.int("weight_prepacked", 0)
+    packed, zeros = n.const(1), n.const(3) if n.optional(3) is not None else None
+    if (
+        packed is None
+        or (n.optional(3) is not None and zeros is None)
+        or n.optional(4) is not None
+        or bits not in (2, 4, 8)
+    ):
+        n.fail("MatMulNBits needs constant weights of 2, 4 or 8 bits, without group indices")
+    blocks = math.ceil(depth / block)
+    weights = _unpacked(packed.reshape(width, -1), bits)[:, :depth]
+    scale = n.emit(ops.reshape(n.input(2), (width, blocks)))
+    if zeros is not None and zeros.dtype == np.uint8:
+        zero = Constant.of(_unpacked(zeros.reshape(width, -1), bits)[:, :blocks])
+        made = ops.dequantize_linear(Constant.of(weights), scale, zero, axis=1, block_size=block)
+    elif zeros is None:
+        zero = Constant.of(np.full((width, blocks), 1 << (bits - 1), np.uint8))
+        made = ops.dequantize_linear(Constant.of(weights), scale, zero, axis=1, block_size=block)
+    else:
+        n.fail("MatMulNBits with float zero points is not supported")
+    product = emit_matmul(n, n.input(0), n.emit(ops.transpose(n.emit(made), axes=(1, 0))))
+    return product if n.optional(5) is None else ops.add(product, n.input(5))
+
+
+def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of bytes as rows of elements, the lowest bits first."""
+    per_byte = 8 // bits
+    shifts = np.arange(per_byte, dtype=np.uint8) * bits
+    elements = (packed[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
+    return np.ascontiguousarray(elements.reshape(packed.shape[0], -1).astype(np.uint8))
+
+
+# Others
+
+
+@onnx_op("ExpandDims", domain=MICROSOFT)
+def expand_dims(n: Node) -> Result:
+    return ops.expand_dims(n.input(0), axes=n.const_ints(1, "axis"))
+
+
+@onnx_op("Trilu", domain=MICROSOFT)
+def trilu(n: Node) -> Result:
+    k = n.shape_values(1) if n.optional(1) is not None else (0,)
+    return ops.trilu(n.input(0), k, upper=n.flag("upper", True))

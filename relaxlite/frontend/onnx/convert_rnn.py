@@ -1,0 +1,83 @@
+"""LSTM, GRU and RNN."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.op import Op
+from relaxlite.ir.symbolic import SymExpr, as_int
+
+# ONNX's names (compared without case) -> ours, and which of alpha and beta they take with which defaults
+_ACTIVATIONS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "relu": ("relu", ()), "tanh": ("tanh", ()), "sigmoid": ("sigmoid", ()), "softsign": ("softsign", ()),
+    "softplus": ("softplus", ()), "affine": ("affine", (1.0, 0.0)), "scaledtanh": ("scaled_tanh", (1.0, 1.0)),
+    "hardsigmoid": ("hard_sigmoid", (0.2, 0.5)), "leakyrelu": ("leaky_relu", (0.01,)), "elu": ("elu", (1.0,)),
+    "thresholdedrelu": ("thresholded_relu", (1.0,)),
+}  # fmt: skip
+
+
+def _common(n: Node) -> dict[str, object]:
+    """The attributes that the three share."""
+    n.int("hidden_size", 0)  # said by the weights as well
+    n.int("output_sequence", 0)  # opset 1: outputs that are named are computed
+    attrs: dict[str, object] = {"direction": n.text("direction", "forward").lower(), "clip": n.float("clip", None)}
+    attrs["layout"] = n.int("layout", 0)
+    names = n.texts("activations", None)
+    given = [list(n.floats(name, None) or ()) for name in ("activation_alpha", "activation_beta")]
+    if names is None:
+        if any(given):
+            n.fail("activation_alpha and activation_beta without activations are not supported")
+        return attrs
+    made, values = [], ([], [])  # type: tuple[list[str], tuple[list[float], list[float]]]
+    for name in names:
+        if name.lower() not in _ACTIVATIONS:
+            n.fail(f"activation {name!r} is not known; it must be one of {', '.join(sorted(_ACTIVATIONS))}")
+        ours, defaults = _ACTIVATIONS[name.lower()]
+        made.append(ours)
+        for k in (0, 1):
+            has = k < len(defaults)
+            values[k].append(given[k].pop(0) if has and given[k] else defaults[k] if has else 0.0)
+    return {**attrs, "activations": ",".join(made), "alphas": tuple(values[0]), "betas": tuple(values[1])}
+
+
+def _recurrent(n: Node, op: Op, gates: int, states: int, attrs: dict[str, object]) -> Result:
+    """Inputs x, w, r, b, lengths, initial states... (and, of an LSTM, peepholes); left-out ones are zeros."""
+    x, w, r = n.input(0), n.input(1), n.input(2)
+    dtype, layout = n.dtype(), n.int("layout", 0)
+    directions, hidden = n.shape(1)[0], n.shape(2)[-1]
+    count = as_int(hidden)
+    if count is None or as_int(directions) is None:
+        n.fail("the number of directions and the hidden size must be known")
+    batch = n.shape(0)[0 if layout else 1]
+    bias = n.optional(3) or Constant.of(np.zeros((int(directions), 2 * gates * count)), dtype)
+    shape = (batch, directions, hidden) if layout else (directions, batch, hidden)
+    held = [n.optional(5 + k) or _zeros(n, shape, dtype) for k in range(states)]
+    lengths, peepholes = n.optional(4), n.optional(7) if states == 2 else None
+    if peepholes is not None and lengths is None:
+        steps = n.shape(0)[1 if layout else 0]
+        counted = n.emit(ops.reshape(n.emit(ops.shape_to_tensor((steps,))), ()))
+        lengths = n.emit(ops.broadcast_to(n.emit(ops.cast(counted, dtype="int32")), (batch,)))
+    return n.fields(op(x, w, r, bias, *held, lengths, peepholes, **attrs))
+
+
+def _zeros(n: Node, shape: tuple[SymExpr, ...], dtype: str) -> Expr:
+    return n.emit(ops.full(shape, Constant.of(0, dtype)))
+
+
+@onnx_op("LSTM")
+def lstm(n: Node) -> Result:
+    return _recurrent(n, ops.lstm, 4, 2, {**_common(n), "input_forget": n.flag("input_forget")})
+
+
+@onnx_op("GRU")
+def gru(n: Node) -> Result:
+    return _recurrent(n, ops.gru, 3, 1, {**_common(n), "linear_before_reset": n.flag("linear_before_reset")})
+
+
+@onnx_op("RNN")
+def rnn(n: Node) -> Result:
+    return _recurrent(n, ops.rnn, 1, 1, _common(n))

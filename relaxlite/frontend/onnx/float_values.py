@@ -1,0 +1,153 @@
+"""Sizes that exporters compute in floats (`floor(cast(height) * 0.5)`), followed as exact fractions of symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Constant, Expr, Var
+from relaxlite.ir.op import Op
+from relaxlite.ir.ops.broadcast import PROVER
+from relaxlite.ir.symbolic import SymExpr, as_int, floordiv, smax, smin, sym
+from relaxlite.ir.types import TensorType
+
+_MAX_ELEMENTS = 64
+_MAX_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """numerator / denominator, with a constant positive denominator."""
+
+    num: SymExpr
+    den: int
+
+    @staticmethod
+    def of(value: float) -> Ratio:
+        """The simplest fraction that is the same float32."""
+        simple = Fraction(value).limit_denominator(1000)
+        exact = simple if np.float32(float(simple)) == np.float32(value) else Fraction(value)
+        return Ratio(sym(exact.numerator), exact.denominator)
+
+    def floor(self) -> SymExpr:
+        return floordiv(self.num, self.den)
+
+    def truncated(self) -> SymExpr | None:
+        """Towards zero, as a cast to integers does."""
+        if self.den == 1 or PROVER.can_prove_le(0, self.num):
+            return self.floor()
+        return -floordiv(-self.num, self.den) if PROVER.can_prove_le(self.num, 0) else None
+
+
+def _reduced(num: SymExpr, den: int) -> Ratio:
+    whole = floordiv(num, den)
+    return Ratio(whole, 1) if whole * den is num else Ratio(num, den)
+
+
+def _add(a: Ratio, b: Ratio) -> Ratio:
+    return _reduced(a.num * b.den + b.num * a.den, a.den * b.den)
+
+
+def _multiply(a: Ratio, b: Ratio) -> Ratio:
+    return _reduced(a.num * b.num, a.den * b.den)
+
+
+def _divide(a: Ratio, b: Ratio) -> Ratio | None:
+    divisor = as_int(b.num)
+    if divisor is None:
+        whole = floordiv(a.num * b.den, b.num)
+        return _reduced(whole, a.den) if whole * b.num is a.num * b.den else None
+    if divisor == 0:
+        return None
+    sign = 1 if divisor > 0 else -1
+    return _reduced(a.num * (b.den * sign), a.den * abs(divisor))
+
+
+def _extremum(function: Callable[..., SymExpr]) -> Callable[[Ratio, Ratio], Ratio]:
+    return lambda a, b: _reduced(function(a.num * b.den, b.num * a.den), a.den * b.den)
+
+
+_OPS: dict[str, Callable[..., Ratio | None]] = {
+    "add": _add,
+    "subtract": lambda a, b: _add(a, Ratio(-b.num, b.den)),
+    "multiply": _multiply,
+    "divide": _divide,
+    "neg": lambda a: Ratio(-a.num, a.den),
+    "floor": lambda a: Ratio(a.floor(), 1),
+    "ceil": lambda a: Ratio(-floordiv(-a.num, a.den), 1),
+    "maximum": _extremum(smax),
+    "minimum": _extremum(smin),
+    "sqrt": lambda a: None,
+}
+_MOVES = frozenset(("reshape", "expand_dims", "squeeze", "concat", "gather", "slice", "transpose", "broadcast_to"))
+
+
+def known_ratios(bb: BlockBuilder, x: Expr, resolve: Callable[[Expr], Any], depth: int = _MAX_DEPTH) -> Any:
+    """The elements of a small float tensor as an object array of `Ratio`, or None. `resolve`: the same for integers."""
+    ty = x.ty
+    if not isinstance(ty, TensorType) or not _is_small(ty) or depth == 0:
+        return None
+    if isinstance(x, Constant):
+        return _each(Ratio.of, x.value) if np.isfinite(x.value.astype(np.float64)).all() else None
+    call = bb.definition(x) if isinstance(x, Var) else None
+    if not isinstance(call, Call) or not isinstance(call.callee, Op):
+        return None
+    name, args = call.callee.name, call.args
+    if name == "cast" and isinstance(args[0].ty, TensorType) and dtypes.is_integer(args[0].ty.dtype):
+        found = resolve(args[0])
+        return None if found is None else _each(lambda v: Ratio(sym(v), 1), found)
+    if name in _OPS or name == "cast":
+        operands = [known_ratios(bb, a, resolve, depth - 1) for a in args]
+        if any(operand is None for operand in operands):
+            return None
+        return operands[0] if name == "cast" else _each(_OPS[name], *operands)
+    return _moved(bb, call, resolve, depth) if name in _MOVES else None
+
+
+def _moved(bb: BlockBuilder, call: Call, resolve: Callable[[Expr], Any], depth: int) -> Any:
+    """Ops that only move elements, run on object arrays by their own reference."""
+    operands = []
+    for a in call.args:
+        if isinstance(a.ty, TensorType) and dtypes.is_float(a.ty.dtype):
+            found = known_ratios(bb, a, resolve, depth - 1)
+        else:
+            found = bb.known_value(a)
+            found = tuple(found) if found is not None and not isinstance(a.ty, TensorType) else found
+        if found is None:
+            return None
+        operands.append(found)
+    try:
+        return np.asarray(call.callee.reference(*operands, **call.attrs), dtype=object)  # type: ignore[union-attr]
+    except (TypeError, ValueError):
+        return None
+
+
+def _each(function: Callable[..., Any], *arrays: Any) -> Any:
+    spread = np.broadcast_arrays(*(np.asarray(a, dtype=object) for a in arrays))
+    out = np.empty(spread[0].shape, dtype=object)
+    for at in np.ndindex(out.shape):
+        found = function(*(a[at] for a in spread))
+        if found is None:
+            return None
+        out[at] = found
+    return out
+
+
+def truncated_values(ratios: Any) -> Any:
+    """As integers, or None."""
+    return _each(lambda r: r.truncated(), ratios)
+
+
+def _is_small(ty: TensorType) -> bool:
+    if ty.shape is None or not all(d.is_const for d in ty.shape):
+        return False
+    count = 1
+    for d in ty.shape:
+        count *= d.const
+    return count <= _MAX_ELEMENTS

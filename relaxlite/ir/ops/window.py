@@ -1,0 +1,222 @@
+"""Signal processing: window functions, and Fourier transforms as products with tables of sines and cosines.
+
+A signal's last dimension holds its real part alone (1) or the real and imaginary parts (2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.ops.broadcast import PROVER, Shape
+from relaxlite.ir.ops.linalg import emit_op, emit_reshape, in_accumulator
+from relaxlite.ir.ops.reduce import normalize_axis
+from relaxlite.ir.ops.scalars import index
+from relaxlite.ir.program import Buffer, Stmt, Value, compute
+from relaxlite.ir.symbolic import SymExpr, as_int, product, smax, sym
+from relaxlite.ir.types import TensorType, Type
+
+
+@register
+class CosineWindow(Op):
+    """a0 - a1 cos(2 pi n / N) + a2 cos(4 pi n / N) for n < size, N = size if periodic, else size - 1.
+
+    `coefficients` a0, a1, a2: (1/2, 1/2, 0) for Hann, (25/46, 21/46, 0) for Hamming, (0.42, 0.5, 0.08) for Blackman.
+    """
+
+    name = "cosine_window"
+    operands = ("size",)
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "coefficients": Attr("floats"), "periodic": Attr("bool", True), "dtype": Attr("dtype", "float32"),
+    }  # fmt: skip
+
+    def infer(self, size: Expr, *, coefficients: tuple[float, ...], periodic: bool, dtype: str) -> Type:
+        dims = self.shape(size, "size")
+        if len(dims) != 1 or len(coefficients) != 3 or not dtypes.is_float(dtype):
+            self.fail(f"needs one size, three coefficients and a float dtype, got {size.ty}, {coefficients}, {dtype}")
+        return TensorType.of(dims, dtype)
+
+    def lower(
+        self, size: Shape, *, out: Buffer, coefficients: tuple[float, ...], periodic: bool, dtype: str
+    ) -> Stmt:
+        a0, a1, a2 = coefficients
+        period = index(smax(size[0] - (0 if periodic else 1), 1)).cast("float64")
+
+        def value(i: SymExpr) -> Value:
+            angle = index(i).cast("float64") * (2 * math.pi) / period
+            found = a0 - a1 * angle.unary("cos")
+            return (found + a2 * (angle * 2.0).unary("cos") if a2 else found).cast(dtype).value
+
+        return compute(out, value)
+
+    def reference(
+        self, size: tuple[int, ...], *, coefficients: tuple[float, ...], periodic: bool, dtype: str
+    ) -> Any:
+        a0, a1, a2 = coefficients
+        angle = np.arange(size[0]) * (2 * math.pi) / max(size[0] - (0 if periodic else 1), 1)
+        return (a0 - a1 * np.cos(angle) + a2 * np.cos(2 * angle)).astype(dtypes.to_numpy(dtype))
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n",),), {"coefficients": (0.5, 0.5, 0.0)}, ("shape",))
+        yield Sample((("n",),), {"coefficients": (0.42, 0.5, 0.08), "periodic": False}, ("shape",))
+
+
+@register
+class DftMatrix(Op):
+    """The Fourier transform over `length` points as a matrix (length, parts, bins, 2): parts are real and imaginary.
+
+    Its element is cos(-+ 2 pi n k / length + (p - q) pi / 2) for part p of the input and q of the result, divided by
+    length if inverse. `sizes` = (length, bins).
+    """
+
+    name = "dft_matrix"
+    operands = ("sizes",)
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "parts": Attr("int", 1, (1, 2)), "inverse": Attr("bool", False), "dtype": Attr("dtype", "float32"),
+    }  # fmt: skip
+
+    def infer(self, sizes: Expr, *, parts: int, inverse: bool, dtype: str) -> Type:
+        dims = self.shape(sizes, "sizes")
+        if len(dims) != 2 or not dtypes.is_float(dtype):
+            self.fail(f"sizes must be the length and the number of bins and dtype a float, got {sizes.ty} and {dtype}")
+        return TensorType.of((dims[0], parts, dims[1], 2), dtype)
+
+    def lower(self, sizes: Shape, *, out: Buffer, parts: int, inverse: bool, dtype: str) -> Stmt:
+        length = index(sizes[0]).cast("float64")
+
+        def value(n: SymExpr, p: SymExpr, k: SymExpr, q: SymExpr) -> Value:
+            turn = index(n * k % sizes[0]).cast("float64") * (2 * math.pi if inverse else -2 * math.pi) / length
+            found = (turn + index(p - q).cast("float64") * (math.pi / 2)).unary("cos")
+            return (found / length if inverse else found).cast(dtype).value
+
+        return compute(out, value)
+
+    def reference(self, sizes: tuple[int, ...], *, parts: int, inverse: bool, dtype: str) -> Any:
+        length, bins = sizes
+        n, p, k, q = np.ogrid[:length, :parts, :bins, :2]
+        turn = (n * k % max(length, 1)) * (2 * math.pi if inverse else -2 * math.pi) / max(length, 1)
+        return (np.cos(turn + (p - q) * (math.pi / 2)) / (length if inverse else 1)).astype(dtypes.to_numpy(dtype))
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", "n//2+1"),), {}, ("shape",))
+        yield Sample((("n", "n"),), {"parts": 2, "inverse": True}, ("shape",))
+
+
+def _parts(op: Op, shape: Shape) -> int:
+    parts = as_int(shape[-1]) if shape else None
+    if parts not in (1, 2):
+        op.fail(f"the last dimension of x must be 1 (real) or 2 (real, imaginary), got {shape[-1] if shape else '()'}")
+    return int(parts or 1)
+
+
+def _bins(length: SymExpr, onesided: bool) -> SymExpr:
+    return length // 2 + 1 if onesided else length
+
+
+@register
+class Dft(Op):
+    """The discrete Fourier transform of x (..., n, ..., parts) along an axis, over `length` points.
+
+    x is cut to that length, or padded with zeros. onesided keeps the first length // 2 + 1 bins, and is for the forward
+    transform.
+    """
+
+    name = "dft"
+    operands = ("x", "length")
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "axis": Attr("int", -2), "inverse": Attr("bool", False), "onesided": Attr("bool", False),
+    }  # fmt: skip
+
+    def infer(self, x: Expr, length: Expr, *, axis: int, inverse: bool, onesided: bool) -> Type:
+        ty, sizes = self.tensor(x, "x"), self.shape(length, "length")
+        shape = list(ty.shape or ())
+        _parts(self, tuple(shape))
+        axis = normalize_axis(self, axis, len(shape))
+        if axis == len(shape) - 1 or len(sizes) != 1 or not dtypes.is_float(ty.dtype) or (inverse and onesided):
+            self.fail(f"needs a float x, one length, an axis before the last, and onesided only forward; got {ty}, "
+                      f"{length.ty}, axis={axis}, inverse={inverse}, onesided={onesided}")  # fmt: skip
+        shape[axis], shape[-1] = _bins(sizes[0], onesided), sym(2)
+        return TensorType.of(tuple(shape), ty.dtype)
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        ty, (length,) = self.tensor(call.args[0]), self.shape(call.args[1])
+        shape, x = list(ty.shape or ()), call.args[0]
+        rank, parts = len(shape), _parts(self, ty.shape or ())
+        axis = normalize_axis(self, int(call.attrs["axis"]), rank)  # type: ignore[arg-type]
+        if not PROVER.can_prove_equal(shape[axis], length):
+            after = [length - shape[axis] if k == axis else sym(0) for k in range(rank)]
+            x = emit_op(bb, "pad", x, (0,) * rank, tuple(after))
+        order = [k for k in range(rank) if k not in (axis, rank - 1)] + [axis, rank - 1]
+        x = emit_op(bb, "transpose", x, axes=order)
+        outer, bins = [shape[k] for k in order[:-2]], _bins(length, bool(call.attrs["onesided"]))
+        inverse = call.attrs["inverse"]
+        table = emit_op(bb, "dft_matrix", (length, bins), parts=parts, inverse=inverse, dtype=ty.dtype)
+        matrix = emit_reshape(bb, table, (length * parts, bins * 2))
+        result = emit_op(bb, "matmul", emit_reshape(bb, x, (product(outer), length * parts)), matrix)
+        result = emit_reshape(bb, result, (*outer, bins, 2))
+        return get_op("transpose")(result, axes=[order.index(k) for k in range(rank)])
+
+    def reference(self, x: Any, length: tuple[int, ...], *, axis: int, inverse: bool, onesided: bool) -> Any:
+        wide = in_accumulator(x)
+        signal = wide[..., 0] + (1j * wide[..., 1] if x.shape[-1] == 2 else 0)
+        along = axis % x.ndim
+        found = (np.fft.ifft if inverse else np.fft.fft)(signal, length[0], along)
+        found = np.take(found, np.arange(length[0] // 2 + 1 if onesided else length[0]), along)
+        return np.stack([found.real, found.imag], axis=-1).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        kinds = ("float32", "shape")
+        yield Sample((("b", "n", 1), ("n",)), {"onesided": True}, kinds, tolerance=1e-4)
+        yield Sample((("n", "b", 2), (6,)), {"axis": 0}, kinds, tolerance=1e-4)
+        yield Sample(((2, "n", 2), ("n+1",)), {"axis": 1, "inverse": True}, kinds, tolerance=1e-4)
+
+
+@register
+class Stft(Op):
+    """Fourier transforms of the frames of x (b, n, parts): (b, frames, bins, 2), a frame every `step` points.
+
+    Each frame is multiplied by `window`, whose size is the length of a frame.
+    """
+
+    name = "stft"
+    operands = ("x", "window")
+    attrs: ClassVar[Mapping[str, Attr]] = {"step": Attr("int"), "onesided": Attr("bool", True)}
+
+    def infer(self, x: Expr, window: Expr, *, step: int, onesided: bool) -> Type:
+        xt, wt = self.tensor(x, "x"), self.tensor(window, "window")
+        if xt.rank != 3 or wt.rank != 1 or xt.dtype != wt.dtype or not dtypes.is_float(xt.dtype) or step < 1:
+            self.fail(f"x must be (b, n, parts), window a vector of the same float dtype, got {xt}, {wt}, step={step}")
+        (batch, size, _), (length,) = xt.shape or (), wt.shape or ()
+        _parts(self, xt.shape or ())
+        return TensorType.of((batch, (size - length) // step + 1, _bins(length, onesided), 2), xt.dtype)
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        """A strided convolution over time whose channels are the parts and whose filters are the rows of the table."""
+        x, window = call.args
+        xt, (length,) = self.tensor(x), self.tensor(window).shape or ()
+        parts, bins = _parts(self, xt.shape or ()), _bins(length, bool(call.attrs["onesided"]))
+        table = emit_op(bb, "dft_matrix", (length, bins), parts=parts, dtype=xt.dtype)
+        rows = emit_op(bb, "transpose", table, axes=(2, 3, 1, 0))
+        filters = emit_op(bb, "multiply", emit_reshape(bb, rows, (bins * 2, parts, length)), window)
+        signal = emit_op(bb, "transpose", x, axes=(0, 2, 1))
+        found = emit_op(bb, "conv", signal, filters, (0, 0), strides=(call.attrs["step"],))
+        found = emit_op(bb, "transpose", found, axes=(0, 2, 1))
+        return get_op("reshape")(found, (*(self.tensor(found).shape or ())[:2], bins, 2))
+
+    def reference(self, x: Any, window: Any, *, step: int, onesided: bool) -> Any:
+        wide, length = in_accumulator(x), len(window)
+        signal = wide[..., 0] + (1j * wide[..., 1] if x.shape[-1] == 2 else 0)
+        frames = np.lib.stride_tricks.sliding_window_view(signal, length, axis=1)[:, ::step]
+        found = np.fft.fft(frames * in_accumulator(window), axis=-1)[..., : length // 2 + 1 if onesided else length]
+        return np.stack([found.real, found.imag], axis=-1).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("b", "n+4", 1), (4,)), {"step": 2}, tolerance=1e-4)
+        yield Sample(((2, "n+3", 2), (3,)), {"step": 1, "onesided": False}, tolerance=1e-4)
