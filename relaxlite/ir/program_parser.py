@@ -104,8 +104,8 @@ class ProgramParser(Reader):
         if isinstance(stmt, ast.With):
             return self._with(stmt)
         if isinstance(stmt, ast.If):
-            other = self.body(stmt.orelse) if stmt.orelse else None
-            return IfThenElse(self.value(stmt.test), self.body(stmt.body), other)
+            cond, then = self.value(stmt.test), self.body(stmt.body)  # in order: names of values may be used again
+            return IfThenElse(cond, then, self.body(stmt.orelse) if stmt.orelse else None)
         if isinstance(stmt, ast.Assert) and stmt.msg is not None:
             return Check(self.value(stmt.test), self.string(stmt.msg))
         if isinstance(stmt, ast.Assign):

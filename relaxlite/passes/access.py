@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import Buffer, IndexValue, Load, Stmt, Store
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, as_int, sym
+from relaxlite.ir.layout import flat_offset
+from relaxlite.ir.program import IndexValue, Load, Stmt, Store
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.visitor import all_values, loads, stores
 
-_ANALYZER = Analyzer()
-
-
-def offset(buffer: Buffer, indices: tuple[SymExpr, ...]) -> SymExpr:
-    """The row-major position of an element, in elements. Where loops were fused, t // m * m + t % m is t again."""
-    total = sym(0)
-    for dim, index in zip(buffer.shape, indices, strict=True):
-        total = total * dim + index
-    return _ANALYZER.simplify(total) if any(_is_divided(i) for i in indices) else total
-
-
-def _is_divided(expr: SymExpr) -> bool:
-    return any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)
+def offset(access: Load | Store) -> SymExpr:
+    """The row-major position of the accessed element, in elements."""
+    return flat_offset(access.buffer.shape, access.indices)
 
 
 def coefficient(expr: SymExpr, var: SymVar) -> SymExpr | None:
@@ -47,7 +38,7 @@ def accesses(stmt: Stmt) -> Iterator[Load | Store]:
 
 def stride(access: Load | Store, var: SymVar) -> int | None:
     """By how many elements the access moves per step of var; None if that is no constant."""
-    found = coefficient(offset(access.buffer, access.indices), var)
+    found = coefficient(offset(access), var)
     return None if found is None else as_int(found)
 
 
@@ -59,7 +50,7 @@ def can_fuse(stmt: Stmt, outer: SymVar, inner: SymVar, extent: SymExpr) -> bool:
         if isinstance(value, IndexValue) and {outer, inner} & set(value.index.free_vars()):
             return False
     for access in accesses(stmt):
-        position = offset(access.buffer, access.indices)
+        position = offset(access)
         a, b = coefficient(position, outer), coefficient(position, inner)
         if a is None or b is None or not analyzer.can_prove_equal(a, b * extent):
             return False

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
+from relaxlite.codegen.llvm.emitter import FALSE, Emitter, Lines, Val, int_const
 from relaxlite.ir.program import Buffer
 from relaxlite.ir.symbolic import (
     FloorDiv,
@@ -270,21 +270,31 @@ class Indices:
             is_div = isinstance(atom, FloorDiv)
             lower, _ = self.bounds(atom.b)
             positive = lower is not None and lower > 0
-            if self.is_nonneg(atom.a) and lower is not None and lower >= 0:
-                return divide_unsigned(self.e, a, b, is_div=is_div, may_be_zero=not positive)
-            return divide_floor(self.e, a, b, is_div=is_div, is_positive=positive)
+            if not self.is_nonneg(atom.a) or lower is None or lower < 0:
+                return divide_floor(self.e, a, b, is_div=is_div, is_positive=positive)
+            is_small = not any(self.variables[v].is_data for v in atom.free_vars())
+            return divide_unsigned(self.e, a, b, is_div=is_div, may_be_zero=not positive, is_small=is_small)
 
 
-def divide_unsigned(e: Emitter, a: Val, b: Val, *, is_div: bool, may_be_zero: bool) -> Val:
-    """a // b or a % b of numbers that are not negative."""
+def divide_unsigned(e: Emitter, a: Val, b: Val, *, is_div: bool, may_be_zero: bool, is_small: bool) -> Val:
+    """a // b or a % b of numbers that are not negative; `is_small`: and below 2**52, as what indexes memory is."""
     if (shift := _log2(b)) is not None:
         return e.binary("lshr", a, int_const(shift, a.elem), "x") if is_div else _low_bits(e, a, shift)
-    zero, one = int_const(0, a.elem), int_const(1, a.elem)
-    if not may_be_zero:
-        return e.binary("udiv" if is_div else "urem", a, b, "x")
-    is_zero = e.icmp("eq", b, zero)
-    result = e.binary("udiv" if is_div else "urem", a, e.select(is_zero, one, b), "x")
+    zero = int_const(0, a.elem)
+    is_zero = e.icmp("eq", b, zero) if may_be_zero else FALSE
+    divisor = e.select(is_zero, int_const(1, a.elem), b)
+    if (a.lanes or b.lanes) and is_small:
+        result = _divide_lanes(e, a, divisor, is_div=is_div)
+    else:
+        result = e.binary("udiv" if is_div else "urem", a, divisor, "x")
     return e.select(is_zero, zero, result, "x")
+
+
+def _divide_lanes(e: Emitter, a: Val, b: Val, *, is_div: bool) -> Val:
+    """No CPU divides vectors of integers. The float64 quotient of numbers below 2**52 never rounds up to the next one."""
+    quotient = e.fdiv(e.cast("sitofp", a, "double"), e.cast("sitofp", b, "double"))
+    whole = e.cast("fptosi", quotient, "i64", "x")
+    return whole if is_div else e.binary("sub", a, e.binary("mul", whole, b), "x")
 
 
 def divide_floor(e: Emitter, a: Val, b: Val, *, is_div: bool, is_positive: bool) -> Val:
@@ -341,14 +351,6 @@ def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
                 rest.append(atom)
         total = total + (monomial_expr(tuple(rest), coef) if rest else coef)
     return total
-
-
-def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr:
-    """The row-major position of an element."""
-    offset = sym(0)
-    for extent, index in zip(shape, indices, strict=True):
-        offset = offset * extent + index
-    return offset
 
 
 def split_lane(expr: SymExpr, lane: SymVar, varies: Mapping[SymVar, bool]) -> tuple[SymExpr, SymExpr] | None:

@@ -116,7 +116,7 @@ def _store(k: Kernel, stmt: Store) -> None:
         _combine(k, stmt, access)
     elif access.kind == "uniform":
         _combine_across(k, stmt, access)
-    elif access.kind == "contiguous" or (access.kind == "strided" and as_int(access.stride or 0)):
+    elif access.kind == "contiguous" or (access.stride is not None and as_int(access.stride)):
         _combine(k, stmt, access)
     else:
         _combine_one_by_one(k, stmt, access)

@@ -43,7 +43,13 @@ def from_onnx(
 
     Raises ImportModelError (UnsupportedOpsError lists all unknown ops at once), and InvalidArgumentError for wrong options.
     """
-    return ModelImporter(load_model(model)).run(dynamic_shapes, bounds)
+    loaded = load_model(model)
+    try:
+        return ModelImporter(loaded).run(dynamic_shapes, bounds)
+    except RelaxliteError:
+        raise
+    except Exception as error:  # of a damaged file, in which text may be bytes and numbers anything
+        raise ImportModelError(f"{loaded.name} cannot be imported ({type(error).__name__}: {error})") from error
 
 
 class ModelImporter:

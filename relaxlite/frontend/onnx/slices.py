@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, smax, smin, sym
 
-_HUGE = 1 << 31  # exporters write "to the end" as INT32_MAX, INT64_MAX and numbers near to them
+_HUGE = (1 << 31) - 1  # exporters write "to the end" as INT32_MAX, INT64_MAX and numbers near to them
 
 
 @dataclass(frozen=True, slots=True)
 class SliceRange:
-    """x[begin], x[begin + step], ...: `size` elements, all inside."""
+    """x[begin], x[begin + step], ...: `size` elements, all inside; of none, `begin` may lie outside."""
 
     begin: SymExpr
     size: SymExpr
@@ -23,40 +24,48 @@ class SliceRange:
 
 
 def resolve_slice(extent: SymExpr, start: SymExpr, end: SymExpr, step: int) -> SliceRange:
-    """The elements that x[start:end:step] means along a dimension of this extent; step is not 0."""
+    """The elements that x[start:end:step] means along a dimension of this extent; step is not 0.
+
+    For step > 0: from max(start, 0) to before min(end, extent). The count is at most each of the differences between an
+    upper and a lower limit, so that limits cancel: x[-3:] has min(3, extent) elements.
+    """
     if step > 0:
-        first, last = _clamp(extent, start, sym(0), extent), _clamp(extent, end, sym(0), extent)
-        size = _nonnegative(ceildiv(_minus(last, first), step))
-        return SliceRange(first, size, step)
-    first, last = _clamp(extent, start, sym(-1), extent - 1), _clamp(extent, end, sym(-1), extent - 1)
-    return SliceRange(first, _nonnegative(ceildiv(first - last, -step)), step)
+        lows, highs = _limits(extent, start, sym(0)), _limits(extent, end, extent)
+        begin = _extreme(lows, is_max=True)
+    else:
+        lows, highs = _limits(extent, end, sym(-1)), _limits(extent, start, extent - 1)
+        begin = _extreme(highs, is_max=False)
+    span = _extreme([high - low for high in highs for low in lows], is_max=False)
+    return SliceRange(begin, _nonnegative(ceildiv(span, abs(step))), step)
 
 
-def _minus(last: SymExpr, first: SymExpr) -> SymExpr:
-    return PROVER.simplify(last - first)
-
-
-def _clamp(extent: SymExpr, value: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
-    """A start or end: counted from the end where it is negative, then limited to low..high."""
+def _limits(extent: SymExpr, value: SymExpr, border: SymExpr) -> list[SymExpr]:
+    """A start or end, counted from the end where it is negative, and the border that it may not pass."""
     known = as_int(value)
-    if known is not None and known >= _HUGE - 1:
-        return high
-    if known is not None and known <= -_HUGE:
-        return low
+    if known is not None and abs(known) >= _HUGE:
+        passes = (known > 0) == (border is not sym(0) and border is not sym(-1))
+        return [border] if passes else [value, border]
     if PROVER.can_prove_lt(value, 0):
-        return _limit(value + extent, low, high)
+        return [value + extent, border]
     if PROVER.can_prove_le(0, value):
-        return _limit(value, low, high)
+        return [value, border]
     # value + extent * (1 if value < 0 else 0): min(0, max(-1, value)) is -1 or 0
-    return _limit(value - extent * smin(0, smax(-1, value)), low, high)
+    return [value - extent * smin(0, smax(-1, value)), border]
 
 
-def _limit(value: SymExpr, low: SymExpr, high: SymExpr) -> SymExpr:
-    if not PROVER.can_prove_le(low, value):
-        value = high if PROVER.can_prove_le(high, low) else smax(value, low)
-    return (
-        value if PROVER.can_prove_le(value, high) else high if PROVER.can_prove_le(high, value) else smin(value, high)
-    )
+def _extreme(values: Iterable[SymExpr], *, is_max: bool) -> SymExpr:
+    """The greatest or least, without those that are provably not it."""
+    kept: list[SymExpr] = []
+    for value in values:
+        if any(_beats(other, value, is_max) for other in kept):
+            continue
+        kept = [other for other in kept if not _beats(value, other, is_max)]
+        kept.append(value)
+    return (smax if is_max else smin)(*kept)
+
+
+def _beats(a: SymExpr, b: SymExpr, is_max: bool) -> bool:
+    return PROVER.can_prove_le(b, a) if is_max else PROVER.can_prove_le(a, b)
 
 
 def _nonnegative(size: SymExpr) -> SymExpr:

@@ -329,30 +329,54 @@ class _Kernel:
         return _triangle(near, choose) if self.half == 1 else _cubic(near, self.attrs["cubic_coeff_a"], choose)
 
 
+class _Tables:
+    """Per element of the result: its source coordinate, and the weights of its neighbours."""
+
+    def __init__(self, kernel: _Kernel) -> None:
+        self.kernel, axis = kernel, kernel.axis
+        self.where = Buffer("where", (axis.out,), "float32")
+        self.weights = Buffer("weights", (axis.out, kernel.taps), "float32")
+        self.stretch = kernel.stretch(axis.scale_value(), Scalar.maximum)
+        self.size = index(axis.size).cast("float32")
+
+    def begin(self, o: SymExpr) -> Scalar:
+        """The first neighbour."""
+        found = self.kernel.first(Scalar(self.where[o]), self.stretch, lambda v: v.unary("floor"))
+        return Scalar(found.value)
+
+    def is_outside(self, o: SymExpr) -> Scalar:
+        return Scalar(_outside(Scalar(self.where[o]), self.size).value)
+
+    def fill(self) -> Stmt:
+        kernel, weights = self.kernel, self.weights
+
+        def weight(o: SymExpr, t: SymExpr) -> Value:
+            position = self.begin(o) + index(t).cast("float32")
+            found = Scalar(kernel.weight((position - Scalar(self.where[o])).abs(), self.stretch, select).value)
+            excludes = kernel.attrs["exclude_outside"]
+            return (select(_outside(position, self.size), 0.0, found) if excludes else found).value
+
+        stages = seq(_fill_coordinates(self.where, kernel.axis), compute(weights, weight))
+        if not kernel.is_normalized:
+            return stages
+        totals, zero = Buffer("totals", self.where.shape, "float32"), identity("add", "float32")
+        total = reduce(totals, (kernel.taps,), "add", zero, lambda o, t: weights[o, t])
+        divided = compute(weights, lambda o, t: (Scalar(weights[o, t]) / Scalar(totals[o])).value)
+        return Allocate(totals, seq(stages, total, divided))
+
+
 def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any]) -> Stmt:
     """out = sum over taps t of weights[o, t] * x[first(o) + t], clamped into x."""
     kernel, k = _Kernel(axis, attrs), axis.k
-    where = Buffer("where", (axis.out,), "float32")
-    weights = Buffer("weights", (axis.out, kernel.taps), "float32")
-    totals = Buffer("totals", (axis.out,), "float32")
-    stretch = kernel.stretch(axis.scale_value(), Scalar.maximum)
-    size, first = index(axis.size).cast("float32"), SymVar("first", lower=None)
-
-    def begin(o: SymExpr) -> Scalar:
-        return Scalar(kernel.first(Scalar(where[o]), stretch, lambda v: v.unary("floor")).value)
-
-    def weight(o: SymExpr, t: SymExpr) -> Value:
-        position = begin(o) + index(t).cast("float32")
-        found = Scalar(kernel.weight((position - Scalar(where[o])).abs(), stretch, select).value)
-        return (select(_outside(position, size), 0.0, found) if attrs["exclude_outside"] else found).value
+    tables, first = _Tables(kernel), SymVar("first", lower=None)
 
     def term(i: tuple[SymVar, ...], t: SymExpr) -> Scalar:
         clamped = smin(smax(first + t, 0), axis.size - 1)
         at = (*i[:k], clamped, *i[k + 1 :])
-        return Scalar(weights[i[k], t]).cast(out.dtype) * Scalar(x[at])
+        return Scalar(tables.weights[i[k], t]).cast(out.dtype) * Scalar(x[at])
 
     def element(*i: SymVar) -> Stmt:
-        start, taps = begin(i[k]).cast("int64").value, as_int(kernel.taps)
+        start, taps = tables.begin(i[k]).cast("int64").value, as_int(kernel.taps)
         if taps is not None and not attrs["antialias"]:
             explicit = term(i, sym(0))
             for t in range(1, taps):
@@ -364,21 +388,11 @@ def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any
         return LetIndex(first, start, Allocate(total, seq(*stages)))
 
     def cropped(*i: SymVar) -> Value:
-        outside = _outside(Scalar(where[i[k]]), size)
-        return select(outside, attrs["extrapolation_value"], Scalar(out[i])).value
+        return select(tables.is_outside(i[k]), attrs["extrapolation_value"], Scalar(out[i])).value
 
-    stages = [_fill_coordinates(where, axis), compute(weights, weight)]
-    if kernel.is_normalized:
-        zero = identity("add", "float32")
-        stages.append(reduce(totals, (kernel.taps,), "add", zero, lambda o, t: weights[o, t]))
-        stages.append(compute(weights, lambda o, t: (Scalar(weights[o, t]) / Scalar(totals[o])).value))
-    stages.append(loops("ijlmnp", out.shape, element))
-    if axis.crops:
-        stages.append(compute(out, cropped))
-    body = seq(*stages)
-    for buffer in (totals, weights, where) if kernel.is_normalized else (weights, where):
-        body = Allocate(buffer, body)
-    return body
+    body = seq(tables.fill(), loops("ijlmnp", out.shape, element))
+    body = seq(body, compute(out, cropped)) if axis.crops else body
+    return Allocate(tables.where, Allocate(tables.weights, body))
 
 
 def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:

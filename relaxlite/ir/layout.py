@@ -1,0 +1,26 @@
+"""Where the elements of a buffer lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, sym
+
+_ANALYZER = Analyzer()
+
+
+def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr:
+    """The row-major position of an element, counted in elements.
+
+    Where loops were fused, the indices hold t // m and t % m of one loop variable: t // m * m + t % m is t again.
+    """
+    total, divides = sym(0), False
+    for dim, index in zip(shape, indices, strict=True):
+        total = total * dim + index
+        divides = divides or _divides(index)
+    return _ANALYZER.simplify(total) if divides else total
+
+
+def _divides(expr: SymExpr) -> bool:
+    return any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)

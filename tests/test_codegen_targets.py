@@ -1,0 +1,109 @@
+"""Code for other machines: objects are emitted, never run. In child processes, because an LLVM error ends the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.target import Target
+
+_TARGETS = (
+    "llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu",
+    "llvm -mcpu=x86-64-v2 -mtriple=x86_64-unknown-linux-gnu",
+    "llvm -mcpu=x86-64-v3 -mtriple=x86_64-pc-windows-msvc",
+    "llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu",
+    "llvm -mcpu=sapphirerapids -mtriple=x86_64-unknown-linux-gnu",
+    "llvm -mcpu=skylake -mtriple=x86_64-apple-darwin",
+    "llvm -mcpu=generic -mtriple=aarch64-unknown-linux-gnu",
+    "llvm -mcpu=neoverse-v1 -mtriple=aarch64-unknown-linux-gnu",
+    "llvm -mcpu=apple-m1 -mtriple=arm64-apple-darwin",
+)
+
+_CHILD = """
+import sys
+from relaxlite import dtypes
+from relaxlite.codegen.llvm import compile_programs
+from relaxlite.ir.program import BINARY, UNARY, Binary, Buffer, Cast, For, IfThenElse, Select, Store, TensorProgram, Unary
+from relaxlite.ir.program import Compare, index
+from relaxlite.ir.symbolic import SymVar, sym
+from relaxlite.target import Target
+from tests.test_codegen import _scratch_program
+from tests.test_codegen_scalars import elementwise, has_meaning
+from tests.test_codegen_vectorize import over
+
+target = Target.parse(sys.argv[1])
+programs = {"scratch": _scratch_program("global", "n")}
+for dtype in dtypes.ALL:
+    for lanes in (0, 16):
+        for op in UNARY:
+            if has_meaning(op, dtype):
+                result = "bool" if op in ("not", "isnan", "isinf") else dtype
+                programs[f"{op} {dtype} {lanes}"] = elementwise(lambda v: Unary(op, v), (dtype,), result, lanes)
+        for op in BINARY:
+            if has_meaning(op, dtype):
+                programs[f"{op} {dtype} {lanes}"] = elementwise(lambda v, w: Binary(op, v, w), (dtype,) * 2, dtype, lanes)
+        for other in dtypes.ALL:
+            programs[f"cast {dtype} {other} {lanes}"] = elementwise(lambda v: Cast(v, other), (dtype,), other, lanes)
+n, i = SymVar("n"), SymVar("i")
+a, out = Buffer.of("a", (n,), "float32"), Buffer.of("out", (n,), "float32")
+programs["reduce"] = over(n, 16, lambda i: Store(out, (sym(0),), a[i], "max"), a, out)
+programs["gather"] = over(n, 16, lambda i: Store(out, (i,), a[i % 7]), a, out)
+programs["scatter"] = over(n, 16, lambda i: Store(out, (i * 3,), a[i]), a, out)
+programs["parallel"] = TensorProgram((a, out), (n,), For(i, n, Store(out, (i,), a[i]), "parallel"))
+code = compile_programs(programs, target)
+assert len(code.kernels) == len(programs)
+print(len(programs), code.object_code[:4].hex())
+"""
+
+
+@pytest.mark.parametrize("text", _TARGETS)
+def test_object_code_for_other_machines(text: str) -> None:
+    found = subprocess.run([sys.executable, "-c", _CHILD, text], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    count, magic = found.stdout.split()
+    assert int(count) > 900
+    expected = "7f454c46" if "linux" in text else "cffaedfe" if "darwin" in text else "64860"
+    assert magic.startswith(expected)
+
+
+# Target
+
+
+def test_target_round_trips() -> None:
+    for text in ("llvm", *_TARGETS, "llvm -mcpu=znver4 -mattr=+avx2,-avx512f -l1-bytes=1024 -l2-bytes=4096 -cores=8"):
+        target = Target.parse(text)
+        assert Target.parse(str(target)) == target
+    assert Target.parse("llvm") == Target.host()
+
+
+def test_target_knows_its_vectors() -> None:
+    for name, bits, registers in (("x86-64", 128, 16), ("x86-64-v3", 256, 16), ("x86-64-v4", 512, 32)):
+        target = Target.parse(f"llvm -mcpu={name} -mtriple=x86_64-unknown-linux-gnu")
+        assert (target.vector_bits, target.num_vector_registers) == (bits, registers)
+        assert target.vector_lanes(4) == bits // 32
+    arm = Target.parse("llvm -mtriple=aarch64-unknown-linux-gnu")
+    assert (arm.vector_bits, arm.num_vector_registers) == (128, 32)
+
+
+def test_features_can_be_switched_off() -> None:
+    target = Target.parse("llvm -mcpu=x86-64-v4 -mattr=-avx512f -mtriple=x86_64-unknown-linux-gnu")
+    assert target.has("avx2") and not target.has("avx512f") and target.vector_bits == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unknown kind ''"),
+        ("cuda", "unknown kind 'cuda'"),
+        ("llvm -speed=11", "cannot read option '-speed=11'"),
+        ("llvm -mattr=avx2", "feature 'avx2' must be"),
+        ("llvm -mtriple=nonsense", "does not know the triple 'nonsense'"),
+        ("llvm -cores=many", "-cores must be a whole number, got 'many'"),
+    ],
+)
+def test_target_text_that_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Target.parse(text)
