@@ -33,7 +33,7 @@ from relaxlite.ir.program import (
     Store,
     TensorProgram,
 )
-from relaxlite.ir.symbolic import SymVar, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.runtime.native import NativeLibrary, load_object
 from relaxlite.target import Target
 
@@ -56,7 +56,7 @@ def matmul(rows: int) -> TensorProgram:
     panel, block, kk = SymVar("panel"), SymVar("block"), SymVar("kk")
     zero = Literal(0.0, "float32")
 
-    def for_tile(make: Callable[[SymVar, object], Stmt]) -> Stmt:
+    def for_tile(make: Callable[[SymVar, SymExpr], Stmt]) -> Stmt:
         row, part, lane = SymVar("row"), SymVar("part"), SymVar("lane")
         body = make(row, part * LANES + lane)
         return nest(

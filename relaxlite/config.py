@@ -10,7 +10,7 @@ The value of a knob: what `set` or `override` said, else the environment variabl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +24,29 @@ class Knob:
     type: type
     default: Any
     doc: str
+    limits: tuple[int, int] | None = None  # of a whole number that is given
+
+    @property
+    def kind(self) -> str:
+        """What a value must be, in words."""
+        limits = f" from {self.limits[0]} to {self.limits[1]}" if self.limits else ""
+        return {int: "a whole number", str: "text", bool: "a boolean (1 or 0)"}[self.type] + limits
+
+    def accepts(self, value: object) -> bool:
+        if type(value) is not self.type:
+            return False
+        return not self.limits or self.limits[0] <= value <= self.limits[1]  # type: ignore[operator]
 
     @property
     def variable(self) -> str:
         return f"RELAXLITE_{self.name.upper()}"
 
 
+MAX_THREADS = 1024
+
 _TABLE = (
-    Knob("num_threads", int, 0, "Threads that work on one parallel loop; 0 means one per usable core."),
-    Knob("cache_dir", str, "", "Folder of fetched models; empty: this platform's cache folder."),
+    Knob("num_threads", int, None, "Threads that work on one loop; None: one per usable core.", (1, MAX_THREADS)),
+    Knob("cache", str, "", "Folder of fetched models; empty: this platform's cache folder."),
     Knob("verify_passes", bool, False, "Run the IR verifier after every compiler pass."),
     Knob("dump_dir", str, "", "Folder for the IR after every pass and the generated code; empty: no dumps."),
     Knob("poison_memory", bool, False, "Fill fresh arenas and tensors with 0xFF (NaN), to show reads of garbage."),
@@ -50,19 +64,18 @@ def get(name: str) -> Any:
     text = os.environ.get(knob.variable, "").strip()
     if not text:
         return knob.default
-    try:
-        return _PARSERS[knob.type](text)
-    except ValueError as error:
-        kind = _KIND_TEXT[knob.type]
-        raise InvalidArgumentError(f"environment variable {knob.variable} must be {kind}, got {text!r}") from error
+    value = _parse(knob.type, text)
+    if not knob.accepts(value):
+        raise InvalidArgumentError(f"environment variable {knob.variable} must be {knob.kind}, got {text!r}")
+    return value
 
 
 def set(**values: Any) -> None:
     """Set knobs until the process ends; None undoes it."""
     for name, value in values.items():
         knob = _knob(name)
-        if value is not None and type(value) is not knob.type:
-            raise InvalidArgumentError(f"{name} must be {_KIND_TEXT[knob.type]}, got {value!r}")
+        if value is not None and not knob.accepts(value):
+            raise InvalidArgumentError(f"{name} must be {knob.kind}, got {value!r}")
     for name, value in values.items():
         if value is None:
             _overrides.pop(name, None)
@@ -94,12 +107,14 @@ def _knob(name: str) -> Knob:
     return KNOBS[name]
 
 
-def _parse_bool(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in values:
-        raise ValueError(text)
-    return values[text.lower()]
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-_PARSERS: dict[type, Callable[[str], Any]] = {int: int, str: str, bool: _parse_bool}
-_KIND_TEXT = {int: "a whole number", str: "text", bool: "a boolean (1 or 0)"}
+def _parse(kind: type, text: str) -> object:
+    """The value that text of the environment means; None when it means none."""
+    if kind is bool:
+        return _BOOLEANS.get(text.lower())
+    try:
+        return kind(text)
+    except ValueError:
+        return None

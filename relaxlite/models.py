@@ -31,6 +31,7 @@ from typing import IO, Any, Literal
 
 from tqdm import tqdm
 
+from relaxlite import config
 from relaxlite.errors import FetchError, InvalidArgumentError
 
 POLL_SECONDS = 0.1
@@ -79,7 +80,7 @@ class ModelEntry:
 
 def cache_folder() -> Path:
     """The folder that fetched models live in: RELAXLITE_CACHE, or this platform's cache folder."""
-    if chosen := os.environ.get("RELAXLITE_CACHE"):
+    if chosen := config.get("cache"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")

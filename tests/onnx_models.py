@@ -16,8 +16,10 @@ from relaxlite.ir.verifier import verify
 
 Dims = Sequence["int | str | None"]
 
-_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32, "bool": TensorProto.BOOL,
-          "string": TensorProto.STRING, "uint8": TensorProto.UINT8, "float16": TensorProto.FLOAT16}  # fmt: skip
+_TYPES = {
+    "float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32, "bool": TensorProto.BOOL,
+    "string": TensorProto.STRING, "uint8": TensorProto.UINT8, "float16": TensorProto.FLOAT16,
+}  # fmt: skip
 
 
 def value(name: str, dims: Dims | None, dtype: str = "float32") -> onnx.ValueInfoProto:
@@ -57,7 +59,9 @@ def model(
     )
 
 
-def node(op: str, inputs: Sequence[str], outputs: Sequence[str] = ("y",), name: str = "", domain: str = "", **attrs: Any) -> Any:
+def node(
+    op: str, inputs: Sequence[str], outputs: Sequence[str] = ("y",), name: str = "", domain: str = "", **attrs: Any
+) -> Any:
     return helper.make_node(op, list(inputs), list(outputs), name=name, domain=domain, **attrs)
 
 

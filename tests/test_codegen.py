@@ -266,10 +266,10 @@ def test_checks_in_parallel_loops_reach_the_caller() -> None:
 # Scratch memory
 
 
-def _scratch_program(scope: str, size: SymExpr | int, fail: bool = False) -> TensorProgram:
+def _scratch_program(scope: str, size: int | str, fail: bool = False) -> TensorProgram:
     n = SymVar("n")
     a, out = Buffer.of("a", (n,), "float32"), Buffer.of("out", (n,), "float32")
-    tmp = Buffer.of("tmp", (n if size == "n" else size,), "float32", scope)  # type: ignore[arg-type]
+    tmp = Buffer.of("tmp", (n if isinstance(size, str) else size,), "float32", scope)  # type: ignore[arg-type]
     double = loops("i", (n,), lambda i: Store(tmp, (i,), Binary("add", a[i], a[i])))
     back = loops("i", (n,), lambda i: Store(out, (i,), tmp[n - 1 - i]))
     check = (Check(Compare("ge", a[0], F32_ZERO), "negative"),) if fail else ()
@@ -285,15 +285,12 @@ def test_scratch_buffers(scope: str, size: int) -> None:
 
 
 def test_scratch_is_freed_when_a_check_fails() -> None:
-    program = _scratch_program("global", "n", fail=True)  # type: ignore[arg-type]
-    kernel = NativeKernel(program)
-    size = 1 << 22
-    x = np.full(size, -1.0, np.float32)
-    result = np.zeros_like(x)
-    for _ in range(2000):  # 32 GB if it were not freed, and touched
-        assert kernel([x[:1], result], [0]) in (0, 1)
-    assert kernel([x, result], [size]) == 1
+    program = _scratch_program("global", "n", fail=True)
     assert emit_program("k", program, Target.host()).count("call void @relaxlite_scratch_free") == 2
+    kernel = NativeKernel(program)
+    x = np.full(1 << 20, -1.0, np.float32)
+    for _ in range(100):
+        assert kernel([x, np.zeros_like(x)], [1 << 20]) == 1
 
 
 def test_scratch_that_cannot_be_had_is_a_status() -> None:
@@ -323,20 +320,16 @@ def test_scratch_inside_parallel_and_serial_loops() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_parallel_loops(threads: int) -> None:
+    """A parallel loop inside a serial one, with another inside that must then run serially."""
     n, m = SymVar("n"), SymVar("m")
     a, out = Buffer.of("a", (n, m), "float64"), Buffer.of("out", (n,), "float64")
-    i, j, outer = SymVar("i"), SymVar("j"), SymVar("outer")
-    # A parallel loop inside a serial one, with a parallel one inside that must then run serially.
-    inner = For(j, m, Store(out, (i,), Binary("mul", a[i, j], index(outer + 1, "int64") if False else a[i, j]), "add"))
-    body = For(
-        outer,
-        sym(2),
-        For(i, n, seq(Store(out, (i,), Literal(0.0, "float64")), For(j, m, inner.body, "parallel")), "parallel"),
-    )
+    i, j, repeat = SymVar("i"), SymVar("j"), SymVar("repeat")
+    inner = For(j, m, Store(out, (i,), Binary("mul", a[i, j], a[i, j]), "add"), "parallel")
+    outer = For(i, n, seq(Store(out, (i,), Literal(0.0, "float64")), inner), "parallel")
     before = threadpool.num_threads()
     threadpool.set_num_threads(threads)
     try:
-        kernel = NativeKernel(TensorProgram((a, out), (n, m), body))
+        kernel = NativeKernel(TensorProgram((a, out), (n, m), For(repeat, sym(2), outer)))
         for rows in (0, 1, 3, 1000):
             x = np.random.default_rng(0).standard_normal((rows, 6))
             result = np.zeros(rows)

@@ -11,13 +11,15 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.target import Target
 
 _TARGETS = (
-    "llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu",
     "llvm -mcpu=x86-64-v2 -mtriple=x86_64-unknown-linux-gnu",
     "llvm -mcpu=x86-64-v3 -mtriple=x86_64-pc-windows-msvc",
+    "llvm -mcpu=generic -mtriple=aarch64-unknown-linux-gnu",
+)
+_MORE_TARGETS = (
+    "llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu",
     "llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu",
     "llvm -mcpu=sapphirerapids -mtriple=x86_64-unknown-linux-gnu",
     "llvm -mcpu=skylake -mtriple=x86_64-apple-darwin",
-    "llvm -mcpu=generic -mtriple=aarch64-unknown-linux-gnu",
     "llvm -mcpu=neoverse-v1 -mtriple=aarch64-unknown-linux-gnu",
     "llvm -mcpu=apple-m1 -mtriple=arm64-apple-darwin",
 )
@@ -36,8 +38,8 @@ from tests.test_codegen_vectorize import over
 
 target = Target.parse(sys.argv[1])
 programs = {"scratch": _scratch_program("global", "n")}
-for dtype in dtypes.ALL:
-    for lanes in (0, 16):
+for dtype in ("bool", "int8", "int32", "uint64", "float16", "bfloat16", "float32", "float64"):
+    for lanes in (0, 16) if dtype in ("bool", "float16", "float32") else (16,):
         for op in UNARY:
             if has_meaning(op, dtype):
                 result = "bool" if op in ("not", "isnan", "isinf") else dtype
@@ -59,13 +61,13 @@ print(len(programs), code.object_code[:4].hex())
 """
 
 
-@pytest.mark.parametrize("text", _TARGETS)
+@pytest.mark.parametrize("text", [*_TARGETS, *(pytest.param(text, marks=pytest.mark.slow) for text in _MORE_TARGETS)])
 def test_object_code_for_other_machines(text: str) -> None:
     found = subprocess.run([sys.executable, "-c", _CHILD, text], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
     count, magic = found.stdout.split()
-    assert int(count) > 900
-    expected = "7f454c46" if "linux" in text else "cffaedfe" if "darwin" in text else "64860"
+    assert int(count) > 400
+    expected = "7f454c46" if "linux" in text else "cffaedfe" if "darwin" in text else "6486"
     assert magic.startswith(expected)
 
 
@@ -73,7 +75,12 @@ def test_object_code_for_other_machines(text: str) -> None:
 
 
 def test_target_round_trips() -> None:
-    for text in ("llvm", *_TARGETS, "llvm -mcpu=znver4 -mattr=+avx2,-avx512f -l1-bytes=1024 -l2-bytes=4096 -cores=8"):
+    for text in (
+        "llvm",
+        *_TARGETS,
+        *_MORE_TARGETS,
+        "llvm -mcpu=znver4 -mattr=+avx2,-avx512f -l1-bytes=1024 -l2-bytes=4096 -cores=8",
+    ):
         target = Target.parse(text)
         assert Target.parse(str(target)) == target
     assert Target.parse("llvm") == Target.host()

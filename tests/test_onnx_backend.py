@@ -1,4 +1,4 @@
-"""A sample of the onnx package's node tests through the interpreter; `python -m tests.onnx_backend` runs all of them."""
+"""A sample of the onnx package's node tests through the interpreter; `python -m tests.onnx_backend` runs all."""
 
 from __future__ import annotations
 

@@ -137,7 +137,9 @@ def test_wrong_options(options: Any, message: str) -> None:
 
 def test_an_input_without_rank_needs_a_shape() -> None:
     proto = model([node("Relu", ["x"])], [value("x", None)])
-    with pytest.raises(ImportModelError, match=r"input 'x' declares no shape, not even its rank; give it: dynamic_shapes="):
+    with pytest.raises(
+        ImportModelError, match=r"input 'x' declares no shape, not even a rank; give it: dynamic_shapes="
+    ):
         from_onnx(proto)
     assert input_dims(imported(proto, dynamic_shapes={"x": ["n", 3]})) == {"x": ["n", "3"]}
 
@@ -179,8 +181,8 @@ def test_initializers_and_constant_nodes_are_constants_even_if_listed_as_inputs(
 
 @pytest.mark.parametrize(
     ("attrs", "expected"),
-    [({"value_int": 7}, np.int64(7)), ({"value_ints": [1, 2]}, np.int64([1, 2])), ({"value_float": 0.5}, np.float32(0.5)),
-     ({"value_floats": [0.5, 1.5]}, np.float32([0.5, 1.5]))],
+    [({"value_int": 7}, np.int64(7)), ({"value_ints": [1, 2]}, np.int64([1, 2])), 
+     ({"value_float": 0.5}, np.float32(0.5)), ({"value_floats": [0.5, 1.5]}, np.float32([0.5, 1.5]))],
 )  # fmt: skip
 def test_constants_of_plain_attributes(attrs: Any, expected: Any) -> None:
     found = run(model([node("Constant", [], **attrs)]))

@@ -565,6 +565,14 @@ def test_a_chain_of_conditions_with_shared_parts_prints_without_elif() -> None:
     assert "        else:\n            t = b[i] + b[i]\n            if t == t:\n" in text
 
 
+def test_a_branch_may_use_the_name_of_a_value_of_the_condition() -> None:
+    a, b = Unary("neg", C[()]), Unary("not", C[()])
+    test_stmt = IfThenElse(Binary("and", a, a), BARRIER, Check(Binary("or", b, b), "?"))
+    text = round_trip_stmt(test_stmt)
+    assert "        t = -c[()]\n        if t & t:\n" in text
+    assert "            t = not c[()]\n            assert t | t" in text
+
+
 # Excerpts
 
 

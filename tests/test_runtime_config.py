@@ -26,16 +26,18 @@ def test_set_lasts_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     config.set(num_threads=3)
     assert config.get("num_threads") == 3
     config.set(num_threads=None)
-    assert config.get("num_threads") == 0
+    assert config.get("num_threads") is None
 
 
 def test_errors_name_the_knob_and_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgumentError, match="there is no knob 'speed'; there are num_threads, "):
         config.get("speed")
-    with pytest.raises(InvalidArgumentError, match=r"num_threads must be a whole number, got '4'"):
+    with pytest.raises(InvalidArgumentError, match=r"num_threads must be a whole number from 1 to 1024, got '4'"):
         config.set(num_threads="4")
+    with pytest.raises(InvalidArgumentError, match=r"num_threads must be a whole number from 1 to 1024, got 0"):
+        config.set(num_threads=0)
     monkeypatch.setenv("RELAXLITE_NUM_THREADS", "many")
-    with pytest.raises(InvalidArgumentError, match="RELAXLITE_NUM_THREADS must be a whole number, got 'many'"):
+    with pytest.raises(InvalidArgumentError, match="RELAXLITE_NUM_THREADS must be a whole number from 1 to 1024, got 'many'"):
         config.get("num_threads")
 
 

@@ -3,9 +3,10 @@
 Machine code (codegen/llvm/scalars.py) agrees in all of the following:
 
 - Integers wrap. Integer division by zero gives quotient 0 and remainder 0, of both signs and both roundings, and never
-  crashes; INT_MIN // -1 wraps. `pow` with a negative exponent is the reciprocal rounded towards zero: 1 and -1 have one,
-  every other base (0 too) gives 0.
-- A shift by a negative count, or by the width or more, shifts everything out: 0, or -1 for a negative number to the right.
+  crashes; INT_MIN // -1 wraps. `pow` with a negative exponent is the reciprocal rounded towards zero: 1 and -1 have
+  one, every other base (0 too) gives 0.
+- A shift by a negative count, or by the width or more, shifts everything out: 0, or -1 for a negative number to the
+  right.
 - `min` and `max` give NaN when an operand is NaN.
 - `round` rounds to nearest, ties to even. `sign` of NaN is NaN.
 - float16 and bfloat16 are computed in float32 and rounded to nearest even. (Here after every function; machine code

@@ -64,7 +64,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_printer import postorder
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.text import attrs_key, content_digest, number_text
-from relaxlite.ir.types import FuncType, ShapeType, TensorType, TupleType, Type, defined_symbols
+from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type, defined_symbols
 from relaxlite.ir.visitor import value_children
 
 Node: TypeAlias = "IRModule | Function | TensorProgram | ExternFunction | Body | Binding | Expr | Type | Stmt | Value"
@@ -205,14 +205,14 @@ class _Stream:
             _DEFINITIONS[type(node)](self, node)
         elif isinstance(node, Let | MatchShape):
             self._binding(node)
-        elif isinstance(node, TensorType | ShapeType | TupleType | FuncType):
+        elif isinstance(node, TensorType | ShapeType | TupleType | FuncType | ObjectType):
             self.add(self._type(node))
         elif isinstance(node, For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | Seq):
             self._stmt(node)
         elif isinstance(node, _VALUES):
             self.add(self._value(node))
         else:
-            self._value_of(node)  # type: ignore[arg-type]
+            self._value_of(node)
 
     # functions
 
@@ -226,7 +226,9 @@ class _Stream:
         self.add(extern.symbol, extern.num_outputs, attrs_key(extern.attrs), *map(self._type, extern.params))
 
     def _params(self, params: tuple[Var, ...]) -> None:
-        self._bind_symbols(p.ty for p in params)
+        for param in params:
+            self._mark(param)
+            self._bind_symbols((param.ty,))
         for param in params:
             self._mark(param)
             self._bind(param)

@@ -96,12 +96,12 @@ def match_arguments(
     """Bind the symbols of the parameters and compare each type."""
     bind(params, args, values)
     for k, (param, arg) in enumerate(zip(params, args, strict=True)):
-        free = [v.name for dim in dims_of(param) or () for v in dim.free_vars() if v not in values]
-        if free:
-            return f"argument {k}: nothing determines the callee's symbol {free[0]}"
         reason = mismatch(instantiate(param, values), arg, analyzer)
         if reason is not None:
             return f"argument {k}: the callee has {reason}"
+        free = [v.name for dim in dims_of(param) or () for v in dim.free_vars() if v not in values]
+        if free:
+            return f"argument {k}: nothing determines the callee's symbol {free[0]}"
     return None
 
 

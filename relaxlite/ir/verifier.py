@@ -344,3 +344,5 @@ class _FunctionVerifier:
         new = {symbol: value for symbol, value in new.items() if symbol not in outer}
         for k, (param, value) in enumerate(zip(params, values, strict=True)):
             self._require("loop", f"{what} {k}", mismatch(instantiate(param, new, outer), value, self._analyzer))
+            if dims_of(param) is not None and dims_of(value) is None:
+                self._fail("loop", f"{what} {k}: {print_type(param)} against an unknown shape; match it first")

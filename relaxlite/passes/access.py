@@ -10,6 +10,7 @@ from relaxlite.ir.program import IndexValue, Load, Stmt, Store
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.visitor import all_values, loads, stores
 
+
 def offset(access: Load | Store) -> SymExpr:
     """The row-major position of the accessed element, in elements."""
     return flat_offset(access.buffer.shape, access.indices)

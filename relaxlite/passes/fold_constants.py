@@ -67,4 +67,4 @@ def _is_worth(call: Call, operands: list[Any]) -> bool:
         return False
     size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)
     given = sum(o.nbytes for o in operands if isinstance(o, np.ndarray))
-    return size <= max(SMALL_BYTES, GROWTH * given)
+    return bool(size <= max(SMALL_BYTES, GROWTH * given))

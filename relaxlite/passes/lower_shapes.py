@@ -82,6 +82,8 @@ class _LowerFunction:
         for binding in body.bindings():
             if isinstance(binding, MatchShape):
                 self._need(binding.shape)
+                if isinstance(binding.source, ShapeValue):
+                    self._need(binding.source.values)
                 continue
             value = binding.value
             if isinstance(value, If):
@@ -210,6 +212,8 @@ class _Scope:
         return Body((Block(tuple(bindings), False),), body.result)
 
     def _binding(self, binding: Binding) -> list[Binding]:
+        if isinstance(binding, MatchShape) and isinstance(binding.source, ShapeValue):
+            return self._define(binding, binding.source)
         if isinstance(binding, MatchShape):
             what = binding.loc or f"MatchShape of {binding.var.name!r}"
             checks = self.match([(binding.source, binding.var.ty, what)])
@@ -225,6 +229,17 @@ class _Scope:
             body = Body((Block(tuple(head), False), *body.blocks), body.result)
             return [Let(binding.var, replace(value, body=body))]
         return [Let(binding.var, self._call(value) if isinstance(value, Call) else value)]
+
+    def _define(self, binding: MatchShape, source: ShapeValue) -> list[Binding]:
+        """Symbols that name expressions: computed into their slots, then what depends on them."""
+        made = []
+        for symbol, expr in zip(binding.shape, source.values, strict=True):
+            if not isinstance(symbol, SymVar) or symbol in self._bound:
+                raise PassError(f"MatchShape of the shape {source.values}: {symbol} is no new symbol")
+            made.append((self._owner.slot(symbol), expr))
+        call = self._owner.shape_call(made)
+        self._bound.update(s for s in binding.shape if isinstance(s, SymVar))
+        return [call, *self._compute()]
 
     def _inner(self) -> _Scope:
         return _Scope(self._owner, set(self._bound), set(self._computed))

@@ -7,7 +7,7 @@ storage of what they view and keep it alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from relaxlite import dtypes
@@ -29,8 +29,8 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
-from relaxlite.ir.types import ObjectType, TensorType, defined_symbols
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, evaluate, product, sym
+from relaxlite.ir.types import ObjectType, ShapeType, TensorType, defined_symbols
 from relaxlite.ir.visitor import map_functions, used_vars
 
 ALIGNMENT = 64
@@ -98,7 +98,7 @@ def _touch(plan: _Plan, used: Iterable[Var], position: int) -> None:
 
 def _assign(bindings: tuple[Binding, ...], plan: _Plan, known: set[SymVar]) -> dict[Var, _Storage]:
     """Storage for every allocation that dies inside the body and whose size the parameters' symbols determine."""
-    analyzer = Analyzer()
+    prover = _Prover()
     placed: dict[Var, _Storage] = {}
     storages: list[_Storage] = []
     for position, binding in enumerate(bindings):
@@ -109,7 +109,7 @@ def _assign(bindings: tuple[Binding, ...], plan: _Plan, known: set[SymVar]) -> d
         size = tensor_bytes(binding.var.ty)
         if last >= len(bindings) or not set(size.free_vars()) <= known:
             continue
-        found = _best_fit([s for s in storages if s.free_after < position], size, analyzer)
+        found = _best_fit([s for s in storages if s.free_after < position], size, prover)
         if found is None:
             found = _Storage(size)
             storages.append(found)
@@ -123,29 +123,85 @@ def tensor_bytes(ty: TensorType) -> SymExpr:
     return product(ty.shape) * dtypes.itemsize(ty.dtype)
 
 
-def _best_fit(free: list[_Storage], size: SymExpr, analyzer: Analyzer) -> _Storage | None:
+def _best_fit(free: list[_Storage], size: SymExpr, prover: _Prover) -> _Storage | None:
     """The smallest free storage that is provably large enough."""
     best: _Storage | None = None
     for storage in free:
-        fits = analyzer.can_prove_le(size, storage.size)
-        if fits and (best is None or analyzer.can_prove_le(storage.size, best.size)):
+        if storage.size is size:
+            return storage
+        if prover.fits(size, storage.size) and (best is None or prover.fits(storage.size, best.size)):
             best = storage
     return best
 
 
+class _Prover:
+    """size <= room for all values of the symbols. A few values are tried first: most of what is not true fails there."""
+
+    def __init__(self) -> None:
+        self._analyzer = Analyzer()
+        self._known: dict[tuple[SymExpr, SymExpr], bool] = {}
+
+    def fits(self, size: SymExpr, room: SymExpr) -> bool:
+        key = (size, room)
+        if key not in self._known:
+            self._known[key] = self._may_fit(size, room) and self._analyzer.can_prove_le(size, room)
+        return self._known[key]
+
+    def _may_fit(self, size: SymExpr, room: SymExpr) -> bool:
+        variables = tuple(dict.fromkeys(size.free_vars() + room.free_vars()))
+        return all(evaluate(size, at) <= evaluate(room, at) for at in _trials(variables))
+
+
+def _trials(variables: tuple[SymVar, ...]) -> Iterator[dict[SymVar, int]]:
+    """Values within the bounds: all small, all larger, and each variable large among small others."""
+    for scale in (1, 37):
+        yield {v: _near(v, scale) for v in variables}
+    for large in variables:
+        yield {v: _near(v, 1000 if v is large else 2) for v in variables}
+
+
+def _near(var: SymVar, value: int) -> int:
+    value = max(value, var.lower if var.lower is not None else value)
+    value = -(-value // var.divisor) * var.divisor
+    return value if var.upper is None else min(value, var.upper // var.divisor * var.divisor)
+
+
 def _rewrite(function: Function, placed: dict[Var, _Storage]) -> Function:
-    total = sym(0)
-    for storage in dict.fromkeys(placed.values()):
-        storage.offset = total
-        total = total + ceildiv(storage.size, ALIGNMENT) * ALIGNMENT
+    storages = list(dict.fromkeys(placed.values()))
+    rooms = [ceildiv(storage.size, ALIGNMENT) * ALIGNMENT for storage in storages]
+    total = sum(rooms, sym(0))
     if as_int(total) == 0:
         return function
+    named = _name_sizes(rooms)
+    head: list[Binding] = [named.binding] if named.binding is not None else []
+    end = sym(0)
+    for storage, room in zip(storages, named.rooms, strict=True):
+        storage.offset = end
+        end = end + room
     arena = Var("arena", ObjectType())
-    blocks = [Block((Let(arena, get_op("memory.alloc_arena")(ShapeValue((total,)))),))]
+    head.append(Let(arena, get_op("memory.alloc_arena")(ShapeValue((end,)))))
+    blocks = [Block(tuple(head))]
     for block in function.body.blocks:
         blocks.append(Block(tuple(_place(b, placed, arena) for b in block.bindings), block.is_dataflow))
     attrs = Attrs({**function.attrs, "arena_bytes": str(total)})
     return Function(function.params, Body(tuple(blocks), function.body.result), attrs)
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedSizes:
+    rooms: list[SymExpr]
+    binding: MatchShape | None
+
+
+def _name_sizes(rooms: list[SymExpr]) -> _NamedSizes:
+    """Give sizes of several terms a symbol each, bound once, so that offsets stay short sums."""
+    long = list(dict.fromkeys(room for room in rooms if len(room.terms) > 1))
+    names = {room: SymVar(f"size_{k}", divisor=ALIGNMENT) for k, room in enumerate(long)}
+    if not names:
+        return _NamedSizes(rooms, None)
+    shape = tuple(names.values())
+    var = Var("sizes", ShapeType(shape, len(shape)))
+    return _NamedSizes([names.get(room, room) for room in rooms], MatchShape(var, ShapeValue(tuple(long)), shape))
 
 
 def _place(binding: Binding, placed: dict[Var, _Storage], arena: Var) -> Binding:

@@ -12,6 +12,7 @@ Shapes may be symbolic: tiles have an exact tail, masked along vectors and narro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
@@ -19,9 +20,11 @@ from relaxlite import dtypes
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import (
     Allocate,
+    Binary,
     Buffer,
     Check,
     For,
+    IfThenElse,
     LetIndex,
     Literal,
     Seq,
@@ -47,12 +50,14 @@ from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, p
 from relaxlite.passes.schedule import (
     fuse,
     hoist_lets,
+    less,
     masked_rest,
     split,
     split_reduction,
     when_positive,
 )
 from relaxlite.passes.schedule_reduction import Block, reduction_block, tiled
+from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
@@ -98,6 +103,14 @@ class _Rules:
         return max(1, self.target.vector_bits // 8 // widest)
 
     def stage(self, stage: Stmt) -> Stmt:
+        clamps = clamped_loops(stage)
+        if not clamps:
+            return self.nest(stage)
+        conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
+        usual = reduce(lambda a, b: Binary("and", a, b), conds)
+        return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
+
+    def nest(self, stage: Stmt) -> Stmt:
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)
@@ -113,6 +126,7 @@ class _Rules:
         stmt = stmt if inner is stmt.body else replace(stmt, body=inner)
         if (
             isinstance(inner, For)
+            and inner.kind == stmt.kind
             and stmt.var not in inner.extent.free_vars()
             and can_fuse(inner.body, stmt.var, inner.var, inner.extent)
         ):

@@ -1,4 +1,4 @@
-"""Tensor programs to machine code through LLVM: `compile_programs` for use, `emit_program` and `emit_assembly` to look at.
+"""Tensor programs to machine code through LLVM: `compile_programs`; `emit_program` and `emit_assembly` are to look at.
 
 module.py      programs to one LLVM module to object code
 statements.py  loops, stores, conditions, scratch memory; parallel.py, loops.py

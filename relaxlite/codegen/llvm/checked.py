@@ -1,7 +1,7 @@
-"""Symbolic integers in programs with the attribute `checked`: a result that does not fit 64 bits is an error, status -1.
+"""Symbolic integers in programs with the attribute `checked`: a result beyond 64 bits is an error, status -1.
 
-Such programs compute the sizes of tensors from what a caller passes, so that the arithmetic of all other programs, whose
-indices lie inside those tensors, cannot overflow.
+Such programs compute the sizes of tensors from what a caller passes, so that the arithmetic of all other programs,
+whose indices lie inside those tensors, cannot overflow.
 """
 
 from __future__ import annotations

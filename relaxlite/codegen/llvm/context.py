@@ -42,8 +42,8 @@ class Access:
 class Kernel:
     """One function under construction: `e` writes it, `ix` knows the variables, the rest is where we are.
 
-    Inside a vectorized loop `lane` is its variable and `lanes` its extent. `mask` says which lanes are active (None: all);
-    `some_active`: it is known that one is.
+    Inside a vectorized loop `lane` is its variable and `lanes` its extent. `mask` says which lanes are active (None:
+    all); `some_active`: it is known that one is.
     """
 
     name: str

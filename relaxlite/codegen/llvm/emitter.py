@@ -1,7 +1,7 @@
 """A small builder of LLVM IR as text: values that know their type, instructions, blocks.
 
-Scalar and vector code come from the same calls: an operation of a scalar and a vector splats the scalar, so a value that
-is the same in all lanes stays a scalar until it meets one that is not.
+Scalar and vector code come from the same calls: an operation of a scalar and a vector splats the scalar, so a value
+that is the same in all lanes stays a scalar until it meets one that is not.
 A function's text is a nested list of lines, so that an instruction can still be put into an earlier place (`place`).
 """
 
@@ -292,6 +292,19 @@ class Emitter:
             result = self.op(f"insertelement {result}, {value}, i64 {lane}", elem, lanes)
         return result
 
+    def by_parts(self, args: Sequence[Val], lanes: int, function: Callable[..., Val]) -> Val:
+        """function(`lanes` lanes of each argument...) for each such part, for what has one width only."""
+        total = args[0].lanes
+        if total == lanes:
+            return function(*args)
+        wide, narrow = mangle(args[0].elem, total), mangle(args[0].elem, lanes)
+        result = Val("poison", args[0].elem, total)
+        for start in range(0, total, lanes):
+            place, name = int_const(start), f"llvm.vector.extract.{narrow}.{wide}"
+            part = function(*(self.call(name, [a, place], a.elem, lanes, "part") for a in args))
+            result = self.call(f"llvm.vector.insert.{wide}.{narrow}", [result, part, place], part.elem, total, "whole")
+        return result
+
     # Shorthands of numeric code
 
     def fma(self, a: Val, b: Val, c: Val) -> Val:
@@ -319,7 +332,8 @@ class Emitter:
 
 @cache
 def _as_name(hint: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_]", "_", hint) or "v"
+    name = re.sub(r"[^A-Za-z0-9_]", "_", hint)
+    return name if name[:1].isalpha() or name[:1] == "_" else f"v{name}"  # a name of LLVM begins with no digit
 
 
 def _flatten(lines: Lines) -> Iterator[str]:

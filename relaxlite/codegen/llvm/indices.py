@@ -10,7 +10,7 @@ Division by zero cannot trap: its quotient and its remainder are 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -291,7 +291,7 @@ def divide_unsigned(e: Emitter, a: Val, b: Val, *, is_div: bool, may_be_zero: bo
 
 
 def _divide_lanes(e: Emitter, a: Val, b: Val, *, is_div: bool) -> Val:
-    """No CPU divides vectors of integers. The float64 quotient of numbers below 2**52 never rounds up to the next one."""
+    """CPUs do not divide vectors of integers; the float64 quotient of numbers below 2**52 has the right floor."""
     quotient = e.fdiv(e.cast("sitofp", a, "double"), e.cast("sitofp", b, "double"))
     whole = e.cast("fptosi", quotient, "i64", "x")
     return whole if is_div else e.binary("sub", a, e.binary("mul", whole, b), "x")
@@ -338,14 +338,11 @@ def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
         return expr
     total = sym(expr.const)
     for monomial, coef in expr.terms:
-        rest = []
+        rest: list[SymExpr] = []
         for atom in monomial:
-            if isinstance(atom, SymVar):
-                if atom in constants:
-                    coef *= constants[atom]
-                else:
-                    rest.append(atom)
-            elif any(v in constants for v in atom.free_vars()):
+            if isinstance(atom, SymVar) and atom in constants:
+                coef *= constants[atom]
+            elif not isinstance(atom, SymVar) and any(v in constants for v in atom.free_vars()):
                 return substitute(expr, constants)
             else:
                 rest.append(atom)

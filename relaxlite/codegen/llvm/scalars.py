@@ -16,8 +16,14 @@ from relaxlite.dtypes import DType
 from relaxlite.errors import CodegenError
 
 _ROUNDING = {"floor": "floor", "ceil": "ceil", "round": "roundeven", "trunc": "trunc"}
-_PREDICATES = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "slt", "ult"), "le": ("ole", "sle", "ule"),
-               "gt": ("ogt", "sgt", "ugt"), "ge": ("oge", "sge", "uge")}  # fmt: skip
+_PREDICATES = {  # of floats, of signed and of unsigned integers
+    "eq": ("oeq", "eq", "eq"),
+    "ne": ("une", "ne", "ne"),
+    "lt": ("olt", "slt", "ult"),
+    "le": ("ole", "sle", "ule"),
+    "gt": ("ogt", "sgt", "ugt"),
+    "ge": ("oge", "sge", "uge"),
+}
 
 
 # One operand
@@ -109,7 +115,7 @@ def _binary_float(e: Emitter, op: str, a: Val, b: Val) -> Val:
 
 
 def _extremum(e: Emitter, op: str, a: Val, b: Val) -> Val:
-    """The smaller or larger, NaN if one is. `a < b ? a : b` is one instruction, which gives b when one of them is NaN."""
+    """The smaller or larger, NaN if one is. `a < b ? a : b` is one instruction, and gives b when one of them is NaN."""
     if b.is_const and not a.is_const:
         a, b = b, a
     chosen = e.select(e.fcmp("olt" if op == "min" else "ogt", a, b), a, b)
@@ -235,7 +241,7 @@ def _shift(e: Emitter, op: str, a: Val, b: Val, *, signed: bool) -> Val:
 
 
 def _int_pow(e: Emitter, base: Val, exponent: Val, *, signed: bool) -> Val:
-    """Repeated squaring, modulo 2**bits. A negative exponent gives the reciprocal rounded towards zero; of 0 it is 0."""
+    """Repeated squaring, modulo 2**bits. A negative exponent: the reciprocal rounded towards zero; of 0 it is 0."""
     base, exponent = e.match(base, exponent)
     zero, one = int_const(0, base.elem), int_const(1, base.elem)
     size = e.select(e.icmp("slt", exponent, zero), zero, exponent) if signed else exponent

@@ -52,9 +52,7 @@ def _seq(k: Kernel, stmt: Seq) -> None:
 def _for(k: Kernel, stmt: For) -> None:
     extent = k.ix.resolve(stmt.extent)
     count = as_int(extent)
-    if count is not None and count <= 1:
-        _unrolled(k, stmt, count)
-    elif stmt.kind == "unrolled" and count is not None:
+    if count is not None and (count <= 1 or stmt.kind == "unrolled"):
         _unrolled(k, stmt, count)
     elif stmt.kind == "vectorized" and count is not None and not k.is_checked:
         _vectorized(k, stmt, count)

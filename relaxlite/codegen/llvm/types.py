@@ -1,7 +1,7 @@
 """How each element type looks in memory and in a register, and the conversions between all of them.
 
-In registers a bool is an i1, and float16 and bfloat16 are float32: they are rounded (to nearest, ties to even) where they
-are stored or cast, never in between.
+In registers a bool is an i1, and float16 and bfloat16 are float32: they are rounded (to nearest, ties to even) where
+they are stored or cast, never in between.
 """
 
 from __future__ import annotations

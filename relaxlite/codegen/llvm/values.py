@@ -71,7 +71,7 @@ def _compare(k: Kernel, value: Compare) -> Val:
 
 
 def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
-    """a < b of symbolic integers: decided now if their bounds suffice, a compare of lane numbers if it depends on those."""
+    """a < b of symbolic integers: decided now if bounds suffice, a compare of lane numbers if it depends on those."""
     difference = k.ix.resolve(b - a)
     decided = _decide(op, *k.ix.bounds(difference))
     if decided is not None:

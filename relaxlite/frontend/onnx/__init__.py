@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from relaxlite.frontend.onnx import (
+from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its converters)
     convert_contrib,
     convert_control,
     convert_data_dependent,
@@ -23,7 +23,10 @@ from relaxlite.frontend.onnx import (
     convert_reductions,
     convert_resize,
     convert_rnn,
+    convert_sequence,
     convert_shapes,
+    convert_signal,
+    convert_vision,
 )
 from relaxlite.frontend.onnx.importer import from_onnx
 from relaxlite.frontend.onnx.registry import onnx_op

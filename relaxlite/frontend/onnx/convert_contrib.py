@@ -1,4 +1,4 @@
-"""Fused ops of onnxruntime's optimizer (domain com.microsoft), in terms of plain ones. Attention: convert_attention.py."""
+"""Fused ops of onnxruntime's optimizer (domain com.microsoft), in terms of plain ones. Attention stands apart."""
 
 from __future__ import annotations
 

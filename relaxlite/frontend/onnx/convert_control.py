@@ -166,7 +166,7 @@ def _stand_in(n: Node, x: Expr) -> Expr:
 
 @onnx_op("Loop")
 def loop_op(n: Node) -> Result:
-    """Inputs: trip count, condition, initial values. The body yields the next condition and values, and what to stack."""
+    """Inputs: trip count, condition, initial values. The body yields both anew, and what to stack."""
     body = _LoopBody(n)
     limit = _trip_limit(n)
     collectors = body.collectors()
@@ -198,8 +198,8 @@ class _LoopBody:
         total, graph = len(self.inits), self.graph
         if len(graph.input) != total + 2 or len(graph.output) < total + 1:
             n.fail(
-                f"the body must take 2 + {total} inputs and yield at least 1 + {total} outputs, not {len(graph.input)} and "
-                f"{len(graph.output)}"
+                f"the body must take 2 + {total} inputs and yield at least 1 + {total} outputs, not "
+                f"{len(graph.input)} and {len(graph.output)}"
             )
         self.names = [i.name for i in graph.input[2:]]
         changing = [k for k in range(total) if graph.output[k + 1].name != self.names[k]]

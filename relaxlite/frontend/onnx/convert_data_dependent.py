@@ -1,4 +1,4 @@
-"""Ops whose result has a size that only the data tells, and sorting: NonZero, Unique, Compress, TopK, NonMaxSuppression."""
+"""Ops whose result has a size that only the data tells (NonZero, Unique, NonMaxSuppression, ...), and sorting."""
 
 from __future__ import annotations
 

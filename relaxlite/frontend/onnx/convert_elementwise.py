@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from relaxlite.ir.op import Op, get_op
 
 _UNARY = {
     "Abs": "abs", "Acos": "acos", "Acosh": "acosh", "Asin": "asin", "Asinh": "asinh", "Atan": "atan", "Atanh": "atanh",
-    "BitwiseNot": "bitwise_not", "Ceil": "ceil", "Cos": "cos", "Cosh": "cosh", "Erf": "erf", "Exp": "exp", "Floor": "floor",
+    "BitwiseNot": "bitwise_not", "Ceil": "ceil", "Cos": "cos", "Cosh": "cosh", "Erf": "erf", "Exp": "exp",
+    "Floor": "floor",
     "HardSwish": "hard_swish", "IsNaN": "isnan", "Log": "log", "Mish": "mish", "Neg": "neg", "Not": "logical_not",
     "Reciprocal": "reciprocal", "Relu": "relu", "Round": "round", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin",
     "Sinh": "sinh", "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Tan": "tan", "Tanh": "tanh",
@@ -24,7 +26,8 @@ _UNARY = {
 
 _BINARY = {
     "Add": "add", "Sub": "subtract", "Mul": "multiply", "Equal": "equal", "Less": "less", "LessOrEqual": "less_equal",
-    "Greater": "greater", "GreaterOrEqual": "greater_equal", "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor",
+    "Greater": "greater", "GreaterOrEqual": "greater_equal", "And": "logical_and", "Or": "logical_or",
+    "Xor": "logical_xor",
     "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor",
 }  # fmt: skip
 
@@ -67,7 +70,8 @@ def _legacy_operand(n: Node) -> Expr:
 
 def _with_floats(op: Op, defaults: dict[str, float], n: Node) -> Result:
     n.ignore("consumed_inputs")
-    return op(n.input(0), **{name: n.float(name, value) for name, value in defaults.items()})
+    attrs: dict[str, Any] = {name: n.float(name, value) for name, value in defaults.items()}
+    return op(n.input(0), **attrs)
 
 
 for _name, _op in _UNARY.items():
@@ -92,7 +96,8 @@ def div_1(n: Node) -> Result:
 
 @onnx_op("Div", since=7)
 def div(n: Node) -> Result:
-    return _divide(*unify_broadcast(n.bb, [n.input(0), n.input(1)]), n.dtype())
+    a, b = unify_broadcast(n.bb, [n.input(0), n.input(1)])
+    return _divide(a, b, n.dtype())
 
 
 @onnx_op("Pow")

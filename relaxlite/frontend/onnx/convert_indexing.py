@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -71,9 +72,9 @@ def _range_count(n: Node) -> SymExpr:
             start, limit = n.shape_values(0)[0], n.shape_values(1)[0]
             count = ceildiv(limit - start, step) if step > 0 else ceildiv(start - limit, -step)
             return count if PROVER.can_prove_le(0, count) else smax(count, 0)
-    count = _ratio_count(n)
-    if count is not None:
-        return count
+    found = _ratio_count(n)
+    if found is not None:
+        return found
     wide = [n.emit(ops.cast(n.input(k), dtype="float64")) for k in range(3)]
     length = n.emit(ops.divide(n.emit(ops.subtract(wide[1], wide[0])), wide[2]))
     count_ = n.emit(ops.maximum(n.emit(ops.cast(n.emit(ops.ceil(length)), dtype="int64")), np.int64(0)))
@@ -107,3 +108,26 @@ def eye_like(n: Node) -> Result:
 def trilu(n: Node) -> Result:
     k = n.shape_values(1) if n.optional(1) is not None else (sym(0),)
     return ops.trilu(n.input(0), k, upper=n.flag("upper", True))
+
+
+@onnx_op("TensorScatter", since=24)
+def tensor_scatter(n: Node) -> Result:
+    """A cache with an update written from write_indices[b] on along an axis; "circular" goes round at its end."""
+    mode = n.text("mode", "linear")
+    axis = normalize_axis(n, n.int("axis", -2), n.rank())
+    extent, (batch, *_), size = n.shape()[axis], n.shape(1), n.shape(1)[axis]
+    zero, one = Constant.of(0, "int64"), Constant.of(1, "int64")
+    places: Expr = n.emit(ops.arange(zero, one, (size,)))
+    if n.optional(2) is not None:
+        begins = n.emit(ops.reshape(n.emit(ops.cast(n.input(2), dtype="int64")), (batch, 1)))
+        places = n.emit(ops.add(begins, places))
+    else:
+        places = n.emit(ops.reshape(places, (1, size)))
+    if mode == "circular":
+        limit = n.emit(ops.reshape(n.emit(ops.shape_to_tensor((extent,))), ()))
+        places = n.emit(ops.floormod(places, limit))
+    elif mode != "linear":
+        n.fail(f"attribute 'mode' must be linear or circular, not {mode!r}")
+    rows = n.shape_of(places)[0]
+    column = n.emit(ops.reshape(places, tuple(rows if k == 0 else size if k == axis else 1 for k in range(n.rank()))))
+    return ops.scatter_elements(n.input(0), n.emit(ops.broadcast_to(column, n.shape(1))), n.input(1), axis=axis)

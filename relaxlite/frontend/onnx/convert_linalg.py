@@ -8,6 +8,9 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.symbolic import as_int
+
+_MAX_DET = 5
 
 
 def emit_matmul(n: Node, a: Expr, b: Expr) -> Expr:
@@ -58,3 +61,29 @@ def scaled(n: Node, x: Expr, factor: float) -> Expr:
 @onnx_op("Einsum", since=12)
 def einsum(n: Node) -> Result:
     return ops.einsum(*n.all_inputs(), equation=n.text("equation"))
+
+
+@onnx_op("Det", since=11)
+def det(n: Node) -> Result:
+    """By expansion along the first row, meant for small matrices."""
+    size = as_int(n.shape()[-1])
+    if size is None or not 1 <= size <= _MAX_DET or as_int(n.shape()[-2]) != size:
+        n.fail(f"Det is supported for matrices of 1x1 to {_MAX_DET}x{_MAX_DET}, got {n.type()}")
+    axis = n.rank() - 2
+    rows = [n.emit(ops.slice(n.input(0), (k,), (1,), axes=(axis,))) for k in range(size)]
+    cells: list[list[Expr]] = [
+        [n.emit(ops.slice(row, (k,), (1,), axes=(axis + 1,))) for k in range(size)] for row in rows
+    ]
+    return ops.reshape(_expand(n, cells), n.shape()[:-2])
+
+
+def _expand(n: Node, cells: list[list[Expr]]) -> Expr:
+    if len(cells) == 1:
+        return cells[0][0]
+    total: Expr | None = None
+    for k, cell in enumerate(cells[0]):
+        minor = _expand(n, [row[:k] + row[k + 1 :] for row in cells[1:]])
+        term = n.emit(ops.multiply(cell, minor))
+        total = term if total is None else n.emit((ops.subtract if k % 2 else ops.add)(total, term))
+    assert total is not None
+    return total

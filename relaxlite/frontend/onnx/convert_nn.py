@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from relaxlite.frontend.onnx.node import Node
@@ -32,7 +34,7 @@ def per_axis(n: Node, name: str, count: int) -> tuple[int, ...]:
     return found
 
 
-def conv_attributes(n: Node, weight: int = 1) -> tuple[Shape, dict[str, object]]:
+def conv_attributes(n: Node, weight: int = 1) -> tuple[Shape, dict[str, Any]]:
     """(pads, the other attributes) of a convolution."""
     sizes = n.shape(0)[2:]
     if len(n.shape(weight)) != len(sizes) + 2:
@@ -45,7 +47,7 @@ def conv_attributes(n: Node, weight: int = 1) -> tuple[Shape, dict[str, object]]
 @onnx_op("Conv")
 def conv(n: Node) -> Result:
     pads, attrs = conv_attributes(n)
-    x = unify_dims(n.bb, n.input(0), {1: n.shape(1)[1] * attrs["groups"]})  # type: ignore[operator]
+    x = unify_dims(n.bb, n.input(0), {1: n.shape(1)[1] * attrs["groups"]})
     return with_bias(n, ops.conv(x, n.input(1), pads, **attrs), n.optional(2))
 
 
@@ -101,7 +103,7 @@ def conv_transpose(n: Node) -> Result:
 # Pools
 
 
-def _pool(n: Node) -> tuple[Shape, dict[str, object]]:
+def _pool(n: Node) -> tuple[Shape, dict[str, Any]]:
     """(pads, attributes) that all pools share."""
     sizes, kernel = n.shape(0)[2:], n.ints("kernel_shape")
     if len(kernel) != len(sizes):

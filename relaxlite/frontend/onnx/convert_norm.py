@@ -99,7 +99,7 @@ def _batch_norm(n: Node) -> Result:
     """In the widest of the types of x and its weights (which may differ since opset 15)."""
     if any(n.wants(k) for k in range(1, n.num_outputs)):
         n.fail(
-            "BatchNormalization with more than one output is training, which is not supported; export the model for inference"
+            "BatchNormalization with more than one output is training before opset 14; export the model for inference"
         )
     epsilon = n.float("epsilon", 1e-5)
     values = n.all_inputs()
@@ -120,7 +120,7 @@ def group_norm_18(n: Node) -> Result:
     """Until opset 21 scale and bias hold one number per group."""
     groups = n.int("num_groups")
     per_group = n.shape()[1] // groups
-    weights = [
+    weights: list[Expr] = [
         n.emit(
             ops.reshape(
                 n.emit(ops.broadcast_to(n.emit(ops.reshape(n.input(k), (groups, 1))), (groups, per_group))),

@@ -10,7 +10,8 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import get_op
 
 _REDUCTIONS = {
-    "ReduceSum": "sum", "ReduceProd": "prod", "ReduceMax": "max", "ReduceMin": "min", "ReduceMean": "mean", "ReduceL1": "l1_norm",
+    "ReduceSum": "sum", "ReduceProd": "prod", "ReduceMax": "max", "ReduceMin": "min", "ReduceMean": "mean",
+    "ReduceL1": "l1_norm",
     "ReduceL2": "l2_norm", "ReduceSumSquare": "sum_square", "ReduceLogSum": "log_sum", "ReduceLogSumExp": "log_sum_exp",
 }  # fmt: skip
 _OF_BOOL = {"max": "any", "min": "all"}

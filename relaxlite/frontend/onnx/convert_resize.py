@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def resize(n: Node) -> Result:
     """Inputs: x, region of interest, scales, sizes; since opset 18 for chosen axes only."""
     dims = n.shape()
     axes = tuple(normalize_axis(n, a, len(dims)) for a in n.ints("axes", None) or range(len(dims)))
-    attrs = {
+    attrs: dict[str, Any] = {
         "mode": n.text("mode", "nearest"),
         "coordinate_transformation_mode": n.text("coordinate_transformation_mode", "half_pixel"),
         "nearest_mode": n.text("nearest_mode", "round_prefer_floor"),

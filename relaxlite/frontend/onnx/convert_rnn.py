@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from relaxlite.frontend.onnx.node import Node
@@ -20,14 +22,14 @@ _ACTIVATIONS: dict[str, tuple[str, tuple[float, ...]]] = {
 }  # fmt: skip
 
 
-def _common(n: Node) -> dict[str, object]:
+def _common(n: Node) -> dict[str, Any]:
     """The attributes that the three share."""
     n.int("hidden_size", 0)  # said by the weights as well
     n.int("output_sequence", 0)  # opset 1: outputs that are named are computed
-    attrs: dict[str, object] = {"direction": n.text("direction", "forward").lower(), "clip": n.float("clip", None)}
+    attrs: dict[str, Any] = {"direction": n.text("direction", "forward").lower(), "clip": n.float("clip", None)}
     attrs["layout"] = n.int("layout", 0)
     names = n.texts("activations", None)
-    given = [list(n.floats(name, None) or ()) for name in ("activation_alpha", "activation_beta")]
+    given = [list(n.floats(name, ())) for name in ("activation_alpha", "activation_beta")]
     if names is None:
         if any(given):
             n.fail("activation_alpha and activation_beta without activations are not supported")
@@ -44,7 +46,7 @@ def _common(n: Node) -> dict[str, object]:
     return {**attrs, "activations": ",".join(made), "alphas": tuple(values[0]), "betas": tuple(values[1])}
 
 
-def _recurrent(n: Node, op: Op, gates: int, states: int, attrs: dict[str, object]) -> Result:
+def _recurrent(n: Node, op: Op, gates: int, states: int, attrs: dict[str, Any]) -> Result:
     """Inputs x, w, r, b, lengths, initial states... (and, of an LSTM, peepholes); left-out ones are zeros."""
     x, w, r = n.input(0), n.input(1), n.input(2)
     dtype, layout = n.dtype(), n.int("layout", 0)

@@ -15,10 +15,10 @@ from relaxlite.ir.expr import Call, Constant, Expr, Var
 from relaxlite.ir.op import Op
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, as_int, floordiv, smax, smin, sym
-from relaxlite.ir.types import TensorType
+from relaxlite.ir.types import TensorType, Type
 
 _MAX_ELEMENTS = 64
-_MAX_DEPTH = 32
+_MAX_VISITED = 200  # variables that one question follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,49 +83,54 @@ _OPS: dict[str, Callable[..., Ratio | None]] = {
     "ceil": lambda a: Ratio(-floordiv(-a.num, a.den), 1),
     "maximum": _extremum(smax),
     "minimum": _extremum(smin),
-    "sqrt": lambda a: None,
 }
 _MOVES = frozenset(("reshape", "expand_dims", "squeeze", "concat", "gather", "slice", "transpose", "broadcast_to"))
 
 
-def known_ratios(bb: BlockBuilder, x: Expr, resolve: Callable[[Expr], Any], depth: int = _MAX_DEPTH) -> Any:
-    """The elements of a small float tensor as an object array of `Ratio`, or None. `resolve`: the same for integers."""
-    ty = x.ty
-    if not isinstance(ty, TensorType) or not _is_small(ty) or depth == 0:
-        return None
-    if isinstance(x, Constant):
-        return _each(Ratio.of, x.value) if np.isfinite(x.value.astype(np.float64)).all() else None
-    call = bb.definition(x) if isinstance(x, Var) else None
-    if not isinstance(call, Call) or not isinstance(call.callee, Op):
-        return None
-    name, args = call.callee.name, call.args
-    if name == "cast" and isinstance(args[0].ty, TensorType) and dtypes.is_integer(args[0].ty.dtype):
-        found = resolve(args[0])
-        return None if found is None else _each(lambda v: Ratio(sym(v), 1), found)
-    if name in _OPS or name == "cast":
-        operands = [known_ratios(bb, a, resolve, depth - 1) for a in args]
-        if any(operand is None for operand in operands):
-            return None
-        return operands[0] if name == "cast" else _each(_OPS[name], *operands)
-    return _moved(bb, call, resolve, depth) if name in _MOVES else None
+class RatioReader:
+    """Follows small float tensors. `resolve` gives the elements of an integer tensor as an object array, or None."""
 
+    def __init__(self, bb: BlockBuilder, resolve: Callable[[Expr], Any]) -> None:
+        self._bb, self._resolve = bb, resolve
+        self._found: dict[Var, Any] = {}
 
-def _moved(bb: BlockBuilder, call: Call, resolve: Callable[[Expr], Any], depth: int) -> Any:
-    """Ops that only move elements, run on object arrays by their own reference."""
-    operands = []
-    for a in call.args:
-        if isinstance(a.ty, TensorType) and dtypes.is_float(a.ty.dtype):
-            found = known_ratios(bb, a, resolve, depth - 1)
-        else:
-            found = bb.known_value(a)
-            found = tuple(found) if found is not None and not isinstance(a.ty, TensorType) else found
-        if found is None:
+    def values(self, x: Expr) -> Any:
+        """The elements of x as an object array of `Ratio`, or None."""
+        if isinstance(x, Constant) and _is_small(x.ty):
+            return _each(Ratio.of, x.value) if np.isfinite(x.value.astype(np.float64)).all() else None
+        if not isinstance(x, Var) or not _is_small(x.ty):
             return None
-        operands.append(found)
-    try:
-        return np.asarray(call.callee.reference(*operands, **call.attrs), dtype=object)  # type: ignore[union-attr]
-    except (TypeError, ValueError):
-        return None
+        if x not in self._found and len(self._found) < _MAX_VISITED:
+            self._found[x] = None  # while it is computed
+            call = self._bb.definition(x)
+            self._found[x] = self._computed(call) if isinstance(call, Call) and isinstance(call.callee, Op) else None
+        return self._found.get(x)
+
+    def _computed(self, call: Call) -> Any:
+        name, args = call.callee.name, call.args
+        if name == "cast" and isinstance(args[0].ty, TensorType) and dtypes.is_integer(args[0].ty.dtype):
+            found = self._resolve(args[0])
+            return None if found is None else _each(lambda v: Ratio(sym(v), 1), found)
+        if name == "cast":
+            return self.values(args[0])
+        if name in _OPS:
+            operands = [self.values(a) for a in args]
+            return None if any(v is None for v in operands) else _each(_OPS[name], *operands)
+        return self._moved(call) if name in _MOVES else None
+
+    def _moved(self, call: Call) -> Any:
+        """Ops that only move elements, run on object arrays by their own reference."""
+        operands = []
+        for a in call.args:
+            is_float = isinstance(a.ty, TensorType) and dtypes.is_float(a.ty.dtype)
+            found = self.values(a) if is_float else self._bb.known_value(a)
+            if found is None:
+                return None
+            operands.append(found if isinstance(a.ty, TensorType) else tuple(found))
+        try:
+            return np.asarray(call.callee.reference(*operands, **call.attrs), dtype=object)  # type: ignore[union-attr]
+        except (TypeError, ValueError):
+            return None
 
 
 def _each(function: Callable[..., Any], *arrays: Any) -> Any:
@@ -144,8 +149,8 @@ def truncated_values(ratios: Any) -> Any:
     return _each(lambda r: r.truncated(), ratios)
 
 
-def _is_small(ty: TensorType) -> bool:
-    if ty.shape is None or not all(d.is_const for d in ty.shape):
+def _is_small(ty: Type) -> bool:
+    if not isinstance(ty, TensorType) or ty.shape is None or not all(d.is_const for d in ty.shape):
         return False
     count = 1
     for d in ty.shape:

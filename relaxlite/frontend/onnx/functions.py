@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 from onnx import AttributeProto
@@ -53,7 +54,7 @@ def expand_schema(node: Node, domain: str) -> Expansion:
     return Expansion(function, {**defaults, **given})
 
 
-def _body(schema: onnx.defs.OpSchema, node: Node) -> onnx.FunctionProto | None:
+def _body(schema: Any, node: Node) -> onnx.FunctionProto | None:
     function = onnx.FunctionProto()
     if schema.has_function:
         data = _newest(schema.function_opset_versions, node.opset)

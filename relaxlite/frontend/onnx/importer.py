@@ -20,7 +20,7 @@ from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes, SymbolTable, 
 from relaxlite.frontend.onnx.tensors import TensorReader, sparse_constant
 from relaxlite.frontend.onnx.validation import OpSurvey, check_graph, check_opsets, node_label, opset_versions
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
+from relaxlite.ir.expr import Attrs, AttrValue, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
@@ -41,7 +41,7 @@ def from_onnx(
         makes a dimension symbolic (equal names are equal sizes), a number fixes it, None keeps it.
     bounds: sizes that symbols may have, `{"batch": "1..64"}` or `{"batch": (1, 64)}`; checked when the model runs.
 
-    Raises ImportModelError (UnsupportedOpsError lists all unknown ops at once), and InvalidArgumentError for wrong options.
+    Raises ImportModelError (UnsupportedOpsError lists all unknown ops at once), InvalidArgumentError for wrong options.
     """
     loaded = load_model(model)
     try:
@@ -108,7 +108,7 @@ class ModelImporter:
 
     def _metadata(self) -> Attrs:
         proto = self.proto
-        values = {
+        values: dict[str, AttrValue] = {
             "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
             "ir_version": proto.ir_version,
             "opset": self.opsets.get(""),
@@ -182,7 +182,8 @@ class GraphImporter:
 
     def _output(self, name: str) -> Expr:
         value = self.lookup(name)
-        assert value is not None
+        if value is None or isinstance(value, Tuple):
+            raise ImportModelError(f"output '{name}' is a sequence; only tensors can leave a graph")
         return value
 
     def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
@@ -250,7 +251,8 @@ class GraphImporter:
                 continue
             if value is None:
                 raise ImportModelError(f"output '{name}' is not supported")
-            self._scopes[-1][name] = self.bb.leaf(value, name)
+            # A sequence stays a tuple of leaves: it exists at import only.
+            self._scopes[-1][name] = value if isinstance(value, Tuple) else self.bb.leaf(value, name)
 
     # functions
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 

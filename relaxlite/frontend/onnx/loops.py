@@ -31,7 +31,7 @@ class RankConflict(ImportModelError):
 
 @dataclass
 class Choices:
-    """Decisions at import where a rank depends on data: which branch of an If, whether a symbolic size is squeezed away.
+    """Decisions at import where a rank depends on data: the branch of an If, whether a symbolic size is squeezed away.
 
     An import that fails is repeated with the next combination (`next`). What was decided is checked at run time.
     """
@@ -101,7 +101,7 @@ class FlowBuilder:
         if None not in dims:
             return item
         shape = [self._symbols.fresh(f"{name}_dim{k}") if d is None else d for k, d in enumerate(dims)]
-        return self._bb.match_shape(item, shape, name)
+        return self._bb.match_shape(item, tuple(shape), name)
 
     # loops
 
@@ -113,7 +113,7 @@ class FlowBuilder:
         make: Callable[[Sequence[Var]], Outputs],
         known: Sequence[SymExpr | None] = (),
     ) -> list[Expr]:
-        """Loop: the final values. `make` converts the body once for each guess of the types that loop-carried values have.
+        """Loop: the final values. `make` converts the body once for each guess of the types of the values.
 
         A size that changes from one iteration to the next becomes a symbol of the loop's parameters. `known[k]` is what
         the leading dimension of value k is known to be in the end.
@@ -158,7 +158,7 @@ class FlowBuilder:
             is_own = isinstance(old, SymVar) and old.serial > marker
             same = is_own or PROVER.can_prove_equal(old, new)
             dims.append(old if same else self._symbols.fresh(f"{name}_dim{k}"))
-        return TensorType.of(dims, now.dtype) if tuple(dims) != now.shape else now
+        return TensorType.of(tuple(dims), now.dtype) if tuple(dims) != now.shape else now
 
     def _finish_loop(
         self,
@@ -182,7 +182,7 @@ class FlowBuilder:
             item = self._bb.emit(TupleGetItem(made, k), param.name)
             if fields[k].shape is None:
                 shape = [self._symbols.fresh(f"{param.name}_dim{a}") if d is None else d for a, d in enumerate(dims[k])]
-                results.append(self._bb.match_shape(item, shape, param.name))
+                results.append(self._bb.match_shape(item, tuple(shape), param.name))
             else:
                 results.append(item)
         return list(results)
@@ -223,4 +223,4 @@ def _common_dims(name: str, left: TensorType, right: TensorType, marker: int) ->
 
 def _field_type(dtype: str, dims: Dims) -> TensorType:
     known = [d for d in dims if d is not None]
-    return TensorType.of(known, dtype) if len(known) == len(dims) else TensorType(None, dtype, len(dims))
+    return TensorType.of(tuple(known), dtype) if len(known) == len(dims) else TensorType(None, dtype, len(dims))

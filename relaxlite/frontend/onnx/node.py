@@ -16,7 +16,7 @@ from relaxlite.frontend.onnx.shape_values import ShapeResolver
 from relaxlite.frontend.onnx.tensors import element_type
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Array, Constant, Expr, TupleGetItem, Var
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, as_int
 from relaxlite.ir.types import TensorType, TupleType
 
 if TYPE_CHECKING:
@@ -129,24 +129,20 @@ class Node:
         found = self.optional(index)
         if isinstance(found, Constant):
             return found.value
-        known = None if found is None else self.bb.known_value(found)
-        if known is None or not all(
-            SymExpr.is_const.fget(v) if isinstance(v, SymExpr) else True for v in known.reshape(-1)
-        ):  # type: ignore[attr-defined]
+        known = None if found is None else self.resolver.derived(found)
+        if found is None or known is None:
             return None
-        assert found is not None
-        return (
-            np.array([int(v) for v in known.reshape(-1)])
-            .reshape(known.shape)
-            .astype(dtypes.to_numpy(self.type_of(found).dtype))
-        )
+        values = [as_int(v) for v in known.reshape(-1)]
+        if None in values:
+            return None
+        return np.array(values, dtypes.to_numpy(self.type_of(found).dtype)).reshape(known.shape)
 
     def const_ints(self, index: int, what: str) -> tuple[int, ...]:
         """An input that must be known at compile time, as integers: axes and the like."""
         value = self.const(index)
         if value is None:
             self.fail(
-                f"{what} (input {index}) must be known when the model is compiled, but it is computed from the model's inputs"
+                f"{what} (input {index}) must be known when the model is compiled, but comes from the model's inputs"
             )
         return tuple(int(v) for v in value.reshape(-1))
 
@@ -219,22 +215,20 @@ class Node:
         self._unread.clear()
         return self._attributes
 
-    def _take(self, name: str, kind: int, default: object) -> AttributeProto | None:
+    def _take(self, name: str, kind: builtins.int, default: object) -> AttributeProto | None:
         attribute = self._attributes.get(name)
         self._unread.discard(name)
         if attribute is None:
             if isinstance(default, _Required):
                 self.fail(f"attribute '{name}' is missing")
             return None
-        if attribute.type != kind and not (attribute.type == AttributeProto.UNDEFINED):
-            self.fail(
-                f"attribute '{name}' has kind {_KIND_NAMES.get(attribute.type, attribute.type)}, not {_KIND_NAMES[kind]}"
-            )
+        if attribute.type != kind and attribute.type != AttributeProto.UNDEFINED:
+            self.fail(f"attribute '{name}' has kind {_KIND_NAMES.get(attribute.type, '?')}, not {_KIND_NAMES[kind]}")
         return attribute
 
     def check_all_read(self) -> None:
         if self._unread:
             names = ", ".join(f"'{name}'" for name in sorted(self._unread))
             self.fail(
-                f"attribute {names} of {self.op_type} (opset {self.opset}) is not known to relaxlite and is never ignored"
+                f"attribute {names} of {self.op_type} (opset {self.opset}) is not known; attributes are never ignored"
             )

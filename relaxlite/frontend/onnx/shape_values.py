@@ -15,7 +15,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx.float_values import known_ratios, truncated_values
+from relaxlite.frontend.onnx.float_values import RatioReader, truncated_values
 from relaxlite.frontend.onnx.symbols import SymbolTable
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
@@ -25,12 +25,13 @@ from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
 from relaxlite.ir.types import TensorType
 
 # Ops whose elements are resolved through their operands rather than read at run time.
-_TRANSPARENT = frozenset(
-    ("concat", "expand_dims", "squeeze", "reshape", "cast", "add", "subtract", "multiply", "gather", "slice", "neg", "truncdiv",
-     "maximum", "minimum", "transpose", "broadcast_to", "where", "equal", "not_equal", "less", "greater", "less_equal",
-     "greater_equal", "floor_divide", "floormod", "power", "prod", "sum", "abs", "logical_not", "logical_and", "logical_or")
-)  # fmt: skip
-_MAX_DEPTH = 24
+_TRANSPARENT = frozenset((
+    "concat", "expand_dims", "squeeze", "reshape", "cast", "add", "subtract", "multiply", "gather", "slice", "neg",
+    "truncdiv", "maximum", "minimum", "transpose", "broadcast_to", "where", "equal", "not_equal", "less", "greater",
+    "less_equal", "greater_equal", "floor_divide", "floormod", "power", "prod", "sum", "abs", "logical_not",
+    "logical_and", "logical_or",
+))  # fmt: skip
+_MAX_VISITED = 200  # variables that one question follows
 
 
 class ShapeResolver:
@@ -56,7 +57,7 @@ class ShapeResolver:
 
     def known(self, x: Expr) -> tuple[SymExpr, ...] | None:
         """The elements of an integer tensor of rank 0 or 1, if they are known without reading any at run time."""
-        self._derived(x)
+        self.derived(x)
         return self._bb.known_shape(x)
 
     def values(self, x: Expr, *, lower: int | None = None) -> tuple[SymExpr, ...]:
@@ -64,7 +65,7 @@ class ShapeResolver:
         known = self._bb.known_shape(x)
         if known is not None:
             return known
-        self._resolve(x, lower, _MAX_DEPTH)
+        self._resolve(x, lower, set())
         known = self._bb.known_shape(x)
         return known if known is not None else self._read(x, lower)
 
@@ -89,23 +90,24 @@ class ShapeResolver:
 
     def ratios(self, x: Expr) -> Any:
         """The elements of a float tensor as fractions of symbols (an object array of `Ratio`), or None."""
-        return known_ratios(self._bb, x, self._derived)
+        return RatioReader(self._bb, self.derived).values(x)
 
-    def _derived(self, x: Expr) -> Any:
+    def derived(self, x: Expr) -> Any:
         """The elements of an integer tensor, as far as they follow from what is known without reading any."""
-        self._resolve(x, None, _MAX_DEPTH, may_read=False)
+        self._resolve(x, None, set(), may_read=False)
         return self._bb.known_value(x)
 
-    def _resolve(self, x: Expr, lower: int | None, depth: int, *, may_read: bool = True) -> None:
+    def _resolve(self, x: Expr, lower: int | None, visited: set[Var], *, may_read: bool = True) -> None:
         """Make the elements of x known, if they can be followed to values that are known or can be read."""
-        if not isinstance(x, Var) or self._bb.known_value(x) is not None or depth == 0:
+        if not isinstance(x, Var) or self._bb.known_value(x) is not None or x in visited:
             return
+        visited.add(x)
         call = self._bb.definition(x)
-        if isinstance(call, Call) and isinstance(call.callee, Op):
+        if isinstance(call, Call) and isinstance(call.callee, Op) and len(visited) < _MAX_VISITED:
             found = self._from_floats(call)
             if found is None and call.callee.name in _TRANSPARENT and _is_integer(call):
                 for operand in call.args:
-                    self._resolve(operand, lower, depth - 1, may_read=may_read)
+                    self._resolve(operand, lower, visited, may_read=may_read)
                 found = self._bb.evaluate(call)
             if found is not None:
                 self._learn(x, found.reshape(-1), found.shape)
@@ -142,7 +144,7 @@ class ShapeResolver:
         hint = x.name if isinstance(x, Var) else "dim"
         symbols = [self._symbols.fresh(hint if count == 1 else f"{hint}_{k}", lower=lower) for k in range(count)]
         shape = self._bb.emit(ops.tensor_to_shape(x))
-        self._bb.match_shape(shape, symbols)
+        self._bb.match_shape(shape, tuple(symbols))
         if isinstance(x, Var):
             self._learn(x, symbols, tuple(as_int(d) or 0 for d in ty.shape))
         return tuple(symbols)

@@ -1,7 +1,7 @@
 """Symbolic dimensions of a model's inputs: the model's own names, overrides, bounds, and names that are arithmetic.
 
 The same name is the same symbol, across inputs. A dimension without name and value gets a symbol of its own,
-`x_dim2`. A name that is arithmetic over other dimensions of the inputs (`past_length + length`) becomes that expression.
+`x_dim2`. A name that is arithmetic over other dimensions of inputs (`past_length + length`) becomes that expression.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def input_types(
     types = []
     for info in inputs:
         dims = [_dimension(info.name, k, d, simple, table) for k, d in enumerate(shapes[info.name])]
-        types.append(TensorType.of(dims, _dtype(info)))
+        types.append(TensorType.of(tuple(dims), _dtype(info)))
     table.check_bounds_used()
     return types
 
@@ -140,7 +140,7 @@ def _override(name: str, dims: list[Dim] | None, given: Mapping[int, Dim] | Sequ
     if dims is None:
         if given is None or isinstance(given, Mapping | str):
             raise ImportModelError(
-                f"input '{name}' declares no shape, not even its rank; give it: dynamic_shapes={{{name!r}: ['batch', 3, ...]}}"
+                f"input '{name}' declares no shape, not even a rank; give it: dynamic_shapes={{{name!r}: ['n', 3]}}"
             )
         return [_checked(name, k, d) for k, d in enumerate(given)]
     changes = given if isinstance(given, Mapping) else dict(enumerate(given or ()))

@@ -19,7 +19,8 @@ _DTYPES: dict[int, str] = {
     TensorProto.FLOAT: "float32", TensorProto.DOUBLE: "float64", TensorProto.FLOAT16: "float16",
     TensorProto.BFLOAT16: "bfloat16", TensorProto.BOOL: "bool",
     TensorProto.INT8: "int8", TensorProto.INT16: "int16", TensorProto.INT32: "int32", TensorProto.INT64: "int64",
-    TensorProto.UINT8: "uint8", TensorProto.UINT16: "uint16", TensorProto.UINT32: "uint32", TensorProto.UINT64: "uint64",
+    TensorProto.UINT8: "uint8", TensorProto.UINT16: "uint16", TensorProto.UINT32: "uint32",
+    TensorProto.UINT64: "uint64",
 }  # fmt: skip
 _PACKED = {"INT4": "int8", "UINT4": "uint8"}  # two elements per byte in the file, one per byte here
 
@@ -100,15 +101,15 @@ class TensorReader:
             )
         if offset + size > path.stat().st_size:
             raise ImportModelError(
-                f"external data file '{path.name}' is too short for {what}: {path.stat().st_size} bytes, but it needs {size} "
-                f"bytes at offset {offset}; the file is truncated or belongs to another model"
+                f"external data file '{path.name}' is too short for {what}: {path.stat().st_size} bytes, but it needs "
+                f"{size} bytes at offset {offset}; the file is truncated or belongs to another model"
             )
         return path, offset
 
     def _external_path(self, location: str, what: str) -> Path:
         if self._model_path is None:
             raise ImportModelError(
-                f"{what} is stored in external file '{location}', but the model was given as bytes; give the path of the model file"
+                f"{what} is stored in external file '{location}', but the model was given as bytes; give its path"
             )
         if not location:
             raise ImportModelError(f"{what} is stored externally, but names no file")
@@ -120,7 +121,7 @@ class TensorReader:
         allowed = (folder.resolve(), self._model_path.resolve().parent)
         if not any(path.resolve().is_relative_to(parent) for parent in allowed):
             raise ImportModelError(
-                f"external data of {what} points outside the model's folder: '{location}' is a link to '{path.resolve()}'"
+                f"external data of {what} points outside the model's folder: '{location}' links to '{path.resolve()}'"
             )
         if not path.is_file():
             raise ImportModelError(f"external data file '{location}' of {what} is missing in folder '{folder}'")

@@ -24,14 +24,14 @@ def unify_dims(bb: BlockBuilder, x: Expr, dims: Mapping[int, SymExpr]) -> Expr:
         have = ty.shape[axis]
         if not PROVER.can_prove_equal(have, size) and not PROVER.can_prove_ne(have, size):
             changed[axis] = size
-    return x if tuple(changed) == ty.shape else bb.match_shape(x, changed)
+    return x if tuple(changed) == ty.shape else bb.match_shape(x, tuple(changed))
 
 
 def unify_broadcast(bb: BlockBuilder, operands: list[Expr]) -> list[Expr]:
     """Operands of a broadcasting op, with dimensions made equal that can only agree by being equal.
 
-    min(n, 512) against n, which a table of 512 positions sliced to the first n gives: unless they are equal, n exceeds 512
-    and neither is 1. So the operand with the minimum is taken to have n, checked at run time.
+    min(n, 512) against n, which a table of 512 positions sliced to the first n gives: unless they are equal, n exceeds
+    512 and neither is 1. So the operand with the minimum is taken to have n, checked at run time.
     """
     shapes = [x.ty.shape if isinstance(x.ty, TensorType) else None for x in operands]
     result = list(operands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto
@@ -103,8 +104,8 @@ def _raise_undefined(graph: GraphProto, defined_by: Mapping[str, int], index: in
     if _reaches(graph, defined_by, source, index):
         raise ImportModelError(f"the graph is cyclic: {label} uses '{name}', which is computed from its own output")
     raise ImportModelError(
-        f"{label} uses '{name}' before {node_label(graph.node[source], source)} defines it; the nodes of an ONNX graph must "
-        "stand in the order of computation"
+        f"{label} uses '{name}' before {node_label(graph.node[source], source)} defines it; "
+        "the nodes of an ONNX graph must stand in the order of computation"
     )
 
 
@@ -167,19 +168,20 @@ class OpSurvey:
         if not self.unknown:
             return
         lines = [
-            f"  {domain or 'ai.onnx'}.{name}: {entry.count} {'node' if entry.count == 1 else 'nodes'}, the first is {entry.first}"
+            f"  {domain or 'ai.onnx'}.{name}: {entry.count} node{'s' * (entry.count > 1)}, the first is {entry.first}"
             for (domain, name), entry in sorted(self.unknown.items())
         ]
         raise UnsupportedOpsError(
             f"the model uses {len(lines)} {'op' if len(lines) == 1 else 'ops'} that relaxlite does not know:\n"
             + "\n".join(lines)
-            + "\nAn op can be added from outside: decorate a converter function with relaxlite.frontend.onnx.onnx_op(name, since=..., domain=...)"
+            + "\nAn op can be added from outside: decorate a converter function with "
+            + "relaxlite.frontend.onnx.onnx_op(name, since=..., domain=...)"
         )
 
 
-def schema_of(domain: str, name: str, version: int) -> onnx.defs.OpSchema | None:
+def schema_of(domain: str, name: str, version: int) -> Any:
     """The schema of an op that is defined by a function body, or None."""
     if not onnx.defs.has(name, version, domain):
         return None
-    schema = onnx.defs.get_schema(name, version, domain)
+    schema: Any = onnx.defs.get_schema(name, version, domain)
     return schema if schema.has_function or schema.has_context_dependent_function else None

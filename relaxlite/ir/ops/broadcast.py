@@ -15,7 +15,7 @@ from relaxlite.errors import TypeInferenceError
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import index
 from relaxlite.ir.program import Buffer, Check, Stmt, Value, compute, seq
-from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, substitute, sym
 
 Shape = tuple[SymExpr, ...]
 
@@ -42,9 +42,22 @@ def broadcast_dim(a: SymExpr, b: SymExpr) -> SymExpr | None:
 
 
 def _ambiguous_dim(a: SymExpr, b: SymExpr) -> SymExpr:
+    """max(a, b), or 0 when one of them is 0; one of the two where the other is never larger."""
+    for large, small in ((a, b), (b, a)):
+        if PROVER.can_prove_le(small, large) and _is_empty_with(large, small):
+            return large
     if PROVER.can_prove_le(1, a) and PROVER.can_prove_le(1, b):
         return smax(a, b)
     return smax(a, b) * smin(1, smin(a, b))
+
+
+def _is_empty_with(a: SymExpr, b: SymExpr) -> bool:
+    """Whether a == 0 wherever b == 0: b is positive while its symbols are, and a vanishes with each of them."""
+    zeros = [v for v in b.free_vars() if (v.lower or 0) <= 0]
+    positive = {v: SymVar(v.name, lower=1, upper=v.upper, divisor=v.divisor) for v in zeros if v.upper != 0}
+    if not PROVER.can_prove_le(1, substitute(b, positive)):
+        return False
+    return all(as_int(substitute(a, {v: 0})) == 0 for v in zeros)
 
 
 def _never_one(dim: SymExpr) -> bool:

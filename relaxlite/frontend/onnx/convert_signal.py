@@ -1,0 +1,107 @@
+"""Fourier transforms, windows and mel filters."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.ir import ops
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.symbolic import SymExpr
+
+_WINDOWS = {
+    "HannWindow": (0.5, 0.5, 0.0),
+    "HammingWindow": (25 / 46, 21 / 46, 0.0),
+    "BlackmanWindow": (0.42, 0.5, 0.08),
+}
+
+
+def _window(coefficients: tuple[float, ...], n: Node) -> Result:
+    dtype, periodic = n.element_type("output_datatype", "float32"), n.flag("periodic", True)
+    wide = dtype if dtypes.is_float(dtype) else "float64"
+    made = ops.cosine_window(n.shape_values(0, lower=0)[:1], coefficients=coefficients, periodic=periodic, dtype=wide)
+    return made if wide == dtype else ops.cast(n.emit(made), dtype=dtype)
+
+
+for _name, _coefficients in _WINDOWS.items():
+    onnx_op(_name, since=17)(functools.partial(_window, _coefficients))
+
+
+@onnx_op("DFT", since=17)
+def dft_17(n: Node) -> Result:
+    return _dft(n, n.int("axis", 1))
+
+
+@onnx_op("DFT", since=20)
+def dft(n: Node) -> Result:
+    return _dft(n, n.const_ints(2, "axis")[0] if n.optional(2) is not None else -2)
+
+
+def _dft(n: Node, axis: int) -> Result:
+    inverse, onesided = n.flag("inverse"), n.flag("onesided")
+    axis = normalize_axis(n, axis, n.rank())
+    size = n.shape()[axis]
+    halved = inverse and onesided
+    length = n.shape_values(1, lower=0)[0] if n.optional(1) is not None else (size - 1) * 2 if halved else size
+    if halved:
+        return _real_inverse(n, axis, length)
+    return ops.dft(n.input(0), (length,), axis=axis, inverse=inverse, onesided=onesided)
+
+
+def _real_inverse(n: Node, axis: int, length: SymExpr) -> Result:
+    """The real signal of a one-sided spectrum: its other half is the mirrored conjugate, X[length - k] = conj(X[k])."""
+    last, dims = n.rank() - 1, n.shape()
+    bins = length // 2 + 1
+    missing = tuple(bins - dims[axis] if k == axis else dims[k] * 0 for k in range(n.rank()))
+    half = n.emit(ops.pad(n.input(0), (0,) * n.rank(), missing, None))
+    count = length - bins
+    mirrored = n.emit(ops.slice(half, (count,), (count,), axes=(axis,), steps=(-1,)))
+    conjugate = n.emit(ops.multiply(mirrored, Constant.of([1.0, -1.0], n.dtype())))
+    full = n.emit(ops.concat(half, conjugate, axis=axis))
+    signal = n.emit(ops.dft(full, (length,), axis=axis, inverse=True, onesided=False))
+    return ops.slice(signal, (0,), (1,), axes=(last,))
+
+
+@onnx_op("STFT", since=17)
+def stft(n: Node) -> Result:
+    """Inputs: signal, step, window (or none), length of a frame (or that of the window)."""
+    (step,) = n.const_ints(1, "frame_step")
+    window: Expr | None = n.optional(2)
+    if window is None:
+        length = n.shape_values(3, lower=0)[0]
+        window = n.emit(ops.full((length,), Constant.of(1, n.dtype())))
+    return ops.stft(n.input(0), window, step=step, onesided=n.flag("onesided", True))
+
+
+@onnx_op("MelWeightMatrix", since=17)
+def mel_weight_matrix(n: Node) -> Result:
+    """Triangles in the mel scale: (bins of a one-sided spectrum, mel bins)."""
+    known = [n.const(k) for k in range(5)]
+    if any(v is None for v in known):
+        n.fail("the inputs of MelWeightMatrix must be known when the model is compiled")
+    count, length, rate, low, high = (float(v.reshape(-1)[0]) for v in known if v is not None)
+    dtype = n.element_type("output_datatype", "float32")
+    return Constant.of(_mel_filters(int(count), int(length), rate, low, high), dtype)
+
+
+def _mel_filters(count: int, length: int, rate: float, low: float, high: float) -> np.ndarray:
+    spectrum = length // 2 + 1
+    low_mel, high_mel = (2595 * math.log10(1 + hertz / 700) for hertz in (low, high))
+    mels = np.arange(count + 2) * ((high_mel - low_mel) / (count + 2)) + low_mel
+    edges = ((length + 1) * (700 * (10 ** (mels / 2595) - 1)) // rate).astype(int)
+    filters = np.zeros((spectrum, count), np.float64)
+    for k in range(count):
+        begin, centre, end = edges[k : k + 3]
+        if begin == centre:
+            filters[centre, k] = 1
+        else:
+            filters[begin : centre + 1, k] = np.arange(centre + 1 - begin) / (centre - begin)
+        if centre != end:
+            filters[centre:end, k] = np.arange(end - centre, 0, -1) / (end - centre)
+    return filters

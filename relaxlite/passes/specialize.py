@@ -1,0 +1,59 @@
+"""Loop versioning: a fast nest for the usual case of broadcasting that cannot be decided before run time.
+
+An operand whose size d may equal a loop's extent n, or be 1, is read at min(i, d - 1). Where n <= d that is i:
+
+    for i in n: out[i] = x[min(i, d - 1)]   =>   if n <= d: for i in n: out[i] = x[i]
+                                                 else:      for i in n: out[i] = x[min(i, d - 1)]
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from relaxlite.ir.program import For, Load, Stmt, Store
+from relaxlite.ir.symbolic import Min, SymExpr, SymVar, operands, map_atoms, smin
+from relaxlite.ir.visitor import ProgramRewriter, loads, stores, walk_stmts
+
+Bounds = dict[tuple[SymVar, SymExpr], SymExpr]
+
+
+def clamped_loops(stmt: Stmt) -> Bounds:
+    """(loop variable, greatest index) -> the loop's extent, for every index min(variable, greatest)."""
+    extents = {s.var: s.extent for s in walk_stmts(stmt) if isinstance(s, For)}
+    found: Bounds = {}
+    accesses: list[Load | Store] = [*loads(stmt), *stores(stmt)]
+    for access in accesses:
+        for index in access.indices:
+            for var, limit in _clamps(index):
+                if var in extents and not set(limit.free_vars()) & set(extents):
+                    found[var, limit] = extents[var]
+    return found
+
+
+def _clamps(index: SymExpr) -> list[tuple[SymVar, SymExpr]]:
+    atoms = [atom for monomial, _ in index.terms for atom in monomial if isinstance(atom, Min)]
+    return [pair for atom in atoms for pair in _splits(atom)]
+
+
+def _splits(atom: Min) -> list[tuple[SymVar, SymExpr]]:
+    """min(v, a, b) as (v, min(a, b)), for each operand that is a variable."""
+    parts = operands(atom)
+    return [(v, reduce(smin, [p for p in parts if p is not v])) for v in parts if isinstance(v, SymVar)]
+
+
+class Unclamp(ProgramRewriter):
+    """Replaces min(variable, greatest) by the variable."""
+
+    def __init__(self, clamps: Bounds) -> None:
+        super().__init__()
+        self._clamps = clamps
+
+    def index(self, expr: SymExpr) -> SymExpr:
+        return map_atoms(expr, self._change)
+
+    def _change(self, atom: SymExpr) -> SymExpr:
+        if isinstance(atom, Min):
+            for pair in _splits(atom):
+                if pair in self._clamps:
+                    return pair[0]
+        return atom
