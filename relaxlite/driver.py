@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -12,10 +12,12 @@ from relaxlite.codegen.bytecode import compile_functions
 from relaxlite.codegen.llvm import compile_programs
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
+from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.types import TensorType, TupleType, Type, type_symbols
+from relaxlite.ir.symbolic import SymVar, to_text
+from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -70,24 +72,35 @@ def build(
 
 
 def signature_of(function: Function) -> Signature:
-    """Names, dtypes and symbolic shapes of a function's parameters and results."""
+    """Names, dtypes and symbolic shapes of a function's parameters and results. Symbols of one name get suffixes."""
     given = function.attrs.get("input_names") or tuple(p.name for p in function.params)
     results = function.body.result.ty
-    types: tuple[Type, ...] = results.fields if isinstance(results, TupleType) else (results,)
+    types = result_types(results)
     named = function.attrs.get("output_names") or tuple(f"output_{k}" for k in range(len(types)))
     assert isinstance(given, tuple) and isinstance(named, tuple)
-    inputs = tuple(_spec(str(name), p.ty) for name, p in zip(given, function.params, strict=True))
-    return Signature(inputs, tuple(_spec(str(name), ty) for name, ty in zip(named, types, strict=True)))
+    names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
+    inputs = tuple(_spec(str(name), p.ty, names) for name, p in zip(given, function.params, strict=True))
+    return Signature(inputs, tuple(_spec(str(name), ty, names) for name, ty in zip(named, types, strict=True)))
 
 
-def _spec(name: str, ty: Type) -> TensorSpec:
+def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:
+    names: dict[SymVar, str] = {}
+    for symbol in symbols:
+        if symbol not in names:
+            name, count = symbol.name, 1
+            while name in names.values():
+                name, count = f"{symbol.name}_{count}", count + 1
+            names[symbol] = name
+    return names
+
+
+def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
     if not isinstance(ty, TensorType):
-        raise InvalidArgumentError(
-            f"'{name}' is no tensor but {ty}; inputs and outputs of a compiled model are tensors"
-        )
+        raise InvalidArgumentError(f"'{name}' is no tensor but {ty}; a compiled model takes and gives tensors")
     dims = ty.shape if ty.shape is not None else ("?",) * (ty.rank or 0)
-    shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else str(d) for d in dims)
-    return TensorSpec(name, ty.dtype, shape, {s.name: (s.lower, s.upper, s.divisor) for s in type_symbols(ty)})
+    shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else to_text(d, names.__getitem__) for d in dims)
+    bounds = {names[s]: (s.lower, s.upper, s.divisor) for s in type_symbols(ty)}
+    return TensorSpec(name, ty.dtype, shape, bounds)
 
 
 def _metadata(module: IRModule, lowered: IRModule, context: PassContext) -> Metadata:

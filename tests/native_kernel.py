@@ -15,7 +15,7 @@ from relaxlite.target import Target
 
 
 class NativeKernel:
-    """A compiled program; call it with arrays (inputs, then outputs) and the values of the symbols. Gives the status."""
+    """A compiled program; a call takes arrays (inputs, then outputs) and the symbols' values, and gives the status."""
 
     def __init__(self, program: TensorProgram, target: Target | None = None, name: str = "kernel") -> None:
         code = compile_programs({name: program}, target or Target.host())

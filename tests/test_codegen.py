@@ -308,7 +308,7 @@ def test_scratch_inside_parallel_and_serial_loops() -> None:
     fill = loops("j", (m,), lambda j: Store(row, (j,), Binary("mul", a[i, j], a[i, j])))
     write = loops("j", (m,), lambda j: Store(out, (i, j), row[m - 1 - j]))
     for kind in ("serial", "parallel"):
-        body = For(i, n, Allocate(row, seq(fill, write)), kind)  # type: ignore[arg-type]
+        body = For(i, n, Allocate(row, seq(fill, write)), kind)
         x = np.random.default_rng(0).standard_normal((37, 11), dtype=np.float32)
         result = np.zeros_like(x)
         run(TensorProgram((a, out), (n, m), body), [x, result], [37, 11])
@@ -416,7 +416,7 @@ def test_too_many_lanes_is_an_error() -> None:
 def test_unknown_symbol_is_an_error_that_names_it() -> None:
     out = Buffer.of("out", (SymVar("n"),), "int32")
     program = TensorProgram((out,), (), Store(out, (sym(0),), IndexValue(SymVar("nowhere"), "int32")))
-    with pytest.raises(CodegenError, match="program 'lost'.*nowhere"):
+    with pytest.raises(CodegenError, match=r"program 'lost'.*nowhere"):
         compile_programs({"lost": program}, Target.host())
 
 

@@ -1,4 +1,4 @@
-"""Every scalar function and cast on every element type: machine code, scalar and vector, against scalar_functions.py."""
+"""Every scalar function and cast on every element type: machine code, scalar and vector, against NumPy's."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_extremum_with_a_constant_hands_on_nan(op: str, lanes: int, swapped: boo
         constant = Literal(bound, "float32")
         wanted = scalar_functions.apply_binary(op, x, np.float32(bound))
         check(
-            lambda v: Binary(op, constant, v) if swapped else Binary(op, v, constant),
+            lambda v, c=constant: Binary(op, c, v) if swapped else Binary(op, v, c),
             (x,),
             wanted,
             lanes,

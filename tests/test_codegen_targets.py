@@ -1,4 +1,4 @@
-"""Code for other machines: objects are emitted, never run. In child processes, because an LLVM error ends the process."""
+"""Code for other machines: objects are emitted, never run; in child processes, because an LLVM error kills."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_vectorized_inside_vectorized_and_unrolled() -> None:
         ("serial", "parallel", "vectorized"),
     ):
         store = Store(out, (i, j, v), index(i * 100 + j * 10 + v, "int32"))
-        body = For(i, sym(3), For(j, sym(4), For(v, sym(8), store, kinds[2]), kinds[1]), kinds[0])  # type: ignore[arg-type]
+        body = For(i, sym(3), For(j, sym(4), For(v, sym(8), store, kinds[2]), kinds[1]), kinds[0])
         result = np.zeros((3, 4, 8), np.int32)
         run(TensorProgram((out,), (), body), [result])
         np.testing.assert_array_equal(

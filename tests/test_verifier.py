@@ -687,7 +687,7 @@ def copy(a: Buffer((n, 4), "float32"), b: Buffer((n, 4), "float32")):
         for j in vectorized(4):
             b[i, j] = a[i, j]
 '''
-    with pytest.raises(VerifyError, match="initial value 0: .* against an unknown shape; match it first"):
+    with pytest.raises(VerifyError, match=r"initial value 0: .* against an unknown shape; match it first"):
         verify(parse_module(text))
     match = '    r = symbol("r")\n    u: Tensor((r, 4), "float32") = match_shape(v, (r, 4))\n'
     verify(parse_module(text.replace("    @loop(flag, v)", f"{match}    @loop(flag, u)")))

@@ -1,54 +1,79 @@
 """The command line: `relaxlite compile | run | inspect | opt | fetch | bench | demo`.
 
-Exit codes: 0 success; 1 a model, file or input is at fault (one line on stderr says what); 2 wrong usage;
-130 interrupted.
+`parser.py` holds every command's arguments; `execute` of the module named like the command does the work. That module
+is imported when its command is given, and the compiler only where a model is compiled, so that help and mistakes are
+answered at once and `relaxlite run model.rlx` needs the runtime alone: hence this package imports inside functions.
+
+Exit codes: 0 success; 1 a model, file or input is at fault, and stderr says what; 2 wrong usage; 130 interrupted.
+Results go to stdout; times, progress and errors to stderr.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from relaxlite.cli import bench, compile_, demo, fetch, inspect, opt, run
-from relaxlite.errors import RelaxliteError
-from relaxlite.version import __version__
-
-COMMANDS = (compile_, run, inspect, opt, fetch, bench, demo)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="relaxlite", description="Compile and run models with dynamic shapes.")
-    parser.add_argument("--version", action="version", version=f"relaxlite {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for module in COMMANDS:
-        summary = (module.__doc__ or "").strip()
-        command = commands.add_parser(
-            module.NAME,
-            help=summary.splitlines()[0],
-            description=summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.add_argument("-v", "--verbose", action="store_true", help="show the time of each pass, and tracebacks")
-        command.set_defaults(execute=module.execute)
-    return parser
+from relaxlite.cli.parser import make_parser
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = make_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # closed, or replaced by something that is no file
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        return int(args.execute(args) or 0)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output (head, less) has had enough
-        sys.stderr.close()
+        status = _run(argv)
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:  # who reads our output (head, less) has had enough
+        _discard_output()
         return 0
-    except (RelaxliteError, OSError) as error:
-        if args.verbose:
-            traceback.print_exc()
-        print(f"relaxlite {args.command}: {error}", file=sys.stderr)
+    except OSError as error:
+        _discard_output()
+        print(f"relaxlite: error: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as end:  # --help, --version or a mistake, which argparse has answered
+        return int(end.code or 0)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        importlib.import_module(f"relaxlite.cli.{args.command}").execute(args)
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if getattr(args, "verbose", False):
+            traceback.print_exc()
+        print(f"relaxlite {args.command}: error: {_explain(error)}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgumentError) else 1
+
+
+def _explain(error: Exception) -> str:
+    """What a person can do something about; a bug is called one."""
+    if isinstance(error, RelaxliteError):
+        return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    return f"{type(error).__name__}: {error}\n  This is a bug in relaxlite; with -v you see where."
+
+
+def _discard_output() -> None:
+    """Nothing more is written to stdout, also not when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,8 +11,8 @@ Machine code (codegen/llvm/scalars.py) agrees in all of the following:
 - `round` rounds to nearest, ties to even. `sign` of NaN is NaN.
 - float16 and bfloat16 are computed in float32 and rounded to nearest even. (Here after every function; machine code
   rounds only where a value is stored or cast, so results may differ in the last place.)
-- A cast of a float to an integer truncates towards zero and saturates; NaN becomes 0. A cast to bool tests != 0, so that
-  NaN is true. Integers wrap.
+- A cast of a float to an integer truncates towards zero and saturates; NaN becomes 0. A cast to bool tests != 0, so
+  that NaN is true. Integers wrap.
 - Arithmetic on bool: add is `or`, mul is `and`, sub is `xor`; the rest as uint8, tested != 0.
 
 Every function takes and gives arrays of the NumPy types that `relaxlite.dtypes` names, and broadcasts.

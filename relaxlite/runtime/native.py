@@ -1,7 +1,7 @@
 """Machine code in memory: loads object code and links it to the thread pool, scratch memory and the C library.
 
-Kernels may import `relaxlite_parallel_for` and the other symbols of threadpool.py, the two functions for scratch memory,
-and mathematical functions of the C library. Anything else is an error that names the symbol.
+Kernels may import `relaxlite_parallel_for` and the other symbols of threadpool.py, the two functions for scratch
+memory, and mathematical functions of the C library. Anything else is an error that names the symbol.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def undefined_symbols(object_code: bytes) -> tuple[str, ...] | None:
 
 
 def _elf_undefined(data: bytes) -> tuple[str, ...]:
-    """The names in the symbol tables of a 64-bit little-endian ELF file whose section is 0 (System V ABI, chapter 4)."""
+    """The names in the symbol tables of a 64-bit ELF file whose section is 0 (System V ABI, chapter 4)."""
     architecture = struct.unpack_from("<H", data, 18)[0]
     expected = _ELF_MACHINES.get(platform.machine().lower())
     if expected is not None and architecture != expected:

