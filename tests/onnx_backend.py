@@ -27,6 +27,7 @@ import onnx
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ImportModelError, RelaxliteError, UnsupportedOpsError
 from relaxlite.frontend.onnx import from_onnx
+from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.module import IRModule
 
 EXPECTED_FILE = Path(__file__).with_name("onnx_backend_expected.txt")
@@ -82,12 +83,13 @@ def run_case(case: Any, execute: Execute) -> Outcome:
         return Outcome(case.name, op, "import", f"CRASH {type(error).__name__}: {error}")
     for inputs, expected in case.data_sets:
         try:
-            found = execute(module, [_plain(x) for k, x in enumerate(inputs) if k not in held])
+            found = execute(module, _carried(module, [_plain(x) for k, x in enumerate(inputs) if k not in held]))
         except RelaxliteError as error:
             return Outcome(case.name, op, "run", f"{type(error).__name__}: {str(error).splitlines()[0]}")
         except Exception as error:
             return Outcome(case.name, op, "run", f"CRASH {type(error).__name__}: {error}")
-        difference = compare(found if isinstance(found, tuple) else (found,), expected, case.rtol, case.atol)
+        results = _uncarried(module, found if isinstance(found, tuple) else (found,))
+        difference = compare(results, expected, case.rtol, case.atol)
         if difference:
             return Outcome(case.name, op, "numbers", difference)
     return Outcome(case.name, op, "passed")
@@ -124,6 +126,25 @@ def _plain(x: Any) -> Any:
     if isinstance(x, list | dict) or x is None:
         raise ImportModelError(f"an input is a {type(x).__name__}")
     return onnx.numpy_helper.to_array(x) if isinstance(x, onnx.TensorProto) else np.asarray(x)
+
+
+def _narrow_types(module: IRModule, names: Any) -> list[NarrowType | None]:
+    marks: Any = dict(module["main"].attrs.get("narrow_types", ()))  # type: ignore[union-attr]
+    return [NARROW_TYPES.get(marks.get(name, "")) for name in names]
+
+
+def _carried(module: IRModule, arrays: Sequence[Any]) -> list[Any]:
+    """Inputs of narrow types as the 8-bit tensors that carry them."""
+    types = _narrow_types(module, module["main"].attrs["input_names"])  # type: ignore[union-attr]
+    return [x if ty is None else ty.carry(x) for x, ty in zip(arrays, types, strict=True)]
+
+
+def _uncarried(module: IRModule, arrays: Sequence[Any]) -> list[Any]:
+    types = _narrow_types(module, module["main"].attrs["output_names"])  # type: ignore[union-attr]
+    return [
+        x if ty is None else (x.view(ty.dtype) if ty.is_float else x.astype(ty.dtype))
+        for x, ty in zip(arrays, types, strict=True)
+    ]
 
 
 def compare(found: Sequence[Any], expected: Sequence[Any], rtol: float, atol: float) -> str:

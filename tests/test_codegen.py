@@ -182,6 +182,31 @@ def test_let_index_from_data() -> None:
     assert result.tolist() == [4, 4, 0]
 
 
+def test_data_of_an_earlier_copy_is_not_taken_for_that_of_a_later_one() -> None:
+    """In an unrolled loop one variable has many values: what was loaded by the first must be forgotten."""
+    table, which = Buffer.of("table", (9,), "float32"), Buffer.of("which", (3,), "int64")
+    tile, out = Buffer.of("tile", (3,), "float32", "local"), Buffer.of("out", (3,), "float32")
+    i, k = SymVar("i"), SymVar("k")
+    fill = For(i, sym(3), LetIndex(k, which[i], Store(tile, (i,), table[k])), "unrolled")
+    body = Allocate(tile, seq(fill, loops("j", (3,), lambda j: Store(out, (j,), tile[j]))))
+    result = np.zeros(3, np.float32)
+    run(TensorProgram((table, which, out), (), body), [np.arange(9, dtype=np.float32), np.array([4, 7, 2]), result])
+    assert result.tolist() == [4, 7, 2]
+
+
+def test_check_of_data_is_not_optimized_away_by_the_bounds_of_its_variable() -> None:
+    """A SymVar is at least 0 unless told otherwise; data is what it is."""
+    which, out = Buffer.of("which", (1,), "int64"), Buffer.of("out", (1,), "int64")
+    k = SymVar("k")
+    check = Check(Compare("ge", index(k), index(0)), "negative")
+    kernel = NativeKernel(
+        TensorProgram((which, out), (), LetIndex(k, which[0], seq(check, Store(out, (sym(0),), index(k)))))
+    )
+    result = np.zeros(1, np.int64)
+    assert kernel([np.array([-3]), result]) == 1
+    assert kernel([np.array([3]), result]) == 0
+
+
 # Conditions
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from relaxlite.target import Target
 from tests.native_kernel import NativeKernel, run
 
 ZERO = Literal(0.0, "float32")
+ROOT = Path(__file__).parent.parent
 SIZES = (0, 1, 3, 15, 16, 17, 31, 64, 100)
 
 
@@ -450,7 +452,7 @@ def test_lanes_that_are_off_read_nothing(name: str, cpu: str) -> None:
         code = code.replace(
             "NativeKernel(program)", f"NativeKernel(program, Target.parse('llvm -mcpu={cpu}'))"
         ).replace("import numpy as np", "import numpy as np\nfrom relaxlite.target import Target")
-    found = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    found = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stderr
     i = np.arange(21)
     wanted = {

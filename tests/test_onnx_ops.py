@@ -400,6 +400,42 @@ def test_fused_ops_match_onnxruntime(op: str, inputs: list[Any], attrs: dict[str
     assert np.allclose(run(proto, x), onnxruntime_result(proto, {"x": x})[0], atol=1e-5)
 
 
+TABLE = np.arange(20, dtype=np.float32)[:, None] / 2.0 ** np.arange(8, dtype=np.float32)
+ATTENTION: list[tuple[str, dict[str, Any], list[str], dict[str, Any]]] = [
+    ("Attention", {"x": draw(2, 5, 6), "w": draw(6, 24), "b": draw(24), "m": np.int32([5, 3])}, ["x", "w", "b", "m"],
+     {"num_heads": 2}),
+    ("Attention", {"x": draw(2, 5, 6), "w": draw(6, 24), "b": draw(24), "p": draw(2, 2, 2, 3, 4)},
+     ["x", "w", "b", "", "p"], {"num_heads": 2, "unidirectional": 1}),
+    ("MultiHeadAttention", {"q": draw(2, 3, 8), "k": draw(2, 5, 8), "v": draw(2, 5, 12), "b": draw(28),
+                            "m": np.int32([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])},
+     ["q", "k", "v", "b", "m"], {"num_heads": 2}),
+    ("GroupQueryAttention",
+     {"q": draw(1, 3, 64), "k": draw(1, 3, 32), "v": draw(1, 3, 32), "pk": draw(1, 2, 4, 16), "pv": draw(1, 2, 4, 16),
+      "l": np.int32([6]), "t": np.array(7, np.int32), "c": np.cos(TABLE), "s": np.sin(TABLE)},
+     ["q", "k", "v", "pk", "pv", "l", "t", "c", "s"], {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}),
+    ("RotaryEmbedding", {"x": draw(2, 3, 32), "i": np.int64([[3, 4, 5], [0, 1, 2]]), "c": np.cos(TABLE),
+                         "s": np.sin(TABLE)},
+     ["x", "i", "c", "s"], {"interleaved": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "tensors", "names", "attrs"), ATTENTION, ids=lambda v: v if isinstance(v, str) else "")
+def test_attention_matches_onnxruntime(
+    op: str, tensors: dict[str, Any], names: list[str], attrs: dict[str, Any]
+) -> None:
+    constant = {k: v for k, v in tensors.items() if k in ("w", "b", "c", "s")}
+    given = {k: v for k, v in tensors.items() if k not in constant}
+    inputs = [value(k, list(v.shape), v.dtype.name) for k, v in given.items()]
+    outputs = ("y", "k2", "v2") if op == "GroupQueryAttention" else ("y", "p2") if "p" in tensors else ("y",)
+    proto = model([node(op, names, outputs, domain=MICROSOFT, **attrs)], inputs, outputs, constant, domains=[MICROSOFT])
+    found = run(proto, *given.values())
+    for have, want in zip(
+        found if isinstance(found, tuple) else (found,), onnxruntime_result(proto, given), strict=True
+    ):
+        assert have.shape == want.shape
+        assert np.allclose(have, want, atol=1e-5)
+
+
 def test_sequences_of_known_length_exist_at_import_only() -> None:
     nodes = [
         node("SplitToSequence", ["x", "two"], ["parts"], axis=0),

@@ -499,7 +499,7 @@ def test_values_read_like_python() -> None:
         *(Literal(v, "bool") for v in (True, False)),
         *(Literal(v, "uint64") for v in (0, 2**64 - 1)),
         Literal(-(2**63), "int64"),
-        Literal(np.float32(0.1), "bfloat16"),  # type: ignore[arg-type]
+        Literal(np.float32(0.1), "bfloat16"),
     ],
     ids=lambda x: f"{x.value}-{x.dtype}",
 )
@@ -637,6 +637,11 @@ KERNEL = 'n = symbol("n")\n@program(symbols=(n,))\ndef p(a: Buffer((n,), "float3
         ("@function\ndef f(): return ()\n@function\ndef f(): return ()", r"f is defined already"),
         ("def f(): pass", r"a definition begins with @function or @program"),
         ("@function\ndef f(x): return x", r"x needs a type: x: Tensor\(...\)"),
+        ("@function\ndef f(*x): return ()", r"parameters are written name: type, nothing else"),
+        ("@function\ndef f(x: Object = 1): return x", r"line 2, column 19: parameters are written"),
+        ("@function\ndef f() -> Object: return ()", r"the type of the result is that of what the body returns"),
+        (f"{KERNEL}    a[0] = {'-' * 5000}a[0]", r"nests too deep|too many|stack"),
+        (f"{KERNEL}    a[0] = a[0]{' + a[0]' * 5000}", r"nests too deep"),
         ("constants = 1", r"the constants are a list"),
         ("constants = [constant((2,), 'int8', data='AA==')]", r"this is no data of \(2,\) int8"),
         ("e = extern('f', (Tensor((), 'int8'),), outputs='x')", r"expected an integer"),

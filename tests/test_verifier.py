@@ -73,7 +73,7 @@ class Twin(Op):
     def infer(self, a: Any, b: Any = None, *, axis: int) -> Type:
         if b is not None and a.ty != b.ty:
             self.fail(f"{a.ty} and {b.ty}")
-        return a.ty  # type: ignore[no-any-return]
+        return a.ty
 
 
 class Careless(Op):

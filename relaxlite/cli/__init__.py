@@ -26,17 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # closed, or replaced by something that is no file
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    status = 0
     try:
         status = _run(argv)
         print(end="", flush=True)
-        return status
     except BrokenPipeError:  # who reads our output (head, less) has had enough
         _discard_output()
-        return 0
     except OSError as error:
         _discard_output()
-        print(f"relaxlite: error: cannot write the output: {error.strerror}", file=sys.stderr)
-        return 1
+        if status == 0:
+            print(f"relaxlite: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return status or 1
+    return status
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -67,8 +68,8 @@ def _explain(error: Exception) -> str:
     """What a person can do something about; a bug is called one."""
     if isinstance(error, RelaxliteError):
         return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     return f"{type(error).__name__}: {error}\n  This is a bug in relaxlite; with -v you see where."

@@ -1,68 +1,73 @@
-"""time a model at several shapes, beside onnxruntime where that is installed
-
-relaxlite bench model.onnx --shapes "ids=1x128;mask=1x128" --shapes "ids=8x64;mask=8x64"
-"""
+"""relaxlite bench: the time of a model at several shapes, beside onnxruntime where that is installed."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from relaxlite.cli.arguments import add_import_arguments, make_inputs, named, open_model
+import numpy as np
 
-NAME = "bench"
+from relaxlite.cli.inputs import make_inputs
+from relaxlite.cli.opening import is_compiled, open_model
+from relaxlite.runtime import threadpool
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
-    parser.add_argument(
-        "--shapes", action="append", required=True, metavar="'A=1x2;B=3'", help="input shapes of one case; repeat"
-    )
-    parser.add_argument("--range", action="append", metavar="NAME=LOW..HIGH", help="where random values are drawn from")
-    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each case (default 20)")
-    parser.add_argument("--threads", type=int, default=2, help="for every engine (default 2)")
-    add_import_arguments(parser)
+Arrays = Mapping[str, np.ndarray]
 
 
 def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     exe = open_model(args)
-    print(f"relaxlite ready in {time.perf_counter() - start:.2f} s")
-    peer = _onnxruntime(args)
-    print(f"{'case':<40}{'relaxlite ms':>14}" + (f"{'onnxruntime ms':>16}{'ratio':>8}" if peer else ""))
-    for case in args.shapes:
-        shapes = named((s for s in case.split(";") if s), "--shapes")
-        inputs = make_inputs(exe.inputs, {}, shapes, named(args.range, "--range"), 0)
-        ours = _median_ms(lambda: exe.run(inputs), args.repeats)  # noqa: B023
-        line = f"{case:<40}{ours:>14.3f}"
+    threads = threadpool.num_threads()
+    print(f"ready in {time.perf_counter() - start:.2f} s, {threads} threads", file=sys.stderr)
+    peer = _onnxruntime(args, threads)
+    cases = args.shapes or [("(the model's own shapes)", {})]
+    width = max(len("shapes"), *(len(text) for text, _ in cases))
+    header = f"{'shapes':<{width}}  {'relaxlite ms':>14}"
+    print(header + (f"  {'onnxruntime ms':>14}  {'speed':>7}  {'difference':>10}" if peer else ""))
+    for text, shapes in cases:
+        inputs = make_inputs(exe.inputs, files={}, shapes=shapes, ranges=args.range, seed=0)
+        ours, ours_ms = _measure(partial(exe.run, inputs), args.repeats)
+        line = f"{text:<{width}}  {ours_ms:>14.3f}"
         if peer is not None:
-            theirs = _median_ms(lambda: peer(inputs), args.repeats)  # noqa: B023
-            line += f"{theirs:>16.3f}{theirs / ours:>7.2f}x"
+            theirs, theirs_ms = _measure(partial(peer, inputs), args.repeats)
+            line += f"  {theirs_ms:>14.3f}  {theirs_ms / ours_ms:>6.2f}x  {_difference(ours, theirs):>10.1e}"
         print(line, flush=True)
 
 
-def _median_ms(run: Callable[[], Any], repeats: int) -> float:
-    run()
+def _measure(run: Callable[[], Arrays], repeats: int) -> tuple[Arrays, float]:
+    """The results, and the median time in milliseconds, without the first run."""
+    results = run()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    return results, statistics.median(times) * 1e3
 
 
-def _onnxruntime(args: argparse.Namespace) -> Callable[[Any], Any] | None:
-    if Path(args.model).suffix != ".onnx":
+def _difference(ours: Arrays, theirs: Arrays) -> float:
+    """The largest difference of any output, relative to that output's largest magnitude."""
+    worst = 0.0
+    for name, reference in theirs.items():
+        a, b = ours[name].astype(np.float64), reference.astype(np.float64)
+        if b.size:
+            worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
+    return worst
+
+
+def _onnxruntime(args: argparse.Namespace, threads: int) -> Callable[[Arrays], Arrays] | None:
+    if is_compiled(args.model):
         return None
     try:
         import onnxruntime
     except ImportError:
         return None
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = args.threads
+    options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(args.model, options, providers=["CPUExecutionProvider"])
-    return lambda inputs: session.run(None, inputs)
+    names = [output.name for output in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))

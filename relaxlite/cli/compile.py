@@ -1,43 +1,43 @@
-"""compile an ONNX model into one deployable file
-
-Sizes that the model leaves open stay open: the file runs at every shape.
-"""
+"""relaxlite compile: an ONNX model into one deployable file."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
-from relaxlite.cli.arguments import add_import_arguments, import_options, print_timings
-
-NAME = "compile"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="an ONNX file")
-    parser.add_argument("-o", "--output", help="the file to write (default: the model's name with .rlx)")
-    add_import_arguments(parser)
+from relaxlite.cli.compiling import compile_model
+from relaxlite.cli.opening import is_compiled
+from relaxlite.cli.sizes import bytes_text
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.runtime import artifact
 
 
 def execute(args: argparse.Namespace) -> None:
-    from relaxlite.driver import build
-    from relaxlite.frontend.onnx import from_onnx
-    from relaxlite.passes.manager import PassContext
-    from relaxlite.runtime import artifact
-    from relaxlite.target import Target
-
     start = time.perf_counter()
-    context = PassContext(Target.parse(args.target))
-    module = from_onnx(args.model, **import_options(args))
-    context.timings.append(("import", time.perf_counter() - start))
-    data = build(module, context.target, context=context)
-    output = Path(args.output) if args.output else Path(args.model).with_suffix(".rlx")
+    output = _output(args)
+    if is_compiled(args.model):
+        raise InvalidArgumentError(f"{args.model!r} is compiled already")
+    data = compile_model(args)
     artifact.save(data, output)
-    if args.verbose:
-        print_timings(context.timings)
+    seconds = time.perf_counter() - start
     for title, specs in (("in ", data.signature.inputs), ("out", data.signature.outputs)):
         for spec in specs:
             print(f"{title}  {spec}")
-    seconds, size = time.perf_counter() - start, output.stat().st_size
-    print(f"{output}: {len(data.kernels)} kernels, {size / 1e6:.1f} MB, compiled in {seconds:.1f} s")
+    kernels = f"{len(data.kernels)} kernels for {data.target.cpu}"
+    print(f"{output}: {kernels}, {bytes_text(output.stat().st_size)}, compiled in {seconds:.1f} s")
+
+
+def _output(args: argparse.Namespace) -> Path:
+    """Where to write to; checked before a long compilation."""
+    output = Path(args.output or Path(args.model).with_suffix(".rlx").name)
+    if output.is_dir():
+        raise RelaxliteError(f"cannot write {str(output)!r}: it is a folder; name a file in it")
+    if not output.parent.is_dir():
+        raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}")
+    if not os.access(output.parent, os.W_OK):
+        raise RelaxliteError(f"cannot write {str(output)!r}: no permission to write to {str(output.parent)!r}")
+    if output.exists() and Path(args.model).exists() and output.samefile(args.model):
+        raise RelaxliteError(f"{str(output)!r} is the model itself; name another file")
+    return output

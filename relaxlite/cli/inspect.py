@@ -1,94 +1,113 @@
-"""show what a model or a compiled file consists of: signature, ops, kernels, memory plan"""
+"""relaxlite inspect: what a model or a compiled file consists of."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import textwrap
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from relaxlite.cli.arguments import add_import_arguments, import_options, print_timings
-from relaxlite.runtime.executable import ExecutableData, disassemble
+from relaxlite.cli.opening import check_not_compiled, is_compiled, open_data
+from relaxlite.cli.sizes import bytes_text
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.runtime.executable import Call, ExecutableData, TensorSpec, disassemble
 
-NAME = "inspect"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
-    parser.add_argument("--ir", action="store_true", help="print the imported module (ONNX only)")
-    parser.add_argument("--after", metavar="PASS", help="print the module after this pass (ONNX only)")
-    parser.add_argument("--notes", action="store_true", help="print why calls were not fused (ONNX only)")
-    parser.add_argument("--bytecode", action="store_true", help="print the bytecode")
-    add_import_arguments(parser)
+_FIXED = "\x00"
+_ONNX_ONLY = {"ir": "--ir", "after": "--after", "notes": "--notes", "embed": "--embed"}
 
 
 def execute(args: argparse.Namespace) -> None:
-    if Path(args.model).suffix == ".onnx":
-        _inspect_onnx(args)
+    if args.embed and not (args.ir or args.after):
+        raise InvalidArgumentError("--embed goes with --ir or --after")
+    if is_compiled(args.model):
+        check_not_compiled(args, **_ONNX_ONLY)
+    if args.ir or args.after or args.notes:
+        from relaxlite.cli.inspecting import show_inside
+
+        return show_inside(args)
+    data = open_data(args)
+    if args.bytecode:
+        print(disassemble(data), end="")
+    elif args.json:
+        print(json.dumps(summary(data), indent=2))
     else:
-        from relaxlite.runtime import artifact
-
-        _print_data(artifact.load(args.model), bytecode=args.bytecode)
-
-
-def _inspect_onnx(args: argparse.Namespace) -> None:
-    from relaxlite.driver import build
-    from relaxlite.errors import InvalidArgumentError
-    from relaxlite.frontend.onnx import from_onnx
-    from relaxlite.passes.manager import PassContext, run_passes
-    from relaxlite.passes.pipeline import PASSES, default_pipeline
-    from relaxlite.target import Target
-
-    module = from_onnx(args.model, **import_options(args))
-    context = PassContext(Target.parse(args.target))
-    if args.ir:
-        print(module)
-        return
-    if args.after:
-        if args.after not in PASSES:
-            raise InvalidArgumentError(f"there is no pass {args.after!r}; passes: {', '.join(PASSES)}")
-        steps = default_pipeline()
-        last = [step.name for step in steps].index(args.after)
-        print(run_passes(module, steps[: last + 1], context))
-        return
-    data = build(module, context.target, context=context)
-    _print_data(data, bytecode=args.bytecode)
-    if args.verbose:
-        print_timings(context.timings)
-    if args.notes:
-        print("\n".join(context.notes))
+        _show(data)
+    return None
 
 
-def _print_data(data: ExecutableData, *, bytecode: bool) -> None:
-    for title, specs in (("inputs", data.signature.inputs), ("outputs", data.signature.outputs)):
-        print(f"{title}:")
-        for spec in specs:
-            print(f"  {spec}")
-    print(f"target: {data.target.triple} {data.target.cpu}")
-    weights = sum(c.nbytes for c in data.constants)
-    print(
-        f"weights: {len(data.constants)} tensors, {weights / 1e6:.2f} MB; object code: {len(data.object_code) / 1e3:.0f} kB"
+def summary(data: ExecutableData) -> dict[str, Any]:
+    """What the file consists of, as JSON has it."""
+    arena = str(data.metadata.memory_plan.get("arena_bytes", "0"))
+    provenance = {k: v for k, v in data.metadata.provenance.items() if k in ("producer", "opset", "assumptions") and v}
+    return {
+        "inputs": [_spec(spec) for spec in data.signature.inputs],
+        "outputs": [_spec(spec) for spec in data.signature.outputs],
+        "source": provenance,
+        "target": {"triple": data.target.triple, "cpu": data.target.cpu, "llvm": data.metadata.llvm},
+        "weights": {"tensors": len(data.constants), "bytes": sum(c.nbytes for c in data.constants)},
+        "object_code_bytes": len(data.object_code),
+        "arena_bytes": int(arena) if arena.isdecimal() else arena,
+        "ops": dict(data.metadata.info.get("ops", {})),
+        "kernels": _calls_of_kernels(data),
+    }
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    bounds = {s: dict(zip(("lower", "upper", "divisor"), bound, strict=True)) for s, bound in spec.bounds.items()}
+    return {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape, "symbols": bounds}
+
+
+def _calls_of_kernels(data: ExecutableData) -> dict[str, int]:
+    """How often each kernel stands in the bytecode, most often first."""
+    calls = Counter(
+        instruction.callee.partition(":")[2]
+        for function in data.functions.values()
+        for instruction in function.instructions
+        if isinstance(instruction, Call) and instruction.callee.startswith("kernel:")
     )
-    _print_counts("ops", data.metadata.info.get("ops", {}))
-    _print_counts("kernels, by calls", _kernel_calls(data))
-    print(f"memory plan: one arena of {data.metadata.memory_plan.get('arena_bytes', '?')} bytes per call")
-    if bytecode:
-        print(disassemble(data))
+    return dict(calls.most_common())
 
 
-def _kernel_calls(data: ExecutableData) -> dict[str, int]:
-    from relaxlite.runtime.executable import Call
+def _show(data: ExecutableData) -> None:
+    found = summary(data)
+    for title, specs in (("inputs", data.signature.inputs), ("outputs", data.signature.outputs)):
+        _show_lines(title, [str(spec) for spec in specs])
+    source = found["source"]
+    parts = [str(source.get("producer", "")), f"opset {source['opset']}" if source.get("opset") else ""]
+    _show_lines("source", [", ".join(filter(None, parts))] if any(parts) else [])
+    target, weights = found["target"], found["weights"]
+    _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
+    _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])
+    _show_lines("code", [f"{len(found['kernels'])} kernels, {bytes_text(found['object_code_bytes'])}"])
+    _show_lines("memory", _memory_lines(found["arena_bytes"]))
+    _show_counts("ops", "in all", found["ops"])
+    _show_counts("kernels", "calls", found["kernels"])
 
-    counts: dict[str, int] = {}
-    for function in data.functions.values():
-        for instruction in function.instructions:
-            if isinstance(instruction, Call) and instruction.callee.startswith("kernel:"):
-                name = instruction.callee.partition(":")[2]
-                counts[name] = counts.get(name, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+def _memory_lines(arena: int | str) -> list[str]:
+    if isinstance(arena, int):
+        return [f"{bytes_text(arena)} for all intermediates of a run"]
+    lines = textwrap.wrap(_with_fixed_groups(arena), 100, break_long_words=False, break_on_hyphens=False)
+    return ["for all intermediates of a run, in bytes:", *(line.replace(_FIXED, " ") for line in lines)]
 
 
-def _print_counts(title: str, counts: Mapping[str, Any]) -> None:
-    print(f"{title} ({len(counts)} kinds, {sum(counts.values())} in all):")
+def _with_fixed_groups(text: str) -> str:
+    """Spaces at which a line may not break are marked: only before a "+" outside parentheses it may."""
+    depth, signs = 0, []
+    for sign in text:
+        depth += (sign == "(") - (sign == ")")
+        signs.append(_FIXED if sign == " " and depth else sign)
+    return "".join(signs).replace(" + ", f" +{_FIXED}")
+
+
+def _show_lines(title: str, lines: list[str]) -> None:
+    for k, line in enumerate(lines):
+        print(f"{title if k == 0 else '':<10}{line}")
+
+
+def _show_counts(title: str, unit: str, counts: Mapping[str, int]) -> None:
+    print(f"\n{title}: {len(counts)} kinds, {sum(counts.values())} {unit}")
     for name, count in counts.items():
-        print(f"  {count:5d}  {name}")
+        print(f"{count:>8}  {name}")

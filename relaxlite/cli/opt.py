@@ -1,8 +1,4 @@
-"""run passes on the text form of a module: text in, text out
-
-relaxlite opt module.py -p fold_constants -p eliminate_dead
-relaxlite inspect model.onnx --ir > module.py          (constants too large for text are left out there)
-"""
+"""relaxlite opt: text of a module in, passes, text out."""
 
 from __future__ import annotations
 
@@ -10,44 +6,54 @@ import argparse
 import sys
 from pathlib import Path
 
-from relaxlite.cli.arguments import print_timings
-
-NAME = "opt"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", default="-", help="the module's text; - or nothing reads standard input")
-    parser.add_argument(
-        "-p",
-        "--pass",
-        dest="passes",
-        action="append",
-        default=[],
-        metavar="PASS",
-        help="a pass to run; repeat for several",
-    )
-    parser.add_argument("--list", action="store_true", help="list the passes and end")
-    parser.add_argument("--target", default="llvm", help="the target that passes ask about")
+from relaxlite.cli.compiling import find_pass, make_context, show_timings
+from relaxlite.errors import ParseError, RelaxliteError, VerifyError
+from relaxlite.ir import ops  # noqa: F401  (the parser looks them up)
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.parser import parse_module
+from relaxlite.ir.printer import print_module
+from relaxlite.ir.verifier import verify
+from relaxlite.passes.manager import Pass, run_passes
+from relaxlite.passes.pipeline import PASSES, default_pipeline
 
 
 def execute(args: argparse.Namespace) -> None:
-    from relaxlite.errors import InvalidArgumentError
-    from relaxlite.ir import ops  # noqa: F401  (the parser looks ops up)
-    from relaxlite.ir.parser import parse_module
-    from relaxlite.ir.printer import print_module
-    from relaxlite.passes.manager import PassContext, run_passes
-    from relaxlite.passes.pipeline import PASSES
-    from relaxlite.target import Target
-
     if args.list:
-        print("\n".join(PASSES))
+        for step in PASSES.values():
+            print(f"{step.name:<24}-> {step.stage:<9}{step.doc}".rstrip())
         return
-    unknown = [name for name in args.passes if name not in PASSES]
-    if unknown:
-        raise InvalidArgumentError(f"there is no pass {unknown[0]!r}; passes: {', '.join(PASSES)}")
-    text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text("utf-8")
-    context = PassContext(Target.parse(args.target))
-    module = run_passes(parse_module(text), [PASSES[name] for name in args.passes], context)
+    steps = [find_pass(name) for name in args.passes]
+    context = make_context(args)
+    context.verify = True
+    module = _read(args.file)
+    if steps:
+        _check_stage(module, steps[0])
+    module = run_passes(module, steps, context)
     print(print_module(module, embed=True), end="")
-    if args.verbose:
-        print_timings(context.timings)
+    show_timings(args, context.timings)
+
+
+def _read(file: str) -> IRModule:
+    where = "standard input" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise RelaxliteError(f"{where}: not the text of a module (byte {error.start} is no UTF-8)") from None
+    try:
+        module = parse_module(text)
+    except ParseError as error:
+        raise RelaxliteError(f"{where}, {error}") from error
+    if not module:
+        raise RelaxliteError(f"{where}: nothing is defined in this text")
+    return module
+
+
+def _check_stage(module: IRModule, first: Pass) -> None:
+    """The module must be at the level that the first pass is given in the pipeline."""
+    pipeline = default_pipeline()
+    position = [step.name for step in pipeline].index(first.name)
+    stage = pipeline[position - 1].stage if position else "graph"
+    try:
+        verify(module, stage)
+    except VerifyError as error:
+        raise RelaxliteError(f"the module is none that pass {first.name} takes (the {stage} level): {error}") from error

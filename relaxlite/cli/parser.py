@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from relaxlite.version import __version__
 
@@ -21,8 +21,14 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the whole usage."""
+        self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` says more)\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="relaxlite",
         description="Compile models whose sizes are known only when they run, and run them.",
         epilog="`relaxlite COMMAND --help` says more. Exit codes: 0 success, 1 a model, file or input is at fault, "
@@ -86,7 +92,9 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     views.add_argument("--notes", action="store_true", help="why calls were not fused (ONNX only)")
     views.add_argument("--bytecode", action="store_true", help="what the virtual machine executes")
     parser.add_argument(
-        "--embed", action="store_true", help="with --ir or --after: also all elements of the weights, for `relaxlite opt`"
+        "--embed",
+        action="store_true",
+        help="with --ir or --after: also all elements of the weights, for `relaxlite opt`",
     )
     _add_import_options(parser)
 
@@ -231,7 +239,7 @@ class Named(argparse.Action):
     """NAME=VALUE, repeated, as a dict. Names may hold any sign; with split="first" all but "=", and values any."""
 
     def __init__(self, *args: Any, parse: Callable[[str], Any], split: str = "last", **kwargs: Any) -> None:
-        super().__init__(*args, default={}, **kwargs)
+        super().__init__(*args, **{**kwargs, "default": {}})
         self._parse, self._split = parse, split
 
     def __call__(self, parser: Any, namespace: Any, item: Any, option_string: str | None = None) -> None:

@@ -1,8 +1,4 @@
-"""run a compiled (.rlx) or ONNX model on arrays from files or random ones
-
-relaxlite run model.rlx --input ids=ids.npy --output-dir out
-relaxlite run model.rlx --shape ids=1x128 --range ids=0..30000
-"""
+"""relaxlite run: a model on arrays from files, or random ones."""
 
 from __future__ import annotations
 
@@ -11,61 +7,74 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from relaxlite.cli.arguments import add_import_arguments, make_inputs, named, open_model
+from relaxlite.cli.inputs import make_inputs
+from relaxlite.cli.opening import open_model
 
-NAME = "run"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a file made by `relaxlite compile`, or an ONNX file")
-    parser.add_argument("--input", action="append", metavar="NAME=FILE", help="an input from a .npy file")
-    parser.add_argument("--shape", action="append", metavar="NAME=1x128", help="a random input of this shape")
-    parser.add_argument("--range", action="append", metavar="NAME=LOW..HIGH", help="where random values are drawn from")
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
-    parser.add_argument("--output-dir", metavar="DIR", help="write each output to DIR/NAME.npy")
-    parser.add_argument("--threads", type=int, help="how many threads work on one model")
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
-    add_import_arguments(parser)
+MAX_SHOWN = 8  # elements of an output that is printed whole
 
 
 def execute(args: argparse.Namespace) -> None:
+    if args.output_dir:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     exe = open_model(args)
-    ranges = named(args.range, "--range")
-    inputs = make_inputs(exe.inputs, named(args.input, "--input"), named(args.shape, "--shape"), ranges, args.seed)
+    inputs = make_inputs(exe.inputs, files=args.input, shapes=args.shape, ranges=args.range, seed=args.seed)
     start = time.perf_counter()
     outputs = exe.run(inputs)
     elapsed = time.perf_counter() - start
+    written = _save(outputs, Path(args.output_dir)) if args.output_dir else {}
+    for name, array in inputs.items():
+        source = args.input.get(name) or f"random, seed {args.seed}"
+        print(f"in   {_title(name, array)}  {source}")
     for name, array in outputs.items():
-        print(f"{name}: {array.dtype}[{', '.join(map(str, array.shape))}]{_summary(array)}")
+        print(f"out  {_title(name, array)}  {_summary(array)}")
+        if name in written:
+            print(f"     -> {written[name]}")
     print(f"ran in {elapsed * 1e3:.2f} ms")
     if args.profile:
-        print(exe.profile(inputs))
-    if args.output_dir:
-        _save(outputs, Path(args.output_dir))
+        print(exe.profile(inputs), end="")
+
+
+def _title(name: str, array: np.ndarray) -> str:
+    return f"{name}: {array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
 def _summary(array: np.ndarray) -> str:
-    if array.size == 0 or array.dtype == np.bool_:
-        return ""
-    values = array.astype(np.float64)
-    return f"  min {values.min():.6g}  mean {values.mean():.6g}  max {values.max():.6g}"
+    if array.size <= MAX_SHOWN:
+        return np.array2string(array, separator=", ").replace("\n", "")
+    if array.dtype == np.bool_:
+        return f"{int(array.sum())} of {array.size} true"
+    low, mean, high = array.min(), array.mean(dtype=np.float64), array.max()
+    return f"min {low:.6g}  mean {mean:.6g}  max {high:.6g}"
 
 
-def _save(outputs: dict[str, np.ndarray], folder: Path) -> None:
-    """Each file appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, array in outputs.items():
-        path = folder / (re.sub(r"[^\w.-]", "_", name) + ".npy")
+def _save(outputs: Mapping[str, np.ndarray], folder: Path) -> dict[str, Path]:
+    """Each file appears whole or not at all. Gives the path of each output."""
+    paths = {name: folder / file for name, file in file_names(outputs).items()}
+    for name, path in paths.items():
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
-                np.save(file, array, allow_pickle=False)
+                np.save(file, outputs[name], allow_pickle=False)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
             raise
-        print(f"wrote {path}")
+    return paths
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """A file name for each tensor: signs that file systems have uses for become "_", and no two are equal."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_"
+        unique, count = plain, 0
+        while f"{unique}.npy".lower() in (file.lower() for file in found.values()):
+            count += 1
+            unique = f"{plain}_{count}"
+        found[name] = f"{unique}.npy"
+    return found

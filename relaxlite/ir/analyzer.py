@@ -85,6 +85,10 @@ class Analyzer:
         self._memo: dict[tuple[str, SymExpr], Any] = {}
         self._intervals: dict[Monomial, Interval] = {}
 
+    def __repr__(self) -> str:
+        equal = [f"{left} == {right}" for left, right in self._equal.items()]
+        return f"Analyzer({', '.join([*equal, *(f'{fact} >= 0' for fact in self._facts)])})"
+
     # facts
 
     def with_range(self, var: SymVar, lower: IntLike, extent: IntLike) -> Analyzer:

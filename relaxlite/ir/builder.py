@@ -248,7 +248,20 @@ class BlockBuilder:
             found = value.callee.evaluate_symbolic(*operands, **value.attrs)
         except (TypeError, ValueError, IndexError, ZeroDivisionError):  # no answer before run time
             return None
-        return None if found is None else np.asarray(found, dtype=object)
+        if found is None:
+            return None
+        elements = np.asarray(found, dtype=object)
+        return elements if _never_wraps(elements, value.ty) else None
+
+
+def _never_wraps(elements: Array, ty: Type) -> bool:
+    """Whether a tensor of this type holds these values as they are: symbolic ones are taken to fit 32 bits."""
+    assert isinstance(ty, TensorType)
+    if ty.dtype == "bool":
+        return True
+    limits = np.iinfo(dtypes.to_numpy(ty.dtype))
+    values = [sym(v) for v in elements.reshape(-1).tolist()]
+    return all(limits.min <= v.const <= limits.max if v.is_const else ty.dtype in ("int32", "int64") for v in values)
 
 
 def _may_be_shape(ty: Type) -> bool:

@@ -54,7 +54,7 @@ class FunctionParser(Reader):
         return Function(params, self._body(node.body, node, None), attrs)
 
     def _params(self, node: ast.FunctionDef) -> tuple[Var, ...]:
-        return tuple(self._var(arg, arg.arg, arg.annotation, None) for arg in node.args.args)
+        return tuple(self._var(arg, arg.arg, arg.annotation, None) for arg in self.parameters(node))
 
     def _var(self, node: ast.AST, ident: str, annotation: ast.expr | None, loc: str | None) -> Var:
         """Define a variable: `T`, or `var(T, name=..., loc=...)`; `loc` is the place that its value has."""

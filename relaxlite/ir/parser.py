@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.errors import ParseError
 from relaxlite.ir.expr import (
     Array,
     Attrs,
@@ -36,12 +37,15 @@ def parse_module(text: str, constants: Sequence[Constant | Array] = ()) -> IRMod
     """
     lines = text.split("\n")
     try:
-        tree = ast.parse(text)
+        return ModuleParser(lines, constants).module(ast.parse(text))
+    except ParseError:
+        raise
     except SyntaxError as error:
         raise place_error(lines, error.lineno or 1, max((error.offset or 1) - 1, 0), error.msg) from None
-    except (ValueError, MemoryError, RecursionError) as error:
-        raise place_error(lines, 1, 0, f"this text cannot be read: {error or 'nested too deep'}") from None
-    return ModuleParser(lines, constants).module(tree)
+    except (MemoryError, RecursionError):
+        raise place_error(lines, 1, 0, "the text nests too deep") from None
+    except ValueError as error:  # null bytes, in some versions of Python
+        raise place_error(lines, 1, 0, str(error)) from None
 
 
 class ModuleParser(Reader):
@@ -96,6 +100,8 @@ class ModuleParser(Reader):
 
     def _definition(self, node: ast.FunctionDef, names: dict[str, str]) -> Definition:
         decorator = node.decorator_list[0] if len(node.decorator_list) == 1 else node
+        if node.returns is not None:
+            self.fail(node.returns, "the type of the result is that of what the body returns")
         if is_call(decorator, "program"):
             return ProgramParser(self.lines).program(node, self.arguments(decorator), self.scope)
         arguments = Arguments(node, [])

@@ -65,7 +65,7 @@ class ProgramParser(Reader):
         declared = tuple(self.symbol(item) for item in names)
         attrs = Attrs(self.attrs(arguments))
         self.finish(arguments, (0,), "program")
-        params = tuple(self._param(arg) for arg in node.args.args)
+        params = tuple(self._param(arg) for arg in self.parameters(node))
         count = 1 if outputs is None else self.integer(outputs)
         return TensorProgram(params, declared, self.body(node.body), count, attrs)
 
@@ -126,7 +126,7 @@ class ProgramParser(Reader):
     def _for(self, stmt: ast.For) -> For:
         call, kinds = stmt.iter, get_args(LoopKind)
         kind = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
-        if kind is None or not isinstance(call, ast.Call) or not isinstance(stmt.target, ast.Name):
+        if kind is None or not isinstance(call, ast.Call) or not isinstance(stmt.target, ast.Name) or stmt.orelse:
             self.fail(stmt, f"a loop is written `for i in serial(n):`; kinds: {', '.join(kinds)}")
         if kind not in kinds:
             self.fail(call, f"unknown kind of loop {kind}", near=(kind, kinds))

@@ -70,6 +70,14 @@ class Reader:
             keywords[keyword.arg] = keyword.value
         return Arguments(call, call.args, keywords)
 
+    def parameters(self, node: ast.FunctionDef) -> list[ast.arg]:
+        """The parameters of a definition, which are plain ones."""
+        given = node.args
+        for other in (given.vararg, given.kwarg, *given.kwonlyargs, *given.posonlyargs, *given.defaults):
+            if other is not None:
+                self.fail(other, "parameters are written name: type, nothing else")
+        return given.args
+
     def finish(self, arguments: Arguments, counts: tuple[int, ...], what: str) -> None:
         """Refuse what has not been taken, and any other count of positional arguments."""
         for name, node in arguments.keywords.items():

@@ -46,6 +46,8 @@ def stride(access: Load | Store, var: SymVar) -> int | None:
 def can_fuse(stmt: Stmt, outer: SymVar, inner: SymVar, extent: SymExpr) -> bool:
     """Whether every access moves along (outer, inner) as along one loop of both: its stride along `outer` is `extent`
     times that along `inner`. Then the fused index is linear again."""
+    if outer in extent.free_vars():
+        return False
     analyzer = Analyzer()
     for value in all_values(stmt):
         if isinstance(value, IndexValue) and {outer, inner} & set(value.index.free_vars()):

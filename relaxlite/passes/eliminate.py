@@ -23,7 +23,8 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.visitor import Rewriter, map_functions, used_vars
+from relaxlite.ir.text import attrs_key
+from relaxlite.ir.visitor import Rewriter, inner_bodies, map_functions, used_vars
 
 
 def eliminate_common(module: IRModule) -> IRModule:
@@ -44,7 +45,7 @@ class _EliminateCommon(Rewriter):
         return result
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        if isinstance(value, Call) and (not isinstance(value.callee, Op) or not value.callee.is_pure):
+        if isinstance(value, Call) and not _is_function_of_operands(value):
             return None
         key = _key(value)
         if key is None:
@@ -53,9 +54,14 @@ class _EliminateCommon(Rewriter):
         return None if found is var or found.ty != var.ty else found
 
 
+def _is_function_of_operands(call: Call) -> bool:
+    """Pure, and no piece of memory: two allocations of equal shape are not one."""
+    return isinstance(call.callee, Op) and call.callee.is_pure and not call.callee.name.startswith(("memory.", "vm."))
+
+
 def _key(value: Expr) -> Hashable:
     if isinstance(value, Call):
-        return (value.callee, tuple(map(_operand_key, value.args)), value.attrs, value.sym_args, value.ty)
+        return (value.callee, tuple(map(_operand_key, value.args)), attrs_key(value.attrs), value.sym_args, value.ty)
     if isinstance(value, TupleGetItem):
         return ("item", _operand_key(value.value), value.index)
     return tuple(map(_operand_key, value.fields)) if isinstance(value, Tuple) else None
@@ -68,7 +74,7 @@ def _operand_key(operand: Expr) -> Hashable:
 
 
 def eliminate_dead(module: IRModule) -> IRModule:
-    """Drop bindings that nothing uses, and aliases (y = x). Run-time shape checks stay."""
+    """Drop bindings that nothing uses. Run-time shape checks stay, and an If that holds something that stays."""
     return map_functions(module, lambda f: replace(f, body=body) if (body := _live_body(f.body)) is not f.body else f)
 
 
@@ -108,4 +114,5 @@ def _is_removable(value: Expr) -> bool:
     """A loop may not end, so it stays; a call of a program in destination-passing form fills its operands."""
     if isinstance(value, Call):
         return value.callee.is_pure if isinstance(value.callee, Op) else bool(getattr(value.ty, "fields", True))
-    return not isinstance(value, Loop)
+    inner = [binding for body in inner_bodies(value) for binding in body.bindings()]
+    return not isinstance(value, Loop) and all(isinstance(b, Let) and _is_removable(b.value) for b in inner)

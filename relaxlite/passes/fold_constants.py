@@ -37,8 +37,11 @@ class _FoldConstants(Rewriter):
         operands = [_concrete(arg) for arg in value.args]
         if any(o is None for o in operands) or not _is_worth(value, operands):
             return None
-        with np.errstate(all="ignore"):
-            result = value.callee.reference(*operands, **value.attrs)
+        try:
+            with np.errstate(all="ignore"):
+                result = value.callee.reference(*operands, **value.attrs)
+        except (IndexError, ValueError, ArithmeticError):  # an error of run time, if this is ever run
+            return None
         if isinstance(result, tuple):
             self._tuples[var] = tuple(_constant(r, t) for r, t in zip(result, value.ty.fields, strict=True))  # type: ignore[union-attr]
             return Tuple(self._tuples[var])

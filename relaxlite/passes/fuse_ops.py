@@ -12,16 +12,26 @@ parameter is a shape that carries the symbols. fuse_programs.py then merges the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Attrs, Binding, Block, Body, Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import Binary, For, LetIndex, Load, Select, TensorProgram, Unary
+from relaxlite.ir.program import Binary, For, LetIndex, Load, Select, TensorProgram, Unary, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
-from relaxlite.ir.visitor import Rewriter, all_values, body_uses, expr_symbols, loads, stores, walk_stmts
+from relaxlite.ir.visitor import (
+    Rewriter,
+    all_values,
+    body_uses,
+    expr_symbols,
+    loads,
+    stmt_values,
+    stores,
+    value_children,
+    walk_stmts,
+)
 from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
 
@@ -142,14 +152,15 @@ class _FuseFunction(Rewriter):
         if node.group.has_anchor:  # what follows a reduction runs in its loops, element by element
             reason = reason or _refuse_epilogue(node, path)
         groups = list(dict.fromkeys(n.group for n in (node, *path)))
+        merged = _Group(sorted((n for g in groups for n in g.nodes), key=lambda n: n.position))
         if reason is None and sum(g.has_anchor for g in groups) > 1:
             reason = "both sides hold a reduction"
-        if reason is None and sum(len(g.nodes) for g in groups) > MAX_GROUP:
+        if reason is None and len(merged.nodes) > MAX_GROUP:
             reason = f"the group would exceed {MAX_GROUP} calls"
+        reason = reason or _refuse_data_index(merged)
         if reason is not None:
             self._context.notes.append(f"not fused: {node.var.name} into {sink.var.name}: {reason}")
             return
-        merged = _Group(sorted((n for g in groups for n in g.nodes), key=lambda n: n.position))
         for n in merged.nodes:
             n.group = merged
 
@@ -274,13 +285,34 @@ def _refuse_injective(node: _Node, path: list[_Node], sink: _Node) -> str | None
         limit = LoopPattern.REDUCTION if other is sink else LoopPattern.INJECTIVE
         if other.pattern > limit:
             return f"{other.var.name} is {other.pattern.name}"
-        if _has_data_index(node.program) and _has_select(other.program):
-            return f"{other.var.name} reads under a condition, {node.var.name} computes indices from data"
     cost = sum(_cost(n.program) for n in node.group.nodes)
     for other in path:
         if cost > CHEAP and _recomputes(node, other):
             return f"{other.var.name} would compute {node.var.name} (cost {cost}) more than once per element"
     return None
+
+
+def _refuse_data_index(group: _Group) -> str | None:
+    """An inlined index from data is bound, and checked, round the store that needs it: in front of what would guard it
+    in a Select, and inside the reduced loops, which are then no plain reduction any more."""
+    for node in group.nodes:
+        if not _has_data_index(node.program):
+            continue
+        for other in _downstream(node, group):
+            if _reads_under_condition(other, group):
+                return f"{other.var.name} reads under a condition, {node.var.name} computes indices from data"
+            if other.pattern >= LoopPattern.REDUCTION:
+                return f"{other.var.name} is a reduction, {node.var.name} computes indices from data"
+    return None
+
+
+def _downstream(node: _Node, group: _Group) -> list[_Node]:
+    """Every call of the group that depends on the node."""
+    found = dict.fromkeys([node])
+    for other in group.nodes:  # in order of position
+        if any(other in n.consumers for n in found):
+            found[other] = None
+    return list(found)[1:]
 
 
 def _recomputes(producer: _Node, consumer: _Node) -> bool:
@@ -299,8 +331,19 @@ def _has_data_index(program: TensorProgram) -> bool:
     return any(isinstance(s, LetIndex) for s in walk_stmts(program.body))
 
 
-def _has_select(program: TensorProgram) -> bool:
-    return any(isinstance(v, Select) for v in all_values(program.body))
+def _reads_under_condition(node: _Node, group: _Group) -> bool:
+    """Whether a Select decides if the call reads some element of another call of the group at all."""
+    roots = [v for s in walk_stmts(node.program.body) for v in stmt_values(s)]
+    certain = {(load.buffer, load.indices) for root in roots for load in _certain_loads(root)}
+    return any((load.buffer, load.indices) not in certain for load in _loads_of(node, {n.var for n in group.nodes}))
+
+
+def _certain_loads(value: Value) -> Iterator[Load]:
+    """The loads that happen whatever the Selects say."""
+    if isinstance(value, Load):
+        yield value
+    for child in (value.cond,) if isinstance(value, Select) else value_children(value):
+        yield from _certain_loads(child)
 
 
 def _cost(program: TensorProgram) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from relaxlite.errors import PassError
 from relaxlite.ir.equality import structural_equal, structural_hash
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, ShapeValue, Var
@@ -9,7 +11,7 @@ from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import Buffer, Literal, Load, TensorProgram, Value
 from relaxlite.ir.symbolic import SymExpr
-from relaxlite.ir.types import TensorType, TupleType
+from relaxlite.ir.types import ShapeType, TensorType, TupleType
 from relaxlite.ir.visitor import ProgramRewriter, Rewriter, program_symbols
 
 RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins later, not to loops
@@ -56,14 +58,23 @@ class _Legalize(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
-        op = value.callee
-        if op.name in RUNTIME_OPS or "." in op.name:
-            return None
+        op, value = value.callee, _with_known_shapes(value)
+        if op.name in RUNTIME_OPS or op.name.startswith(("memory.", "vm.")):
+            return value
         if not op.has_lowering:
             raise PassError(f"op {op.name} (at {value.loc}) has neither a lowering nor a decomposition")
         program, args = lower_call(value)
         callee = self._table.add(op.name, program)
         return Call(callee, args, sym_args=program.symbols, ty=value.ty, loc=value.loc)
+
+
+def _with_known_shapes(call: Call) -> Call:
+    """The call with each variable that is a shape of known values (a MatchShape bound them) replaced by these."""
+    args = tuple(
+        ShapeValue(a.ty.values) if isinstance(a, Var) and isinstance(a.ty, ShapeType) and a.ty.values is not None else a
+        for a in call.args
+    )
+    return call if args == call.args else replace(call, args=args)
 
 
 def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:

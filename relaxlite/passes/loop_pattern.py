@@ -64,7 +64,7 @@ def injective_store(nest: Nest) -> Store | None:
             return None
     if not isinstance(body, Store) or body.combine is not None or body.indices != nest.vars:
         return None
-    return body if all(load.buffer is not body.buffer for load in loads(body)) else None
+    return body if all(load.buffer is not body.buffer for load in loads(nest.body)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def reduction_of(stage: Stmt) -> Reduction | None:
 
 def _with_element(nest: Nest, body: Seq) -> Allocate | None:
     """{ out[i] = init; for r: out[i] combine= v }  =>  { e[]; e = init; for r: e combine= v; out[i] = e }"""
-    if len(body.stmts) != 2 or not isinstance(body.stmts[0], Store):
+    if len(body.stmts) != 2 or not isinstance(body.stmts[0], Store) or body.stmts[0].combine is not None:
         return None
     init, inner = body.stmts[0], perfect_nest(body.stmts[1])
     update, out = inner.body, init.buffer

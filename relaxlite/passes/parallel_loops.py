@@ -61,12 +61,12 @@ def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
 
 def writes_apart(loop: For) -> bool:
     """Whether different iterations write different elements and read none that another writes: in all accesses to a
-    written buffer that outlives the iteration the loop variable stands alone in the same dimension."""
+    written buffer that outlives the iteration the loop variable stands alone in the same dimension, at one scale."""
     own = {s.buffer for s in walk_stmts(loop.body) if isinstance(s, Allocate)}
     written = {s.buffer for s in stores(loop.body)} - own
     for buffer in written:
         places = [
-            {k for k, index in enumerate(a.indices) if _owns(index, loop.var)}
+            {(k, scale) for k, index in enumerate(a.indices) if (scale := _owned(index, loop.var))}
             for a in accesses(loop.body)
             if a.buffer is buffer
         ]
@@ -75,13 +75,13 @@ def writes_apart(loop: For) -> bool:
     return True
 
 
-def _owns(index: SymExpr, var: SymVar) -> bool:
-    """Whether equal indices imply equal values of var: var itself, or var*c + (0 .. c-1)."""
+def _owned(index: SymExpr, var: SymVar) -> int:
+    """c if the index is var*c + (0 .. c-1), so that it tells the value of var (var itself: 1); else 0."""
     if index is var:
-        return True
+        return 1
     coef = next((c for monomial, c in index.terms if monomial == (var,)), 0)
     rest = index - var * coef
     if coef <= 0 or var in rest.free_vars():
-        return False
+        return 0
     lower, upper = Analyzer().bounds(rest)
-    return lower is not None and upper is not None and lower >= 0 and upper < coef
+    return coef if lower is not None and upper is not None and lower >= 0 and upper < coef else 0

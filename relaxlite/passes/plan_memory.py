@@ -149,7 +149,10 @@ class _Prover:
 
     def _may_fit(self, size: SymExpr, room: SymExpr) -> bool:
         variables = tuple(dict.fromkeys(size.free_vars() + room.free_vars()))
-        return all(evaluate(size, at) <= evaluate(room, at) for at in _trials(variables))
+        try:
+            return all(evaluate(size, at) <= evaluate(room, at) for at in _trials(variables))
+        except ZeroDivisionError:  # these values are no sizes: they tell nothing
+            return True
 
 
 def _trials(variables: tuple[SymVar, ...]) -> Iterator[dict[SymVar, int]]:

@@ -137,7 +137,7 @@ def _sink(loops: Sequence[For], stmt: Stmt, guard: Value | None) -> Stmt:
 
 
 def _is_init(stmt: Stmt) -> bool:
-    return isinstance(stmt, Store) and isinstance(stmt.value, Literal)
+    return isinstance(stmt, Store) and stmt.buffer.scope == "local" and isinstance(stmt.value, Literal)
 
 
 class _Widen(ProgramRewriter):

@@ -39,7 +39,6 @@ from relaxlite.ir.visitor import (
     all_values,
     loads,
     map_programs,
-    program_symbols,
     stores,
     walk_stmts,
 )
@@ -72,20 +71,20 @@ def schedule_program(program: TensorProgram, target: Target) -> TensorProgram:
     if program.attrs.get("scheduled"):
         return program
     body = seq(*(_Rules(program, target).stage(hoist_lets(s)) for s in top_stages(program)))
-    return replace(program, body=body, symbols=program_symbols(program.params, body))
+    return replace(program, body=body)  # and the symbols in their order, which the callers know
 
 
 def identity(combine: str, dtype: str) -> Value:
     """The neutral element of a combination."""
     if combine in ("add", "mul"):
         return Literal(0 if combine == "add" else 1, dtype)
-    if combine in ("and", "or"):
-        return Literal((combine == "and") if dtype == "bool" else (-1 if combine == "and" else 0), dtype)
+    if dtype == "bool":
+        return Literal(combine in ("and", "min"), dtype)
     if dtypes.is_float(dtype):
         return Literal(float("-inf") if combine == "max" else float("inf"), dtype)
-    if dtype == "bool":
-        return Literal(combine == "min", dtype)
     info = np.iinfo(dtypes.to_numpy(dtype))
+    if combine in ("and", "or"):
+        return Literal(0 if combine == "or" else int(info.max) if info.min == 0 else -1, dtype)
     return Literal(int(info.min if combine == "max" else info.max), dtype)
 
 

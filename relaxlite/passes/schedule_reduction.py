@@ -18,13 +18,13 @@ from relaxlite.ir.program import Allocate, For, Seq, Stmt, Store, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.passes.access import can_fuse, stride
-from relaxlite.passes.loop_pattern import reduction_of
-from relaxlite.passes.parallel_loops import parallel_nest
+from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
+from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.schedule import distribute, fuse, less, when_positive
 
 ACCUMULATORS = 24  # vector registers of a tile, of 32; the rest hold operands
 MOST_ROWS = 8
-ROW_TAILS = (3, 1)  # lower tiles for the rows that are left
+ROW_TAILS = (4, 2, 1)  # lower tiles for the rows that are left
 ENOUGH_PARALLEL = 8  # iterations of known loops that are worth sharing out on their own
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
@@ -203,6 +203,13 @@ def _fuse_reduced(stmt: Stmt) -> Stmt:
 
 
 def reduction_block(stage: Stmt) -> Block | None:
-    """The stage as a reduction, or None."""
+    """The stage as a reduction whose loops may change places: each element is computed apart from the others, and no
+    extent depends on another loop. None: it is no such reduction."""
     reduction = reduction_of(stage)
-    return None if reduction is None else Block(reduction.spatial, reduction.block)
+    if reduction is None or not all(map(writes_apart, reduction.spatial)):
+        return None
+    loops = (*reduction.spatial, *perfect_nest(reduction.inner).loops)
+    variables = {loop.var for loop in loops}
+    if any(variables & set(loop.extent.free_vars()) for loop in loops):
+        return None
+    return Block(reduction.spatial, reduction.block)

@@ -138,17 +138,18 @@ def transpose_transpose(call: Call, bound: Bindings) -> Expr | None:
     x, axes = call.args[0], call.attrs["axes"]
     if not isinstance(axes, tuple):
         return None
+    axes = tuple(a % len(axes) for a in axes if isinstance(a, int))
     if axes == tuple(range(len(axes))):
         return x
     inner = bound.get(x) if isinstance(x, Var) else None
     if isinstance(inner, Call) and isinstance(inner.callee, Op) and inner.callee.name == "transpose":
         first = inner.attrs["axes"]
         if isinstance(first, tuple):
-            return ops.transpose(inner.args[0], axes=tuple(first[a] for a in axes), loc=call.loc)  # type: ignore[index]
+            return ops.transpose(inner.args[0], axes=tuple(first[a] for a in axes), loc=call.loc)
     return _moves_only_ones(call, axes)
 
 
-def _moves_only_ones(call: Call, axes: tuple[object, ...]) -> Expr | None:
+def _moves_only_ones(call: Call, axes: tuple[int, ...]) -> Expr | None:
     """transpose(x, axes) = reshape(x) when only dimensions of one change places"""
     ty = call.args[0].ty
     assert (
@@ -157,27 +158,30 @@ def _moves_only_ones(call: Call, axes: tuple[object, ...]) -> Expr | None:
         and isinstance(call.ty, TensorType)
         and call.ty.shape is not None
     )
-    large = [a for a in axes if isinstance(a, int) and as_int(ty.shape[a]) != 1]
+    large = [a for a in axes if as_int(ty.shape[a]) != 1]
     if large != sorted(large):
         return None
     return ops.reshape(call.args[0], ShapeValue(call.ty.shape), loc=call.loc)
 
 
 def concat_one(call: Call, bound: Bindings) -> Expr | None:
-    """concat(x) = x;  concat(x, empty) = concat(x)"""
+    """concat(x) = x;  concat(x, empty) = concat(x), where the empty one neither tells nor checks another size"""
     if len(call.args) == 1:
         return call.args[0]
-    axis = call.attrs["axis"]
-    kept = [a for a in call.args if not _is_empty(a, axis)]
+    kept = [a for a in call.args if not _adds_nothing(a, call)]
     if len(kept) == len(call.args) or not kept:
         return None
-    return ops.concat(*kept, axis=axis, loc=call.loc)
+    fewer = ops.concat(*kept, axis=call.attrs["axis"], loc=call.loc)
+    return fewer if fewer.ty == call.ty else None
 
 
-def _is_empty(expr: Expr, axis: object) -> bool:
-    ty = expr.ty
+def _adds_nothing(expr: Expr, call: Call) -> bool:
+    ty, out, axis = expr.ty, call.ty, call.attrs["axis"]
     assert isinstance(ty, TensorType) and ty.shape is not None and isinstance(axis, int)
-    return as_int(ty.shape[axis]) == 0
+    assert isinstance(out, TensorType) and out.shape is not None
+    along = axis % len(out.shape)
+    same = all(a is b for k, (a, b) in enumerate(zip(ty.shape, out.shape, strict=True)) if k != along)
+    return same and as_int(ty.shape[along]) == 0
 
 
 def slice_all(call: Call, bound: Bindings) -> Expr | None:

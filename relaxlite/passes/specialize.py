@@ -11,23 +11,29 @@ from __future__ import annotations
 from functools import reduce
 
 from relaxlite.ir.program import For, Load, Stmt, Store
-from relaxlite.ir.symbolic import Min, SymExpr, SymVar, operands, map_atoms, smin
-from relaxlite.ir.visitor import ProgramRewriter, loads, stores, walk_stmts
+from relaxlite.ir.symbolic import Min, SymExpr, SymVar, map_atoms, operands, smin
+from relaxlite.ir.visitor import ProgramRewriter, bound_symbols, loads, stores, walk_stmts
 
 Bounds = dict[tuple[SymVar, SymExpr], SymExpr]
 
 
 def clamped_loops(stmt: Stmt) -> Bounds:
-    """(loop variable, greatest index) -> the loop's extent, for every index min(variable, greatest)."""
-    extents = {s.var: s.extent for s in walk_stmts(stmt) if isinstance(s, For)}
+    """(loop variable, greatest index) -> the loop's extent, for every index min(variable, greatest) where both are known
+    outside of the statement."""
+    inner = bound_symbols(stmt)
+    extents = {s.var: s.extent for s in walk_stmts(stmt) if isinstance(s, For) and _is_outer(s.extent, inner)}
     found: Bounds = {}
     accesses: list[Load | Store] = [*loads(stmt), *stores(stmt)]
     for access in accesses:
         for index in access.indices:
             for var, limit in _clamps(index):
-                if var in extents and not set(limit.free_vars()) & set(extents):
+                if var in extents and _is_outer(limit, inner):
                     found[var, limit] = extents[var]
     return found
+
+
+def _is_outer(expr: SymExpr, inner: set[SymVar]) -> bool:
+    return inner.isdisjoint(expr.free_vars())
 
 
 def _clamps(index: SymExpr) -> list[tuple[SymVar, SymExpr]]:

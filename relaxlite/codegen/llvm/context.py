@@ -16,7 +16,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar
 
 OVERFLOWED, OUT_OF_MEMORY = -1, -2  # statuses that a kernel may return beside 0 and 1 + the index of a failed check
 
-LoadKey: TypeAlias = tuple[Buffer, SymExpr, str]
+LoadKey: TypeAlias = tuple[Buffer, SymExpr, int, str]  # where, how many lanes, under which mask
+AccessKey: TypeAlias = tuple[Buffer, SymExpr, SymVar | None, int, tuple[int, ...]]  # ... and the unrolled variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Kernel:
     """One function under construction: `e` writes it, `ix` knows the variables, the rest is where we are.
 
     Inside a vectorized loop `lane` is its variable and `lanes` its extent. `mask` says which lanes are active (None:
-    all); `some_active`: it is known that one is.
+    all); `some_active`: it is known that one is, as it always is between statements.
     """
 
     name: str
@@ -62,7 +63,8 @@ class Kernel:
     loads: dict[LoadKey, Val] = field(default_factory=dict)  # what is still known to be in memory
     values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
-    accesses: dict[tuple[Buffer, SymExpr, SymVar | None, tuple[int, ...]], Access] = field(default_factory=dict)
+    accesses: dict[AccessKey, Access] = field(default_factory=dict)
+    loading: dict[Value, bool] = field(default_factory=dict)  # whether a value loads anything
 
     # Lanes
 

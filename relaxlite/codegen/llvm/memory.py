@@ -30,7 +30,7 @@ def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
     if flat is None:
         flat = k.offsets[buffer, indices] = flat_offset(buffer.shape, indices)
     constants = tuple(k.ix.constants[v] for v in flat.free_vars() if v in k.ix.constants)
-    key = (buffer, flat, k.lane, constants)
+    key = (buffer, flat, k.lane, k.lanes, constants)
     if key not in k.accesses:
         k.accesses[key] = _classify(k, buffer, k.ix.resolve(flat))
     return k.accesses[key]
@@ -56,7 +56,8 @@ def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
 def load(k: Kernel, access: Access) -> Val:
     """The element, or one per lane, in register form."""
     mask = None if access.kind == "uniform" and k.some_active else k.mask
-    key = (access.buffer, access.offset, mask.text if mask is not None else "")
+    lanes = 0 if access.kind == "uniform" else k.lanes
+    key = (access.buffer, access.offset, lanes, mask.text if mask is not None else "")
     if key not in k.loads:
         k.loads[key] = from_memory(k.e, _load_raw(k, access), access.buffer.dtype)
     return k.loads[key]
@@ -172,26 +173,11 @@ def forget_overlapping(k: Kernel, buffer: Buffer) -> None:
 
 def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:
     """One element: of the lanes that are active, the last one's."""
-    e = k.e
     if raw.lanes and k.mask is not None:
         _scatter(k, access, raw)
-        return
-    scalar = e.extract(raw, k.lanes - 1)
-    if k.some_active:
-        _store_scalar(k, access, scalar)
-        return
-    assert k.mask is not None
-    stored, done = e.fresh("store"), e.fresh("stored")
-    e.branch_if(e.any_lane(k.mask), stored, done)
-    e.start(stored)
-    _store_scalar(k, access, scalar)
-    e.branch(done)
-    e.start(done)
-
-
-def _store_scalar(k: Kernel, access: Access, raw: Val) -> None:
-    pointer = k.ix.pointer(access.buffer, access.base)
-    k.e.line(f"store {raw}, {pointer}, align {access.align}")
+    else:
+        scalar, pointer = k.e.extract(raw, k.lanes - 1), k.ix.pointer(access.buffer, access.base)
+        k.e.line(f"store {scalar}, {pointer}, align {access.align}")
 
 
 def _store_vector(k: Kernel, access: Access, raw: Val) -> None:
@@ -216,11 +202,10 @@ def _scatter(k: Kernel, access: Access, raw: Val) -> None:
             e.line(f"store {element}, {pointer}, align {access.align}")
         return
     mask = k.mask if k.mask is not None else e.splat(TRUE, lanes)
-    pointers = e.splat(_lane_pointers(k, access), lanes) if access.kind != "uniform" else None
-    if pointers is None:
-        pointers = e.splat(k.ix.pointer(access.buffer, access.base), lanes)
+    is_uniform = access.kind == "uniform"
+    pointers = k.ix.pointer(access.buffer, access.base) if is_uniform else _lane_pointers(k, access)
     name = f"llvm.masked.scatter.{mangle(access.elem, lanes)}.{mangle('ptr', lanes)}"
-    e.call_void(name, [raw, pointers, int_const(access.align, "i32"), mask])
+    e.call_void(name, [raw, e.splat(pointers, lanes), int_const(access.align, "i32"), mask])
 
 
 def lane_is_active(k: Kernel, lane: int) -> Val:

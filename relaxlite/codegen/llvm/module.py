@@ -96,7 +96,7 @@ def _emit_module(programs: Mapping[str, TensorProgram], target: Target) -> tuple
             checks = _emit_kernel(module, symbol, name, program)
         except CodegenError as error:
             raise CodegenError(f"program {name!r}: {error}") from error
-        except (KeyError, AssertionError, NotImplementedError) as error:
+        except (KeyError, AssertionError, ZeroDivisionError) as error:
             raise CodegenError(f"program {name!r}: {type(error).__name__}: {error}") from error
         kernels[name] = KernelInfo(
             name, symbol, checks, num_buffers=len(program.params), num_symbols=len(program.symbols)

@@ -14,7 +14,7 @@ from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, lane_numbers, m
 from relaxlite.codegen.llvm.indices import Base
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
-from relaxlite.codegen.llvm.types import memory_elem
+from relaxlite.codegen.llvm.types import convert, memory_elem
 from relaxlite.codegen.llvm.values import emit_value
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import (
@@ -29,7 +29,6 @@ from relaxlite.ir.program import (
     Seq,
     Stmt,
     Store,
-    Value,
 )
 from relaxlite.ir.symbolic import as_int, product
 
@@ -114,7 +113,7 @@ def _store(k: Kernel, stmt: Store) -> None:
         _combine(k, stmt, access)
     elif access.kind == "uniform":
         _combine_across(k, stmt, access)
-    elif access.kind == "contiguous" or (access.stride is not None and as_int(access.stride)):
+    elif access.stride is not None and as_int(access.stride):
         _combine(k, stmt, access)
     else:
         _combine_one_by_one(k, stmt, access)
@@ -142,12 +141,8 @@ def _combine_across(k: Kernel, stmt: Store, access: Access) -> None:
     if k.mask is not None:
         value = k.e.select(k.mask, value, scalars.identity(stmt.combine, dtype))
     total = scalars.reduce_lanes(k.e, stmt.combine, dtype, value)
-    outer = k.mask, k.some_active
-    if k.some_active:
-        k.mask = None  # one lane is on, so the element is there
     old = memory.load(k, access)
     memory.store(k, access, scalars.combine(k.e, stmt.combine, dtype, old, total))
-    k.mask, k.some_active = outer
 
 
 def _combine_one_by_one(k: Kernel, stmt: Store, access: Access) -> None:
@@ -206,17 +201,12 @@ def _masked(k: Kernel, cond: Val, body: Stmt) -> None:
 
 
 def _let_index(k: Kernel, stmt: LetIndex) -> None:
+    """The variable's own bounds are not believed: a check of the data must not be optimized away by them."""
     k.values.clear()
-    value = _as_index(k, stmt.value)
-    value = Val(value.text, "i64", value.lanes)
-    with k.ix.scope(), k.ix.bound(stmt.var, value, (stmt.var.lower, stmt.var.upper), is_data=True):
+    value = convert(k.e, emit_value(k, stmt.value), stmt.value.dtype, "int64")
+    with k.ix.scope(), k.ix.bound(stmt.var, value, (None, None), is_data=True):
         emit_statement(k, stmt.body)
-
-
-def _as_index(k: Kernel, value: Value) -> Val:
-    from_dtype = value.dtype
-    found = emit_value(k, value)
-    return k.e.cast("sext" if dtypes.is_signed(from_dtype) else "zext", found, "i64")
+    k.loads = {key: loaded for key, loaded in k.loads.items() if stmt.var not in key[1].free_vars()}
 
 
 def _check(k: Kernel, stmt: Check) -> None:
@@ -235,14 +225,12 @@ def _barrier(k: Kernel, stmt: Barrier) -> None:
 
 def _allocate(k: Kernel, stmt: Allocate) -> None:
     buffer = stmt.buffer
-    is_per_lane = k.lanes > 0
-    size = as_int(product(buffer.shape))
-    elements = product(buffer.shape) * (k.lanes if is_per_lane else 1)
     itemsize = dtypes.itemsize(buffer.dtype)
-    if is_per_lane:
+    if k.lanes:
         k.per_lane.add(buffer)
+    elements = product(buffer.shape) * max(k.lanes, 1)
     count = as_int(elements)
-    if buffer.scope == "local" and size is not None and count is not None and count * itemsize <= _MAX_STACK_BYTES:
+    if buffer.scope == "local" and count is not None and count * itemsize <= _MAX_STACK_BYTES:
         pointer = k.stack_array(buffer.name, memory_elem(buffer.dtype), count)
         _with_base(k, buffer, pointer, stmt.body)
         return

@@ -109,7 +109,7 @@ def _select(k: Kernel, value: Select) -> Val:
     cond = emit_value(k, value.cond)
     if cond.text in ("true", "false"):
         return emit_value(k, value.then if cond.text == "true" else value.other)
-    if not (has_load(value.then) or has_load(value.other)):
+    if not (has_load(k, value.then) or has_load(k, value.other)):
         return k.e.select(cond, emit_value(k, value.then), emit_value(k, value.other))
     if cond.lanes:
         then = _under(k, cond, value.then)
@@ -128,14 +128,16 @@ def _select(k: Kernel, value: Select) -> Val:
 
 def _under(k: Kernel, cond: Val, value: Value) -> Val:
     """The value where only the lanes of `cond` may load."""
-    if not has_load(value):
+    if not has_load(k, value):
         return emit_value(k, value)
     with k.masked(cond):
         return emit_value(k, value)
 
 
-def has_load(value: Value) -> bool:
-    return isinstance(value, Load) or any(has_load(operand) for operand in operands(value))
+def has_load(k: Kernel, value: Value) -> bool:
+    if value not in k.loading:
+        k.loading[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
+    return k.loading[value]
 
 
 def operands(value: Value) -> tuple[Value, ...]:

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its converters)
+    convert_attention,
+    convert_casts,
     convert_contrib,
     convert_control,
     convert_data_dependent,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from relaxlite import dtypes
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
@@ -221,48 +219,6 @@ def clip(n: Node) -> Result:
 
 def _scalar(n: Node, x: Expr) -> Expr:
     return x if not n.shape_of(x) else n.emit(ops.reshape(x, ()))
-
-
-# Types
-
-
-@onnx_op("Cast")
-def cast_1(n: Node) -> Result:
-    """Before opset 6, the type is named by text."""
-    name = n.text("to").lower()
-    dtype = {"float": "float32", "double": "float64"}.get(name, name)
-    return ops.cast(n.input(0), dtype=dtype)
-
-
-@onnx_op("Cast", since=6)
-def cast(n: Node) -> Result:
-    n.ignore("saturate", "round_mode")  # these speak of float8 only
-    return _cast(n, n.input(0), n.element_type("to"))
-
-
-@onnx_op("CastLike", since=15)
-def cast_like(n: Node) -> Result:
-    n.ignore("saturate", "round_mode")
-    return _cast(n, n.input(0), n.dtype(1))
-
-
-def _cast(n: Node, x: Expr, dtype: str) -> Result:
-    if n.type_of(x).dtype == dtype:
-        return x
-    if isinstance(x, Constant):
-        return Constant.of(ops.cast.reference(x.value, dtype=dtype), name=x.name)
-    return ops.cast(x, dtype=dtype)
-
-
-@onnx_op("BitCast", since=26)
-def bit_cast(n: Node) -> Result:
-    dtype = n.element_type("to")
-    value = n.const(0)
-    if n.dtype() == dtype:
-        return n.input(0)
-    if value is None or dtypes.itemsize(dtype) != dtypes.itemsize(n.dtype()):
-        n.fail(f"a cast of the bits of {n.dtype()} to {dtype} is supported for constants of equal size only")
-    return Constant.of(np.ascontiguousarray(value).view(dtypes.to_numpy(dtype)))
 
 
 @onnx_op("IsInf")

@@ -6,6 +6,9 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.frontend.onnx.convert_nn import conv_attributes
+from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.narrow import clipped, decode, encode
+from relaxlite.frontend.onnx.narrow_types import NarrowType
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
@@ -27,18 +30,39 @@ def _alike(n: Node, scale: Expr, zero: Expr | None) -> tuple[Expr, Expr | None]:
 @onnx_op("QuantizeLinear", since=10)
 def quantize_linear(n: Node) -> Result:
     """The result's type is that of the zero point, or of the attribute; uint8 without either."""
-    n.ignore("saturate")  # speaks of float8 only
+    saturate = n.flag("saturate", True)  # speaks of float8 only
     precision = n.int("precision", 0)
     if precision not in (0, 1) and not (precision == 11 and n.dtype() == "float64"):
         n.int("precision", 0)
     zero = n.optional(2)
     wanted = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
+    narrow = n.narrow_type("output_dtype") if wanted else n.importer.narrow.get(zero) if zero is not None else None
     dtype = wanted or ("uint8" if zero is None else n.dtype(2))
     x = n.input(0)
     if not dtypes.is_float(n.type_of(x).dtype):
         x = n.emit(ops.cast(x, dtype="float32"))
     scale, zero = _alike(n, n.input(1), zero)
-    return ops.quantize_linear(x, scale, zero, axis=_axis(n), block_size=n.int("block_size", 0), dtype=dtype)
+    axis, block = _axis(n), n.int("block_size", 0)
+    if narrow is not None and narrow.is_float:
+        made = encode(n, n.emit(ops.divide(x, _spread(n, scale, axis, block))), narrow, saturate=saturate)
+        n.importer.narrow[made] = narrow
+        return made
+    result = ops.quantize_linear(x, scale, zero, axis=axis, block_size=block, dtype=dtype)
+    if narrow is None:
+        return result
+    limited = clipped(n, n.emit(result), narrow)
+    n.importer.narrow[limited] = narrow
+    return limited
+
+
+def _spread(n: Node, scale: Expr, axis: int, block: int) -> Expr:
+    """A scale per slice in a shape that broadcasts to the input."""
+    if block:
+        n.fail("blocks of floats of 8 bits are not supported")
+    if len(n.shape_of(scale)) == 0:
+        return scale
+    axis = normalize_axis(n, axis, n.rank())
+    return n.emit(ops.reshape(scale, (*n.shape_of(scale), *(1,) * (n.rank() - 1 - axis))))
 
 
 @onnx_op("DequantizeLinear", since=10)
@@ -46,9 +70,19 @@ def dequantize_linear(n: Node) -> Result:
     n.ignore("saturate")
     axis, block = _axis(n), n.int("block_size", 0)
     scale, zero = _alike(n, n.input(1), n.optional(2))
+    narrow = n.importer.narrow.get(n.input(0))
+    if narrow is not None and narrow.is_float:
+        return _dequantized_floats(n, narrow, scale, axis, block)
     result = ops.dequantize_linear(n.input(0), scale, zero, axis=axis, block_size=block)
     wanted = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
     return result if wanted in ("", n.dtype(1)) else ops.cast(n.emit(result), dtype=wanted)
+
+
+def _dequantized_floats(n: Node, narrow: NarrowType, scale: Expr, axis: int, block: int) -> Result:
+    """The zero point of floats is 0."""
+    dtype = n.type_of(scale).dtype
+    wide = n.emit(ops.cast(decode(n, n.input(0), narrow), dtype=dtype))
+    return ops.multiply(wide, _spread(n, scale, axis, block))
 
 
 @onnx_op("DynamicQuantizeLinear", since=11)
@@ -79,7 +113,11 @@ def conv_integer(n: Node) -> Result:
 
 @onnx_op("QLinearMatMul", since=10)
 def qlinear_matmul(n: Node) -> Result:
-    return ops.qlinear_matmul(*(_single(n, n.input(k)) if k in (6, 7) else n.input(k) for k in range(8)))
+    operands = [_single(n, n.input(k)) if k in (6, 7) else n.input(k) for k in range(8)]
+    for k in (1, 4, 6):
+        if n.dtype(k) != "float32":
+            operands[k] = n.emit(ops.cast(operands[k], dtype="float32"))
+    return ops.qlinear_matmul(*operands)
 
 
 def _single(n: Node, x: Expr) -> Expr:

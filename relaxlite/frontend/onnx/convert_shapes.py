@@ -33,7 +33,10 @@ def constant(n: Node) -> Result:
     if n.has("value"):
         tensor = n.tensor("value")
         assert tensor is not None
-        return Constant(tensor.value, tensor.ty, tensor.name or name)
+        made = Constant(tensor.value, tensor.ty, tensor.name or name)
+        if tensor in n.importer.narrow:
+            n.importer.narrow[made] = n.importer.narrow[tensor]
+        return made
     if n.has("sparse_value"):
         sparse = n.sparse_tensor("sparse_value")
         assert sparse is not None
@@ -74,6 +77,8 @@ def size(n: Node) -> Result:
 @onnx_op("ConstantOfShape", since=9)
 def constant_of_shape(n: Node) -> Result:
     value = n.tensor("value")
+    if value in n.importer.narrow:
+        n.fail("the value is of a narrow type, which is not supported")
     fill = Constant.of(np.zeros((), np.float32)) if value is None else Constant.of(value.value.reshape(()))
     return ops.broadcast_to(fill, n.shape_values(0, lower=0))
 

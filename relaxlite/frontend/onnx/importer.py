@@ -13,14 +13,15 @@ from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
 from relaxlite.frontend.onnx.loops import Choices, FlowBuilder
+from relaxlite.frontend.onnx.narrow_types import CONVERSIONS, MEASURES, MOVES, NarrowType
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
 from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes, SymbolTable, input_types
-from relaxlite.frontend.onnx.tensors import TensorReader, sparse_constant
+from relaxlite.frontend.onnx.tensors import TensorReader, narrow_type, sparse_constant
 from relaxlite.frontend.onnx.validation import OpSurvey, check_graph, check_opsets, node_label, opset_versions
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, AttrValue, Expr, Tuple, Var
+from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
@@ -100,11 +101,14 @@ class ModelImporter:
         types = input_types(inputs, dynamic_shapes, table)
         params = tuple(Var(bb.unique_name(i.name), ty) for i, ty in zip(inputs, types, strict=True))
         importer = GraphImporter(self, bb, ShapeResolver(bb, table), table)
-        with bb.function_of("main", params, _signature(inputs, graph)):
+        with bb.body() as scope:
             importer.define_all({i.name: p for i, p in zip(inputs, params, strict=True)})
+            importer.mark_inputs(inputs)
             outputs = importer.graph(graph)
             bb.result(outputs[0] if len(outputs) == 1 else Tuple(tuple(outputs)))
-        return bb.module(self._metadata())
+        marks = {name: importer.narrow.get(v) for name, v in _border(inputs, params, graph, outputs)}
+        main = Function(params, bb.finish(scope), _signature(inputs, graph, marks))
+        return IRModule({"main": main}, self._metadata())
 
     def _metadata(self) -> Attrs:
         proto = self.proto
@@ -118,8 +122,23 @@ class ModelImporter:
         return Attrs(values)
 
 
-def _signature(inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto) -> Attrs:
-    return Attrs({"input_names": tuple(i.name for i in inputs), "output_names": tuple(o.name for o in graph.output)})
+def _border(
+    inputs: Sequence[onnx.ValueInfoProto], params: Sequence[Expr], graph: onnx.GraphProto, outputs: Sequence[Expr]
+) -> list[tuple[str, Expr]]:
+    """Name and value of every input and output."""
+    ins = [(i.name, p) for i, p in zip(inputs, params, strict=True)]
+    return ins + [(o.name, v) for o, v in zip(graph.output, outputs, strict=True)]
+
+
+def _signature(
+    inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto, marks: Mapping[str, NarrowType | None]
+) -> Attrs:
+    values: dict[str, AttrValue] = {
+        "input_names": tuple(i.name for i in inputs),
+        "output_names": tuple(o.name for o in graph.output),
+    }
+    narrow = tuple((name, ty.name) for name, ty in marks.items() if ty is not None)
+    return Attrs(values | ({"narrow_types": narrow} if narrow else {}))
 
 
 def _has_declared_ranks(module: IRModule, graph: onnx.GraphProto) -> bool:
@@ -145,11 +164,19 @@ class GraphImporter:
         self._expansions = 0
         self._explained: ImportModelError | None = None
         self.flow = FlowBuilder(bb, resolver, symbols)
+        self.narrow: dict[Expr, NarrowType] = {}  # tensors that carry a type which the IR does not have
 
     # names
 
     def define_all(self, values: Mapping[str, Expr]) -> None:
         self._scopes[-1].update(values)
+
+    def mark_inputs(self, inputs: Sequence[onnx.ValueInfoProto]) -> None:
+        """Note which of the model's inputs carry a narrow type."""
+        for info in inputs:
+            narrow, value = narrow_type(info.type.tensor_type.elem_type), self.lookup(info.name)
+            if narrow is not None and value is not None:
+                self.narrow[value] = narrow
 
     def lookup(self, name: str) -> Expr | None:
         """The value of a name; None for an optional input that is left out (its name is empty)."""
@@ -174,11 +201,17 @@ class GraphImporter:
         """Convert a graph into the body under construction; its outputs."""
         scope = self._scopes[-1]
         for tensor in graph.initializer:
-            scope[tensor.name] = self.reader.constant(tensor)
+            scope[tensor.name] = self.constant(tensor)
         for sparse in graph.sparse_initializer:
             scope[sparse.values.name] = sparse_constant(sparse, self.reader)
         self.nodes(graph.node)
         return [self._output(o.name) for o in graph.output]
+
+    def constant(self, tensor: onnx.TensorProto) -> Constant:
+        made, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
+        if narrow is not None:
+            self.narrow[made] = narrow
+        return made
 
     def _output(self, name: str) -> Expr:
         value = self.lookup(name)
@@ -200,10 +233,11 @@ class GraphImporter:
         inputs: list[Expr | None] = []
         try:
             inputs = [self.lookup(name) for name in proto.input]
+            narrow = self._narrow_input(proto, inputs)
             node = Node(proto, label, inputs, self._attributes(proto), opset, self)
             result = self._run(node, domain)
             node.check_all_read()
-            self._define_outputs(proto, result)
+            self._define_outputs(proto, result, narrow)
         except RelaxliteError as error:
             if error is self._explained:  # by a node inside this one
                 raise
@@ -240,7 +274,17 @@ class GraphImporter:
                 found[attribute.name] = (self._arguments or {})[attribute.ref_attr_name]
         return found
 
-    def _define_outputs(self, proto: onnx.NodeProto, result: Result) -> None:
+    def _narrow_input(self, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> NarrowType | None:
+        """The narrow type of the inputs, if one is; ImportModelError for an op that cannot take it."""
+        found = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
+        if found is None or proto.op_type in MOVES:
+            return found
+        key = (canonical_domain(proto.domain), proto.op_type)
+        if key in self.model.functions or proto.op_type in CONVERSIONS or proto.op_type in MEASURES:
+            return None
+        raise ImportModelError(f"{proto.op_type} of {found.name} is not supported: cast or dequantize it first")
+
+    def _define_outputs(self, proto: onnx.NodeProto, result: Result, narrow: NarrowType | None) -> None:
         values = result if isinstance(result, tuple) else (result,)
         if len(values) < len(proto.output):
             raise ImportModelError(
@@ -252,7 +296,10 @@ class GraphImporter:
             if value is None:
                 raise ImportModelError(f"output '{name}' is not supported")
             # A sequence stays a tuple of leaves: it exists at import only.
-            self._scopes[-1][name] = value if isinstance(value, Tuple) else self.bb.leaf(value, name)
+            leaf = value if isinstance(value, Tuple) else self.bb.leaf(value, name)
+            self._scopes[-1][name] = leaf
+            if narrow is not None:
+                self.narrow[leaf] = narrow
 
     # functions
 
@@ -290,6 +337,8 @@ class GraphImporter:
         with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
             outputs = self.graph(graph)
         self._path, self.bb.loc = saved, outer_loc
+        for found in (self.narrow[x] for x in outputs if x in self.narrow):
+            raise ImportModelError(f"a tensor of {found.name} cannot leave a branch or loop: cast it first")
         return outputs
 
 

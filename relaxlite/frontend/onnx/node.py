@@ -12,8 +12,9 @@ from onnx import AttributeProto
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.narrow_types import NarrowType
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
-from relaxlite.frontend.onnx.tensors import element_type
+from relaxlite.frontend.onnx.tensors import element_type, narrow_type
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Array, Constant, Expr, TupleGetItem, Var
 from relaxlite.ir.symbolic import SymExpr, as_int
@@ -193,9 +194,14 @@ class Node:
         number = self.int(name, REQUIRED if isinstance(default, _Required) else None)
         return element_type(number, f"attribute '{name}'") if number is not None else default  # type: ignore[return-value]
 
+    def narrow_type(self, name: str) -> NarrowType | None:
+        """An attribute that names an element type, if that is a narrow one."""
+        attribute = self._attributes.get(name)
+        return None if attribute is None else narrow_type(attribute.i)
+
     def tensor(self, name: str) -> Constant | None:
         attribute = self._take(name, AttributeProto.TENSOR, None)
-        return None if attribute is None else self.importer.reader.constant(attribute.t)
+        return None if attribute is None else self.importer.constant(attribute.t)
 
     def sparse_tensor(self, name: str) -> onnx.SparseTensorProto | None:
         attribute = self._take(name, AttributeProto.SPARSE_TENSOR, None)

@@ -13,6 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.expr import Constant
 
 _DTYPES: dict[int, str] = {
@@ -22,7 +23,6 @@ _DTYPES: dict[int, str] = {
     TensorProto.UINT8: "uint8", TensorProto.UINT16: "uint16", TensorProto.UINT32: "uint32",
     TensorProto.UINT64: "uint64",
 }  # fmt: skip
-_PACKED = {"INT4": "int8", "UINT4": "uint8"}  # two elements per byte in the file, one per byte here
 
 
 def element_type_name(elem_type: int) -> str:
@@ -31,9 +31,15 @@ def element_type_name(elem_type: int) -> str:
     return names.get(elem_type, f"number {elem_type}")
 
 
+def narrow_type(elem_type: int) -> NarrowType | None:
+    """The narrow type of this number, if it is one."""
+    return NARROW_TYPES.get(element_type_name(elem_type))
+
+
 def element_type(elem_type: int, what: str) -> str:
     """The dtype of an ONNX element type; ImportModelError names `what` where there is none."""
-    found = _DTYPES.get(elem_type)
+    narrow = narrow_type(elem_type)
+    found = _DTYPES.get(elem_type) if narrow is None else narrow.storage
     if found is None:
         name = element_type_name(elem_type)
         raise ImportModelError(
@@ -56,18 +62,19 @@ class TensorReader:
         return Constant.of(array if array.flags.aligned else array.copy(), name=name)
 
     def _array(self, tensor: TensorProto, what: str) -> Any:
-        packed = _PACKED.get(element_type_name(tensor.data_type))
-        dtype = dtypes.to_numpy(packed or element_type(tensor.data_type, what))
+        narrow, dtype = narrow_type(tensor.data_type), dtypes.to_numpy(element_type(tensor.data_type, what))
         shape = tuple(tensor.dims)
         if any(d < 0 for d in shape):
             raise ImportModelError(f"{what} has a negative dimension: {shape}")
         if tensor.HasField("segment"):
             raise ImportModelError(f"{what} is stored in segments, which no known version of ONNX uses")
         if tensor.data_location == TensorProto.EXTERNAL:
-            return (
-                self._external(tensor, dtype, shape, what) if not packed else self._external_packed(tensor, shape, what)
-            )
-        if packed or not tensor.HasField("raw_data"):
+            if narrow is not None:
+                return self._external_narrow(tensor, narrow, what)
+            return self._external(tensor, dtype, shape, what)
+        if narrow is not None:
+            return _decoded(tensor, narrow.dtype, shape, what, narrow)
+        if not tensor.HasField("raw_data"):
             return _decoded(tensor, dtype, shape, what)
         return _from_bytes(tensor.raw_data, dtype, shape, what)
 
@@ -78,16 +85,14 @@ class TensorReader:
             return np.zeros(shape, dtype)
         return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
 
-    def _external_packed(self, tensor: TensorProto, shape: tuple[int, ...], what: str) -> Any:
-        size = (math.prod(shape) + 1) // 2
+    def _external_narrow(self, tensor: TensorProto, narrow: NarrowType, what: str) -> Any:
+        size = (math.prod(tensor.dims) * narrow.bits + 7) // 8
         path, offset = self._external_range(tensor, size, what)
-        inline = TensorProto(data_type=tensor.data_type, dims=shape)
+        inline = TensorProto(data_type=tensor.data_type, dims=tensor.dims)
         with path.open("rb") as file:
             file.seek(offset)
             inline.raw_data = file.read(size)
-        return _decoded(
-            inline, np.dtype("int8" if element_type_name(tensor.data_type) == "INT4" else "uint8"), shape, what
-        )
+        return _decoded(inline, narrow.dtype, tuple(tensor.dims), what, narrow)
 
     def _external_range(self, tensor: TensorProto, size: int, what: str) -> tuple[Path, int]:
         """The file and the offset of `size` bytes; checks that they are there, inside the model's folder."""
@@ -153,15 +158,17 @@ def _from_bytes(data: bytes, dtype: np.dtype, shape: tuple[int, ...], what: str)
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def _decoded(tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
-    """A tensor whose elements stand in a typed field, or two to a byte."""
+def _decoded(
+    tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str, narrow: NarrowType | None = None
+) -> Any:
+    """A tensor whose elements stand in a typed field, or several to a byte."""
     try:
-        array = numpy_helper.to_array(tensor)
+        array = np.ascontiguousarray(numpy_helper.to_array(tensor).astype(dtype, copy=False)).reshape(shape)
     except (ValueError, TypeError) as error:
         raise ImportModelError(
             f"{what} of shape {shape} does not hold as many elements as its shape says: {error}"
         ) from error
-    return np.ascontiguousarray(array.astype(dtype, copy=False)).reshape(shape)
+    return array if narrow is None else narrow.carry(array)
 
 
 def sparse_constant(sparse: onnx.SparseTensorProto, reader: TensorReader) -> Constant:

@@ -62,9 +62,9 @@ class _Scaled(Op):
 
     def at(self, scale: Buffer, i: tuple[SymVar, ...], axis: int, block_size: int) -> Shape:
         """Where the scale of element i stands."""
-        axis = normalize_axis(self, axis, len(i))
         if _is_one(scale.shape):
             return (sym(0),) * len(scale.shape)
+        axis = normalize_axis(self, axis, len(i))
         return (*i[:axis], i[axis] // block_size, *i[axis + 1 :]) if block_size else (i[axis],)
 
 

@@ -1,0 +1,52 @@
+"""From an ONNX file to a compiled model as the options of the command line say. Imports the compiler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+
+from relaxlite.driver import build
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.frontend.onnx import from_onnx
+from relaxlite.ir.module import IRModule
+from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.pipeline import PASSES
+from relaxlite.runtime.executable import ExecutableData
+from relaxlite.target import Target
+
+
+def make_context(args: argparse.Namespace) -> PassContext:
+    return PassContext(Target.parse(args.target or "llvm"))
+
+
+def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
+    """The ONNX file `args.model`, with the dimensions and bounds that the options give."""
+    start = time.perf_counter()
+    module = from_onnx(args.model, dynamic_shapes=args.dynamic_shape or None, bounds=args.bound or None)
+    context.timings.append(("import", time.perf_counter() - start))
+    return module
+
+
+def compile_model(args: argparse.Namespace, context: PassContext | None = None) -> ExecutableData:
+    context = context or make_context(args)
+    data = build(import_model(args, context), context.target, context=context)
+    show_timings(args, context.timings)
+    return data
+
+
+def find_pass(name: str) -> Pass:
+    if name not in PASSES:
+        raise InvalidArgumentError(f"there is no pass {name!r}; there are {', '.join(PASSES)}")
+    return PASSES[name]
+
+
+def show_timings(args: argparse.Namespace, timings: Iterable[tuple[str, float]]) -> None:
+    """With -v: on stderr, as the output may be for another program."""
+    if not getattr(args, "verbose", False):
+        return
+    rows = list(timings)
+    total = sum(seconds for _, seconds in rows)
+    for name, seconds in [*rows, ("total", total)]:
+        print(f"  {name:<24}{seconds * 1e3:10.1f} ms{seconds / max(total, 1e-9):6.0%}", file=sys.stderr)

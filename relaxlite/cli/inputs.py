@@ -1,0 +1,106 @@
+"""Input arrays as the command line describes them: from .npy files, or random of a shape and range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import InputError
+from relaxlite.runtime.executable import TensorSpec
+
+Shape = tuple[int, ...]
+Limits = tuple[int | float, int | float]
+
+INTEGERS: Limits = (0, 1)  # drawn without --range: valid as masks, token types and members of any vocabulary
+_MAGIC = b"\x93NUMPY"
+
+
+def make_inputs(
+    specs: Sequence[TensorSpec],
+    *,
+    files: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    ranges: Mapping[str, Limits],
+    seed: int,
+) -> dict[str, np.ndarray]:
+    """An array for every input: read from its .npy file, or random, of the shape that is given or follows from others.
+
+    Raises InputError. Whether shapes and dtypes fit the model is left to the model.
+    """
+    _check_names(specs, (*files, *shapes, *ranges))
+    if twice := sorted(files.keys() & shapes.keys()):
+        raise InputError(f"input {twice[0]!r} has both --input and --shape")
+    rng = np.random.default_rng(seed)
+    arrays = {spec.name: _read(files[spec.name], spec) for spec in specs if spec.name in files}
+    known = {**shapes, **{name: array.shape for name, array in arrays.items()}}
+    symbols = _sizes_of_symbols(specs, known)
+    made = {}
+    for spec in specs:
+        array = arrays.get(spec.name)
+        if array is None:
+            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols)
+            array = _random(spec, shape, ranges.get(spec.name), rng)
+        made[spec.name] = array
+    return made
+
+
+def _check_names(specs: Sequence[TensorSpec], given: Iterable[str]) -> None:
+    names = [spec.name for spec in specs]
+    for name in given:
+        if name not in names:
+            raise InputError(f"the model has no input {name!r}; it has {', '.join(map(repr, names)) or 'none'}")
+
+
+def _read(path: str, spec: TensorSpec) -> np.ndarray:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(_MAGIC))
+        if head.startswith(b"PK"):
+            raise ValueError("it holds several arrays, as .npz files do")
+        if head != _MAGIC:
+            raise ValueError("it is empty" if not head else "it is none")
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"input {spec.name!r}: cannot read {path!r} as a .npy file: {reason}") from error
+    wanted = dtypes.to_numpy(spec.dtype)
+    # NumPy's file format knows no bfloat16: it is stored as bytes without a meaning.
+    return array.view(wanted) if array.dtype.kind == "V" and array.dtype.itemsize == wanted.itemsize else array
+
+
+def _sizes_of_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        for dim, size in zip(spec.shape, shapes.get(spec.name, ()), strict=False):
+            if dim in spec.bounds:
+                sizes.setdefault(str(dim), size)
+    return sizes
+
+
+def _shape_from(spec: TensorSpec, sizes: Mapping[str, int]) -> Shape:
+    shape = tuple(dim if isinstance(dim, int) else sizes.get(dim, dim) for dim in spec.shape)
+    unknown = [dim for dim in shape if isinstance(dim, str)]
+    if unknown:
+        example = "x".join(str(dim) if isinstance(dim, int) else "1" for dim in shape)
+        raise InputError(
+            f"input {spec}: how large is {unknown[0]!r}? Give, say, --shape {spec.name}={example}, or a file with --input"
+        )
+    return tuple(int(dim) for dim in shape)
+
+
+def _random(spec: TensorSpec, shape: Shape, limits: Limits | None, rng: np.random.Generator) -> np.ndarray:
+    dtype = dtypes.to_numpy(spec.dtype)
+    try:
+        if not dtypes.is_float(spec.dtype):
+            low, high = limits or INTEGERS
+            if not isinstance(low, int) or not isinstance(high, int):
+                raise InputError(f"--range {spec.name}={low}..{high}: {spec.dtype} takes whole numbers")
+            return np.asarray(rng.integers(low, high, shape, dtype, endpoint=True))
+        values = rng.standard_normal(shape) if limits is None else rng.uniform(*limits, shape)
+        return np.asarray(values).astype(dtype)
+    except (ValueError, MemoryError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"input {spec.name!r}: cannot make random values of shape {shape}: {error}") from error

@@ -1,0 +1,47 @@
+"""Models as the command line names them: a compiled file is loaded, an ONNX file compiled on the spot."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.runtime import threadpool
+from relaxlite.runtime.artifact import MAGIC, load
+from relaxlite.runtime.executable import ExecutableData
+from relaxlite.runtime.module import Executable
+
+
+def open_model(args: argparse.Namespace) -> Executable:
+    """An executable of `args.model`, with `args.threads`."""
+    if args.threads is not None:
+        threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
+    return Executable(open_data(args))
+
+
+def open_data(args: argparse.Namespace) -> ExecutableData:
+    """What `args.model` holds, or compiles to."""
+    if not is_compiled(args.model):
+        from relaxlite.cli.compiling import compile_model
+
+        return compile_model(args)
+    check_not_compiled(args, dynamic_shape="--dynamic-shape", bound="--bound", target="--target")
+    return load(args.model)
+
+
+def is_compiled(path: str) -> bool:
+    """Whether a file is, or says that it is, made by `relaxlite compile`. Raises RelaxliteError if there is no file."""
+    found = Path(path)
+    if not found.exists():
+        raise RelaxliteError(f"there is no file {path!r}")
+    if found.suffix == ".rlx" or not found.is_file():
+        return found.suffix == ".rlx"
+    with open(found, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def check_not_compiled(args: argparse.Namespace, **options: str) -> None:
+    """Refuse options (by attribute) that make sense for an ONNX file only."""
+    for name, option in options.items():
+        if getattr(args, name):
+            raise InvalidArgumentError(f"{option} needs an ONNX file, and {args.model!r} is compiled already")
