@@ -1,7 +1,7 @@
-"""An ONNX model becomes one file, which a small runtime loads and runs at every shape: python 01_onnx_to_artifact.py
+"""An ONNX model becomes one file, which a small runtime loads and runs at every shape.
 
 x: float32[batch, steps, 8] where 1 <= steps <= 512
-y: float32[batch, 3] where 1 <= steps <= 512
+y: float32[batch, 3]
 (1, 1, 8) -> (1, 3), largest difference from NumPy below 1e-5: True
 (2, 7, 8) -> (2, 3), largest difference from NumPy below 1e-5: True
 (5, 512, 8) -> (5, 3), largest difference from NumPy below 1e-5: True

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-WORDS = "Quick brown foxes jump over 13 lazy dogs 2026 relaxlite keeps every width & height 48.5% symbolic".split()
+TEXT = "Quick brown foxes jump over 13 lazy dogs 2026 relaxlite keeps every width & height 48.5% symbolic"
+WORDS = TEXT.split()
 
 
 def words(count: int, first: int = 0) -> str:

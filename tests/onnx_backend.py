@@ -32,6 +32,19 @@ from relaxlite.ir.module import IRModule
 
 EXPECTED_FILE = Path(__file__).with_name("onnx_backend_expected.txt")
 
+# Why numbers differ, by how the test's name begins.
+_WHY = {
+    "test_bernoulli": "random numbers, of another generator",
+    "test_attention": "half precision: one unit in the last place, as sums are kept in float32 and rounded once",
+    "test_resize_downsample_scales": "align_corners with a scale: onnxruntime computes what we do",
+    "test_basic_deform_conv": "rounding: sampled at normalized coordinates",
+    "test_dft_inverse": "rounding, of sums that cancel",
+    "test_training_dropout": "training",
+    "test_ada": "training",
+    "test_momentum": "training",
+    "test_nesterov": "training",
+}
+
 Execute = Callable[[IRModule, Sequence[Any]], Any]
 
 
@@ -112,7 +125,8 @@ def import_case(case: Any) -> tuple[IRModule, set[int]]:
     if any(isinstance(x, list | dict) or x is None for x in case.data_sets[0][0]):
         raise first
     values = [_plain(x) for x in case.data_sets[0][0]]
-    for held in ({k for k, v in enumerate(values) if k and v.dtype.kind in "iub"}, set(range(1, len(values)))):
+    integers = {k for k, v in enumerate(values) if k and v.dtype.kind in "iub"}
+    for held in (integers, set(range(1, len(values))), set(range(len(values)))):
         model = onnx.ModelProto()
         model.CopyFrom(case.model)
         for k in sorted(held):
@@ -186,19 +200,31 @@ def run_all(cases: Iterable[Any], *, compiled: bool = False, processes: int | No
         return pool.map(_run_index, jobs, chunksize=8)
 
 
-def expected_failures(path: Path = EXPECTED_FILE) -> dict[str, str]:
-    """Test name -> reason."""
+def expected_failures(*, compiled: bool = False, path: Path = EXPECTED_FILE) -> dict[str, str]:
+    """Test name -> reason; a name with "@compiled" counts for the compiled path only."""
     if not path.exists():
         return {}
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    return {name: reason.strip() for name, _, reason in (line.partition(" ") for line in lines if line)}
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    entries = {name: reason for name, _, reason in (line.partition(" ") for line in lines)}
+    return {name.removesuffix("@compiled"): r for name, r in entries.items() if compiled or "@" not in name}
 
 
-def write_expected(outcomes: Iterable[Outcome]) -> None:
-    failed = sorted((o for o in outcomes if o.kind != "passed"), key=lambda o: o.name)
-    lines = [f"{o.name} {o.kind}: {o.reason[:160]}" for o in failed]
+def write_expected(outcomes: Iterable[Outcome], *, compiled: bool = False) -> None:
+    """Renew the entries of one path; those of the other one stay."""
+    failed = {o.name: _reason(o) for o in outcomes if o.kind != "passed"}
+    plain = expected_failures()
+    if compiled:
+        entries = {**plain, **{f"{name}@compiled": reason for name, reason in failed.items() if name not in plain}}
+    else:
+        special = {n: r for n, r in expected_failures(compiled=True).items() if n not in plain and n not in failed}
+        entries = {**failed, **{f"{name}@compiled": reason for name, reason in special.items()}}
     header = "# ONNX node tests that cannot pass, with the reason. Written by: python -m tests.onnx_backend --update\n"
-    EXPECTED_FILE.write_text(header + "\n".join(lines) + "\n")
+    EXPECTED_FILE.write_text(header + "".join(f"{name} {reason}\n" for name, reason in sorted(entries.items())))
+
+
+def _reason(outcome: Outcome) -> str:
+    why = next((text for start, text in _WHY.items() if outcome.name.startswith(start)), "")
+    return f"{outcome.kind}: {outcome.reason[:160]}" + (f" ({why})" if why else "")
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
@@ -232,8 +258,9 @@ def main() -> int:
     detail = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     print(f"{counts['passed']} of {len(outcomes)} pass ({detail}) in {time.time() - start:.0f} s")
     if options.update:
-        write_expected(outcomes)
-    return 0 if all(o.kind == "passed" or o.name in expected_failures() for o in outcomes) else 1
+        write_expected(outcomes, compiled=options.compiled)
+    expected = expected_failures(compiled=options.compiled)
+    return 0 if all(o.kind == "passed" or o.name in expected for o in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxlite.codegen.interpreter import Interpreter
@@ -76,6 +77,13 @@ def run(proto: onnx.ModelProto | IRModule, *inputs: Any, **options: Any) -> Any:
     """Import, verify, interpret."""
     module = proto if isinstance(proto, IRModule) else imported(proto, **options)
     return Interpreter(module).run("main", *map(np.asarray, inputs))
+
+
+def onnxruntime_result(proto: onnx.ModelProto, feeds: dict[str, Any]) -> Any:
+    """What onnxruntime makes of the model."""
+    proto.ir_version = 9
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
 
 
 def input_dims(module: IRModule) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Array], Array], float]] = {
     "exp": (np.exp, 1.0),
     "log": (np.log, 1.0),
     "tanh": (np.tanh, 5.0),
-    "erf": (np.vectorize(math.erf, otypes=[np.float64]), 5.5),
+    "erf": (np.vectorize(math.erf, otypes=[np.float64]), 5.0),
     "sqrt": (np.sqrt, 0.5002),
     "log1p": (np.log1p, 0.5002),
     "expm1": (np.expm1, 0.5002),
@@ -80,7 +80,7 @@ def test_float32_functions(op: str, cpu: str) -> None:
     if cpu != "host" and not Target.host().has("avx2"):
         pytest.skip("needs an x86 CPU with AVX2")
     target = Target.host() if cpu == "host" else Target.parse(f"llvm -mcpu={cpu}")
-    limit = FUNCTIONS[op][1] + (1.0 if cpu == "x86-64-v2" else 0.0)  # without fused multiply-add
+    limit = FUNCTIONS[op][1] + (1.5 if cpu == "x86-64-v2" else 0.0)  # without fused multiply-add
     x = dense() if cpu == "host" else dense(50_000)
     for lanes in (16, 0) if cpu == "host" else (8,):
         error, where, _ = measure(op, x, lanes, target)

@@ -285,7 +285,8 @@ OTHERS: dict[str, list[Inputs]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs"), _cases(OTHERS, slow=("nudenet-yolov8n", "slanet-table", "piper-vits-onnxbaby", "moonshine-tiny-decoder"))
+    ("name", "inputs"),
+    _cases(OTHERS, slow=("nudenet-yolov8n", "slanet-table", "piper-vits-onnxbaby", "moonshine-tiny-decoder")),
 )
 def test_others_of_the_same_kinds(compiled: Callable[[str], Compiled], name: str, inputs: Inputs) -> None:
     model = compiled(name)
@@ -293,8 +294,18 @@ def test_others_of_the_same_kinds(compiled: Callable[[str], Compiled], name: str
     assert max(found.values()) <= TOLERANCE, found
 
 
-QUANTIZED: dict[str, list[Inputs]] = {
-    "smart-turn-qdq": [end_of_turn(1), end_of_turn(2), end_of_turn(3)],
-    "moonshine-tiny-encoder": [speech_encoder(1, 16000), speech_encoder(1, 9999), speech_encoder(2, 5555)],
-    "minimind2-small-int8": [language_model(1, 7, 0), language_model(1, 1, 7), language_model(2, 5, 11)],
+QUANTIZED: dict[str, tuple[float, list[Inputs]]] = {
+    "smart-turn-qdq": (5e-3, [end_of_turn(1), end_of_turn(2), end_of_turn(3)]),
+    "moonshine-tiny-encoder": (0.1, [speech_encoder(1, 16000), speech_encoder(1, 9999), speech_encoder(2, 5555)]),
+    "minimind2-small-int8": (0.1, [language_model(1, 7, 0), language_model(1, 1, 7), language_model(2, 5, 11)]),
 }
+"""With the error that is allowed. Activations are rounded to 8 bits: a value that lies between two steps, moved by its
+last bit, moves the result by percents. onnxruntime's own optimization levels differ by 0.3 %, 5 % and 2 % here."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "inputs"), _cases({name: cases for name, (_, cases) in QUANTIZED.items()}))
+def test_quantized_models(compiled: Callable[[str], Compiled], name: str, inputs: Inputs) -> None:
+    model, (tolerance, _) = compiled(name), QUANTIZED[name]
+    found = ort_reference.errors(model.exe, model.reference, inputs)
+    assert max(found.values()) <= tolerance, found

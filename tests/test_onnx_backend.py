@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.onnx_backend import collect, compare, expected_failures, main_op, run_all
 
-PER_OP = 2  # tests of each op in the sample
+
+@pytest.fixture(scope="module")
+def cases() -> list[Any]:
+    return collect()
+
+
+def sample(cases: list[Any], per_op: int, every: int) -> list[Any]:
+    """The first tests of each op, and some of the others."""
+    taken: dict[str, int] = collections.Counter()
+    chosen = []
+    for case in cases:
+        op = main_op(case.model)
+        taken[op] += 1
+        if taken[op] <= per_op or taken[op] % every == 0:
+            chosen.append(case)
+    return chosen
 
 
 @pytest.mark.slow
-def test_onnx_node_tests() -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
+def test_onnx_node_tests(cases: list[Any], compiled: bool) -> None:
     """What passes must go on to pass, and what is expected to fail must be taken off the list once it passes."""
-    taken: dict[str, int] = collections.Counter()
-    sample = []
-    for case in collect():
-        op = main_op(case.model)
-        taken[op] += 1
-        if taken[op] <= PER_OP or taken[op] % 5 == 0:
-            sample.append(case)
-    outcomes = run_all(sample)
-    expected = expected_failures()
+    chosen = sample(cases, 1, 20) if compiled else sample(cases, 2, 5)
+    outcomes = run_all(chosen, compiled=compiled)
+    expected = expected_failures(compiled=compiled)
     broken = [f"{o.name} {o.kind}: {o.reason}" for o in outcomes if o.kind != "passed" and o.name not in expected]
     healed = [o.name for o in outcomes if o.kind == "passed" and o.name in expected]
     assert not broken, "\n".join(broken)

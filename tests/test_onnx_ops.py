@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from relaxlite.errors import ExecutionError, ImportModelError
 from relaxlite.frontend.onnx import from_onnx, onnx_op
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.ir import ops
 from relaxlite.ir.expr import If, Let, Loop
-from tests.onnx_models import graph, imported, model, node, output_dims, run, value, values
+from tests.onnx_models import graph, imported, model, node, onnxruntime_result, output_dims, run, value, values
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 MICROSOFT = "com.microsoft"
@@ -189,11 +188,6 @@ def test_average_pool_with_ceil_mode_matches_onnxruntime() -> None:
         assert np.allclose(run(proto, x), onnxruntime_result(proto, {"x": x})[0], atol=1e-6)
 
 
-def onnxruntime_result(proto: onnx.ModelProto, feeds: dict[str, Any]) -> Any:
-    proto.ir_version = 9
-    return onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)
-
-
 # Control flow
 
 
@@ -362,95 +356,3 @@ def test_a_converter_from_outside() -> None:
 
     proto = model([node("TwiceForTests", ["x"], domain="my.tests", factor=3.0)], values(x=["n"]), domains=["my.tests"])
     assert np.array_equal(run(proto, np.float32([1, 2])), [3, 6])
-
-
-# Fused ops, against onnxruntime
-
-
-def draw(*shape: int) -> Any:
-    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
-
-
-FUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
-    ("Gelu", [draw(2, 4)], {}),
-    ("FastGelu", [draw(2, 4), draw(4)], {}),
-    ("BiasGelu", [draw(2, 4), draw(4)], {}),
-    ("QuickGelu", [draw(2, 4)], {"alpha": 1.5}),
-    ("FusedMatMul", [draw(2, 4, 3), draw(2, 4, 5)], {"transA": 1, "alpha": 0.5}),
-    ("FusedConv", [draw(1, 2, 5, 5), draw(3, 2, 3, 3), draw(3)], {"activation": "Relu", "pads": [1, 1, 1, 1]}),
-    ("SkipLayerNormalization", [draw(2, 3, 4), draw(2, 3, 4), draw(4), draw(4), draw(4)], {"epsilon": 1e-5}),
-    ("SkipSimplifiedLayerNormalization", [draw(2, 3, 4), draw(2, 3, 4), draw(4)], {"epsilon": 1e-5}),
-    ("DynamicQuantizeMatMul", [draw(3, 4), np.int8([[1, -2], [3, 4], [5, 6], [-7, 8]]), np.float32([0.1]),
-                               np.int8([0])], {}),
-    ("MatMulNBits", [draw(2, 32), np.arange(5 * 16, dtype=np.uint8).reshape(5, 1, 16), draw(5)],
-     {"K": 32, "N": 5, "bits": 4, "block_size": 32}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "inputs", "attrs"), FUSED, ids=[case[0] for case in FUSED])
-def test_fused_ops_match_onnxruntime(op: str, inputs: list[Any], attrs: dict[str, Any]) -> None:
-    x, *rest = inputs
-    weights = {f"c{k}": w for k, w in enumerate(rest)}
-    proto = model(
-        [node(op, ["x", *weights], domain=MICROSOFT, **attrs)],
-        values(x=list(x.shape)),
-        weights=weights,
-        domains=[MICROSOFT],
-    )
-    assert np.allclose(run(proto, x), onnxruntime_result(proto, {"x": x})[0], atol=1e-5)
-
-
-TABLE = np.arange(20, dtype=np.float32)[:, None] / 2.0 ** np.arange(8, dtype=np.float32)
-ATTENTION: list[tuple[str, dict[str, Any], list[str], dict[str, Any]]] = [
-    ("Attention", {"x": draw(2, 5, 6), "w": draw(6, 24), "b": draw(24), "m": np.int32([5, 3])}, ["x", "w", "b", "m"],
-     {"num_heads": 2}),
-    ("Attention", {"x": draw(2, 5, 6), "w": draw(6, 24), "b": draw(24), "p": draw(2, 2, 2, 3, 4)},
-     ["x", "w", "b", "", "p"], {"num_heads": 2, "unidirectional": 1}),
-    ("MultiHeadAttention", {"q": draw(2, 3, 8), "k": draw(2, 5, 8), "v": draw(2, 5, 12), "b": draw(28),
-                            "m": np.int32([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])},
-     ["q", "k", "v", "b", "m"], {"num_heads": 2}),
-    ("GroupQueryAttention",
-     {"q": draw(1, 3, 64), "k": draw(1, 3, 32), "v": draw(1, 3, 32), "pk": draw(1, 2, 4, 16), "pv": draw(1, 2, 4, 16),
-      "l": np.int32([6]), "t": np.array(7, np.int32), "c": np.cos(TABLE), "s": np.sin(TABLE)},
-     ["q", "k", "v", "pk", "pv", "l", "t", "c", "s"], {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}),
-    ("RotaryEmbedding", {"x": draw(2, 3, 32), "i": np.int64([[3, 4, 5], [0, 1, 2]]), "c": np.cos(TABLE),
-                         "s": np.sin(TABLE)},
-     ["x", "i", "c", "s"], {"interleaved": 1}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "tensors", "names", "attrs"), ATTENTION, ids=lambda v: v if isinstance(v, str) else "")
-def test_attention_matches_onnxruntime(
-    op: str, tensors: dict[str, Any], names: list[str], attrs: dict[str, Any]
-) -> None:
-    constant = {k: v for k, v in tensors.items() if k in ("w", "b", "c", "s")}
-    given = {k: v for k, v in tensors.items() if k not in constant}
-    inputs = [value(k, list(v.shape), v.dtype.name) for k, v in given.items()]
-    outputs = ("y", "k2", "v2") if op == "GroupQueryAttention" else ("y", "p2") if "p" in tensors else ("y",)
-    proto = model([node(op, names, outputs, domain=MICROSOFT, **attrs)], inputs, outputs, constant, domains=[MICROSOFT])
-    found = run(proto, *given.values())
-    for have, want in zip(
-        found if isinstance(found, tuple) else (found,), onnxruntime_result(proto, given), strict=True
-    ):
-        assert have.shape == want.shape
-        assert np.allclose(have, want, atol=1e-5)
-
-
-def test_sequences_of_known_length_exist_at_import_only() -> None:
-    nodes = [
-        node("SplitToSequence", ["x", "two"], ["parts"], axis=0),
-        node("SequenceAt", ["parts", "one"], ["last"]),
-        node("SequenceInsert", ["parts", "last", "zero"], ["more"]),
-        node("ConcatFromSequence", ["more"], axis=0),
-    ]
-    weights = {"two": np.int64(2), "one": np.int64(1), "zero": np.int64(0)}
-    x = np.arange(4, dtype=np.float32)
-    assert np.array_equal(run(model(nodes, values(x=[4]), weights=weights), x), [2, 3, 0, 1, 2, 3])
-
-
-def test_unused_types_are_left_alone() -> None:
-    tensor = helper.make_tensor("w", TensorProto.FLOAT, [2], [1.0, 2.0])
-    proto = model([node("Add", ["x", "w"])], values(x=[2]))
-    proto.graph.initializer.append(tensor)
-    assert np.array_equal(run(proto, np.float32([0, 1])), [1, 3])
-    assert numpy_helper.to_array(tensor).tolist() == [1, 2]

@@ -1,21 +1,33 @@
-"""The rules of the house: layers, import time, and a README whose code runs."""
+"""The rules of the house: layers, import time, knobs, and documents whose code runs and whose tables are true."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import relaxlite
+from relaxlite import config
+from relaxlite.cli.parser import COMMANDS, make_parser
+from relaxlite.passes.pipeline import PASSES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "relaxlite"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+README = (ROOT / "README.md").read_text("utf-8")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 # What each part may import of relaxlite, beside itself.
 BASE = {"errors", "config", "dtypes", "target", "version"}
-LAYERS = {
+LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "config": {"errors"},
@@ -30,77 +42,194 @@ LAYERS = {
     "driver": BASE | {"ir", "passes", "codegen", "runtime"},
     "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models"},
 }
+# Imports inside functions: of optional packages, and these.
+LATE_IMPORTS = {
+    "relaxlite/cli/bench.py": {"onnxruntime"},
+    "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
+    "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
+    "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
+    "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
+}
 
 
-def imported_parts(path: Path) -> set[str]:
-    """The first-level parts of relaxlite that a file imports, also inside functions and under TYPE_CHECKING."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            base = node.module
-            names = [f"{base}.{alias.name}" for alias in node.names] if base == "relaxlite" else [base]
-        found |= {n.split(".")[1] for n in names if n.startswith("relaxlite.")}
-    return found
+def imported_modules(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import of a file, also inside functions and under TYPE_CHECKING, with the module that it names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            if node.module == "relaxlite":
+                yield from ((node, f"relaxlite.{alias.name}") for alias in node.names)
+            elif node.module:
+                yield node, node.module
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_downwards(path: Path) -> None:
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     if part == "__init__":
         return
-    above = imported_parts(path) - LAYERS[part] - {part}
+    names = {name for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}
+    assert not names & {"relaxlite", "tests", "examples", "bench"}, "name the part of relaxlite"
+    above = {name.split(".")[1] for name in names if name.startswith("relaxlite.")} - LAYERS[part] - {part}
     assert not above, f"{path.name} in {part} must not import {sorted(above)}"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_stand_at_the_top(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    late = {name for function in functions for _, name in imported_modules(function)}
+    assert late <= LATE_IMPORTS.get(path.relative_to(ROOT).as_posix(), set())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_use_what_is_public(path: Path) -> None:
+    names = {name for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}
+    own = {name for name in names if name.startswith("relaxlite.")}
+    assert not [name for name in own if "._" in name or name.startswith(("relaxlite.cli", "relaxlite.codegen"))]
+
+
+def test_no_source_file_is_too_long_to_read_in_one_sitting() -> None:
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := p.read_text("utf-8").count("\n")) > 600}
+    assert not long, long
+
+
+# Importing
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_import_relaxlite_is_quick_and_light() -> None:
-    code = (
-        "import sys, time; start = time.perf_counter(); import relaxlite; took = time.perf_counter() - start;"
+    python(
+        "import sys, time; start = time.process_time(); import relaxlite; took = time.process_time() - start;"
         "heavy = [m for m in ('sympy', 'onnx', 'llvmlite', 'numpy') if m in sys.modules]; assert not heavy, heavy;"
         "assert took < 0.3, took"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", [*relaxlite.__all__, *relaxlite.__dir__()])
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(relaxlite, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'relaxlite' has no attribute 'compute'"):
+        relaxlite.compute  # noqa: B018
+
+
+BUILD = (
+    "import sys, relaxlite as rl; bb = rl.BlockBuilder(); n = bb.symbol('n')\n"
+    "with bb.function('main', x=rl.TensorType.of((n, n * 2), 'float32')) as (x,): bb.result(rl.ops.relu(x))\n"
+)
 
 
 def test_compiling_never_imports_sympy() -> None:
-    code = (
-        "import sys, relaxlite as rl; bb = rl.BlockBuilder(); n = bb.symbol('n')\n"
-        "with bb.function('main', x=rl.TensorType.of((n, n * 2), 'float32')) as (x,): bb.result(rl.ops.relu(x))\n"
-        "rl.compile(bb.module()); assert 'sympy' not in sys.modules and 'onnx' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    python(BUILD + "rl.compile(bb.module()); assert 'sympy' not in sys.modules and 'onnx' not in sys.modules")
 
 
-def test_runtime_loads_without_the_compiler(tmp_path: Path) -> None:
-    make = (
-        "import relaxlite as rl; bb = rl.BlockBuilder(); n = bb.symbol('n')\n"
-        "with bb.function('main', x=rl.TensorType.of((n,), 'float32')) as (x,): bb.result(rl.ops.relu(x))\n"
-        f"rl.compile(bb.module()).save({str(tmp_path / 'm.rlx')!r})"
-    )
-    subprocess.run([sys.executable, "-c", make], check=True, cwd=ROOT)
-    use = (
-        f"import sys, relaxlite as rl; exe = rl.load({str(tmp_path / 'm.rlx')!r}); print(exe([1.5, -2.0]).tolist())\n"
+def test_the_runtime_loads_without_the_compiler(tmp_path: Path) -> None:
+    file = str(tmp_path / "m.rlx")
+    python(BUILD + f"rl.compile(bb.module()).save({file!r})")
+    out = python(
+        f"import sys, relaxlite as rl; exe = rl.load({file!r}); print(exe([[1.5, -2.0]]).tolist())\n"
         "bad = [m for m in sys.modules if m.startswith(('relaxlite.ir', 'relaxlite.passes', 'relaxlite.codegen',"
         " 'relaxlite.frontend', 'onnx', 'sympy'))]; assert not bad, bad"
     )
-    done = subprocess.run([sys.executable, "-c", use], check=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[1.5, 0.0]"
+    assert out.strip() == "[[1.5, 0.0]]"
 
 
-README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+# Knobs
+
+
+def test_only_config_reads_our_environment_variables() -> None:
+    """Others may name a variable in a message, and read those of the system."""
+    readers = [p for p in SOURCES if re.search(r"(environ|getenv)\W.*RELAXLITE_", p.read_text("utf-8"))]
+    assert readers == []
+    assert [p.name for p in SOURCES if "environ" in p.read_text("utf-8") and p.name != "models.py"] == ["config.py"]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)
+def test_every_variable_that_is_named_exists(path: Path) -> None:
+    known = {knob.variable for knob in config.KNOBS.values()}
+    assert set(re.findall(r"RELAXLITE_[A-Z_]*[A-Z]", path.read_text("utf-8"))) <= known
+
+
+# README and docs
+
+README_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(README_BLOCKS)))
 def test_readme_code_runs(number: int, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", README_BLOCKS[number]], check=True, cwd=tmp_path, env=_with_path())
+    subprocess.run([sys.executable, "-c", README_BLOCKS[number]], check=True, cwd=tmp_path, env=ENVIRONMENT)
 
 
-def _with_path() -> dict[str, str]:
-    import os
+def test_readme_begins_with_the_two_commands() -> None:
+    first, second = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)[:2]
+    assert (first, second) == ("pip install . && relaxlite demo", 'pip install -e ".[test]" && pytest')
+    assert "<!-- test-command -->\n```sh\n" + second in README, "which .ci/run reads"
 
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+def test_readme_lists_the_commands_in_order() -> None:
+    table = README.partition("## On the command line")[2].partition("\n## ")[0]
+    assert [cell.split()[1] for cell in re.findall(r"^\| `(relaxlite [^`]*)`", table, re.MULTILINE)] == list(COMMANDS)
 
 
-def test_no_source_file_is_too_long_to_read_in_one_sitting() -> None:
-    long = {str(p.relative_to(ROOT)): n for p in PACKAGE.rglob("*.py") if (n := p.read_text("utf-8").count("\n")) > 600}
-    assert not long, long
+@pytest.mark.parametrize("text", sorted(set(re.findall(r"`[^`\n]*?(relaxlite (?:\w+)[^`\n]*)`", README))))
+def test_command_lines_in_the_readme_are_understood(text: str) -> None:
+    words = text.replace("[NAME]", "NAME").replace(" ...", " --shape x=1").split()[1:]
+    args = make_parser().parse_args(words)
+    assert args.command in COMMANDS and getattr(args, "after", None) in (None, "PASS", *PASSES)
+
+
+@pytest.mark.parametrize("option", sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))))
+def test_options_in_the_readme_exist(option: str) -> None:
+    assert any(option in line for line in help_texts()), option
+
+
+def help_texts() -> list[str]:
+    commands = make_parser()._subparsers
+    assert commands is not None
+    return [p.format_help() for action in commands._group_actions for p in action.choices.values()]  # type: ignore[union-attr]
+
+
+def test_the_table_of_ops_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "ops.md").read_text("utf-8")
+    render = runpy.run_path(str(ROOT / "docs" / "generate_ops.py"))["render"]
+    assert written == render(), "run `python docs/generate_ops.py`"
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text("utf-8")):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
+    for path in re.findall(r"`((?:relaxlite|docs|examples|tests)/[\w/.]+)`", README):
+        assert (ROOT / path).exists(), path
+
+
+# Examples
+
+FETCHES = re.compile(r'models\.fetch\("([\w-]+)"\)')
+
+
+def example(path: Path) -> object:
+    is_fetching = FETCHES.search(path.read_text("utf-8")) is not None
+    return pytest.param(path, id=path.name, marks=[pytest.mark.models] if is_fetching else [])
+
+
+@pytest.mark.parametrize("path", [example(path) for path in EXAMPLES])
+def test_examples_print_what_they_say(path: Path, tmp_path: Path, model_path: Callable[[str], Path]) -> None:
+    source = path.read_text("utf-8")
+    assert source.count("\n") <= 80
+    for name in FETCHES.findall(source):
+        model_path(name)  # skips when it cannot be had
+    promised = (ast.get_docstring(ast.parse(source), clean=False) or "").partition("\n\n")[2]
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == promised.strip()

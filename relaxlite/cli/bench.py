@@ -24,18 +24,24 @@ def execute(args: argparse.Namespace) -> None:
     threads = threadpool.num_threads()
     print(f"ready in {time.perf_counter() - start:.2f} s, {threads} threads", file=sys.stderr)
     peer = _onnxruntime(args, threads)
-    cases = args.shapes or [("(the model's own shapes)", {})]
+    given = args.shapes or [("(as the model says)", {})]
+    cases = [(text, make_inputs(exe.inputs, files={}, shapes=s, ranges=args.range, seed=0)) for text, s in given]
     width = max(len("shapes"), *(len(text) for text, _ in cases))
     header = f"{'shapes':<{width}}  {'relaxlite ms':>14}"
     print(header + (f"  {'onnxruntime ms':>14}  {'speed':>7}  {'difference':>10}" if peer else ""))
-    for text, shapes in cases:
-        inputs = make_inputs(exe.inputs, files={}, shapes=shapes, ranges=args.range, seed=0)
+    for text, inputs in cases:
         ours, ours_ms = _measure(partial(exe.run, inputs), args.repeats)
         line = f"{text:<{width}}  {ours_ms:>14.3f}"
-        if peer is not None:
-            theirs, theirs_ms = _measure(partial(peer, inputs), args.repeats)
-            line += f"  {theirs_ms:>14.3f}  {theirs_ms / ours_ms:>6.2f}x  {_difference(ours, theirs):>10.1e}"
-        print(line, flush=True)
+        print(line + (_compare(peer, inputs, args.repeats, ours, ours_ms) if peer else ""), flush=True)
+
+
+def _compare(peer: Callable[[Arrays], Arrays], inputs: Arrays, repeats: int, ours: Arrays, ours_ms: float) -> str:
+    try:
+        theirs, theirs_ms = _measure(partial(peer, inputs), repeats)
+    except Exception as error:  # of onnxruntime, which has many kinds
+        print(f"onnxruntime: {error}", file=sys.stderr)
+        return f"  {'-':>14}"
+    return f"  {theirs_ms:>14.3f}  {theirs_ms / ours_ms:>6.2f}x  {_difference(ours, theirs):>10.1e}"
 
 
 def _measure(run: Callable[[], Arrays], repeats: int) -> tuple[Arrays, float]:
@@ -68,6 +74,11 @@ def _onnxruntime(args: argparse.Namespace, threads: int) -> Callable[[Arrays], A
         return None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(args.model, options, providers=["CPUExecutionProvider"])
+    options.log_severity_level = 4  # what goes wrong is raised, too
+    try:
+        session = onnxruntime.InferenceSession(args.model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # of onnxruntime, which has many kinds
+        print(f"onnxruntime: {error}", file=sys.stderr)
+        return None
     names = [output.name for output in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))

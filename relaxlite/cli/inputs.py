@@ -83,10 +83,8 @@ def _shape_from(spec: TensorSpec, sizes: Mapping[str, int]) -> Shape:
     shape = tuple(dim if isinstance(dim, int) else sizes.get(dim, dim) for dim in spec.shape)
     unknown = [dim for dim in shape if isinstance(dim, str)]
     if unknown:
-        example = "x".join(str(dim) if isinstance(dim, int) else "1" for dim in shape)
-        raise InputError(
-            f"input {spec}: how large is {unknown[0]!r}? Give, say, --shape {spec.name}={example}, or a file with --input"
-        )
+        example = f"--shape {spec.name}={'x'.join(str(dim) if isinstance(dim, int) else '1' for dim in shape)}"
+        raise InputError(f"input {spec}: how large is {unknown[0]!r}? Give {example}, say, or a file with --input")
     return tuple(int(dim) for dim in shape)
 
 

@@ -126,12 +126,13 @@ class _CompileFunction:
         return result
 
     def _call_global(self, callee: GlobalVar, args: tuple[vm.Operand, ...], call: Call) -> vm.Operand:
-        if isinstance(self._module[callee.name], TensorProgram):
+        definition = self._module[callee.name]
+        if isinstance(definition, TensorProgram):
             slot = vm.Imm(int(call.attrs.get("first_slot", 0)))  # type: ignore[arg-type]
             return self._emit(f"kernel:{callee.name}", self._heap, slot, *args, dst=-1)
-        if isinstance(self._module[callee.name], Function):
+        if isinstance(definition, Function):
             return self._emit(f"func:{callee.name}", *args)
-        return self._emit(f"extern:{callee.name}", *args, dst=-1)
+        return self._emit(f"extern:{definition.symbol}", *args, dst=-1)
 
     def _jump(self) -> int:
         """The position of an instruction to be filled in."""

@@ -11,10 +11,10 @@ The methods, cheapest first:
 5. elimination of what has no bound with the help of facts, assumed or by definition (ir/elimination.py);
 6. cases: min(a, b) is a, or it is b.
 
-There is no clock in it: an answer depends on the question and the facts alone. An expression is judged where it has a
-value, so a divisor that may be 0 by its bounds counts as at least 1.
-sympy has no part here. Tried on the tests' unproven questions it decided none of them: its assumptions do not relate
-two symbols. It is the tests' oracle for arithmetic.
+There is neither clock nor chance in it. An expression is judged where it has a value, so a divisor that may be 0 by its
+bounds counts as at least 1.
+sympy has no part here, and is the tests' oracle for arithmetic only: of 4681 random questions that are proven here it
+proved 1928, and of 1690 that are not proven here (some are false) it proved one, at 18 ms each.
 
     >>> n, i = SymVar("n"), SymVar("i")
     >>> Analyzer().with_range(i, 0, n).can_prove_lt(i * 4 + 3, n * 4)
@@ -177,12 +177,15 @@ class Analyzer:
         return self._remember("nonneg", expr, False, lambda: self._reaches_zero(expr))
 
     def can_prove_le(self, a: IntLike, b: IntLike) -> bool:
+        """a <= b."""
         return self.can_prove_nonneg(sym(b) - a)
 
     def can_prove_lt(self, a: IntLike, b: IntLike) -> bool:
+        """a < b."""
         return self.can_prove_nonneg(sym(b) - a - 1)
 
     def can_prove_equal(self, a: IntLike, b: IntLike) -> bool:
+        """a == b."""
         difference = sym(a) - b
         if difference.is_const:
             return difference.const == 0
@@ -197,6 +200,7 @@ class Analyzer:
         return self.can_prove_nonneg(simple) and self.can_prove_nonneg(-simple)
 
     def can_prove_ne(self, a: IntLike, b: IntLike) -> bool:
+        """a != b."""
         difference = sym(a) - b
         if self.residue(self.simplify(difference))[1] != 0:  # r modulo g, with 0 < r < g
             return True

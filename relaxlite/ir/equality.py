@@ -62,7 +62,7 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.program_printer import postorder
-from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
+from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, to_text
 from relaxlite.ir.text import attrs_key, content_digest, number_text
 from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type, defined_symbols
 from relaxlite.ir.visitor import value_children
@@ -126,6 +126,7 @@ class _Stream:
         self._bound = 0
         self._free: dict[Var | SymVar | Buffer, int] = {}
         self._is_whole = False  # a whole definition is read: no symbol can come from outside
+        self._texts: dict[tuple[object, ...], str] = {}  # of expressions, for the numbers that symbols had
         self._keys: dict[Token, int] = {}  # number of a value, by what it is made of
 
     def add(self, *tokens: Token) -> None:
@@ -171,10 +172,15 @@ class _Stream:
         return f"free {self._free.setdefault(node, len(self._free)) if self._is_stable else id(node)}"
 
     def _expr(self, expr: SymExpr) -> str:
-        """The canonical form, which depends on names, in terms of symbols that are named by their numbers."""
+        """The canonical form in terms of symbols that are named by their numbers."""
         if expr.is_const:
             return str(expr.const)
-        return str(substitute(expr, {v: _symbol_named(self._use(v)) for v in expr.free_vars()}))
+        names = {v: self._use(v) for v in expr.free_vars()}
+        key = (expr, *names.values())
+        text = self._texts.get(key)
+        if text is None:
+            self._texts[key] = text = _renamed_text(expr, names)
+        return text
 
     def _exprs(self, exprs: Iterable[SymExpr]) -> Token:
         return tuple(map(self._expr, exprs))
@@ -373,6 +379,14 @@ class _Stream:
         if isinstance(value, IndexValue):
             return (kind, value.dtype, self._expr(value.index))
         return (kind, value.name, value.dtype) if isinstance(value, Intrinsic) else (kind,)
+
+
+def _renamed_text(expr: SymExpr, names: dict[SymVar, str]) -> str:
+    """Which form is canonical depends on the order of names: the same one where the new names sort like the old."""
+    in_order = [names[v] for v in sorted(names, key=lambda v: v.key)]
+    if in_order == sorted(in_order):
+        return to_text(expr, names.__getitem__)
+    return str(substitute(expr, {v: _symbol_named(name) for v, name in names.items()}))
 
 
 @functools.lru_cache(maxsize=4096)

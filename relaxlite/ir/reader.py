@@ -155,10 +155,10 @@ class Reader:
         if isinstance(node, ast.BinOp):
             return self._binary(node, self.expr(node.left), self.expr(node.right))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-            self.finish(self.arguments(node), (2,), node.func.id)
+            self.finish(self.arguments(node), (max(len(node.args), 1),), node.func.id)
             make = smin if node.func.id == "min" else smax
-            return make(self.expr(node.args[0]), self.expr(node.args[1]))
-        self.fail(node, "expected a symbolic integer: symbols, integers, + - * // %, min(a, b), max(a, b)")
+            return make(*map(self.expr, node.args))
+        self.fail(node, "expected a symbolic integer: symbols, integers, + - * // %, min(...), max(...)")
 
     def _binary(self, node: ast.BinOp, a: SymExpr, b: SymExpr) -> SymExpr:
         if isinstance(node.op, ast.Add):

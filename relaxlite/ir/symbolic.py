@@ -528,9 +528,9 @@ def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if isinstance(atom, SymVar):
         return name_of(atom)
     assert isinstance(atom, Pair)
-    a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     if isinstance(atom, Min | Max):
-        return f"{atom.symbol}({a}, {b})"
+        return f"{atom.symbol}({', '.join(_to_text(operand, name_of) for operand in operands(atom))})"
+    a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     return f"({_parenthesize(atom.a, a)} {atom.symbol} {_parenthesize(atom.b, b)})"
 
 

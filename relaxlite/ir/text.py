@@ -120,7 +120,8 @@ def content_digest(array: Array) -> str:
 def _plain_nan(array: Array) -> Array:
     if not dtypes.is_float(dtypes.from_numpy(array.dtype) or ""):
         return array
-    is_nan = array != array
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        is_nan = array != array
     return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 
 

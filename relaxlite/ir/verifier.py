@@ -143,11 +143,11 @@ class _FunctionVerifier:
         self._variables, self._symbols, self._analyzer, self._at = outer
 
     def _bind(self, var: Var) -> None:
+        self._type(var.ty)
         if var in self._ever:
             self._fail("variable", f"variable {var.name} is bound a second time")
         self._ever.add(var)
         self._variables.add(var)
-        self._type(var.ty)
 
     def _type(self, ty: Type) -> None:
         if self._stage.is_typed:
@@ -198,6 +198,7 @@ class _FunctionVerifier:
             self._leaf(field)
 
     def _let(self, let: Let) -> None:
+        self._type(let.var.ty)  # first: a symbol that is not defined makes every comparison fail
         self._value(let.value)
         self._at = let
         self._bind(let.var)

@@ -11,7 +11,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Call, Constant, Expr, MatchShape, ShapeValue, Var
+from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.symbolic import sym
@@ -24,10 +24,15 @@ def fold_shapes(module: IRModule) -> IRModule:
 
 
 class _FoldShapes(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[Var] = set()  # shapes as tensors, cast and reshaped: nothing is left to fold in these
+
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or not isinstance(value.ty, TensorType):
             return None
-        if value.callee.name in ("shape_to_tensor", "cast", "reshape") and self._is_from_shape(value):
+        if self._is_from_shape(value):
+            self._made.add(var)
             return None
         known = self.bb.evaluate(value)
         if known is None:
@@ -38,27 +43,18 @@ class _FoldShapes(Rewriter):
             return Constant.of(data.astype(dtypes.to_numpy(value.ty.dtype)))
         if value.ty.dtype not in ("int32", "int64"):
             return None
+        self._made.add(var)
         return self._materialize(flat, known.shape, value.ty.dtype)
 
     def _is_from_shape(self, call: Call) -> bool:
-        return call.callee.name == "shape_to_tensor" or (isinstance(call.args[0], Var) and call.args[0] in self._made)
+        name = call.callee.name
+        return name == "shape_to_tensor" or (name in ("cast", "reshape") and call.args[0] in self._made)
 
     def _materialize(self, values: tuple[object, ...], shape: tuple[int, ...], dtype: str) -> Expr:
         result: Expr = ops.shape_to_tensor(ShapeValue(values))  # type: ignore[arg-type]
         if shape != (len(values),):
-            result = ops.reshape(self._emit(result), shape)
+            result = ops.reshape(self.bb.emit(result), shape)
         if dtype != "int64":
-            result = ops.cast(self._emit(result), dtype=dtype)
+            result = ops.cast(self.bb.emit(result), dtype=dtype)
         return result
 
-    def _emit(self, expr: Expr) -> Var:
-        var = self.bb.emit(expr)
-        self._made.add(var)
-        return var
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: set[Var] = set()
-
-    def match_shape(self, binding: MatchShape) -> Expr | None:
-        return None

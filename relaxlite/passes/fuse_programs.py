@@ -19,11 +19,14 @@ from dataclasses import replace
 from functools import partial
 
 from relaxlite.errors import PassError
+from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
     Buffer,
     Check,
+    Compare,
+    IndexValue,
     LetIndex,
     Load,
     Seq,
@@ -33,10 +36,13 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
+from relaxlite.ir.symbolic import sym
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import ProgramRewriter, Rewriter, Substitute, program_symbols, stores
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, reduction_of, top_stages
+
+_ANALYZER = Analyzer()
 
 
 def fuse_programs(module: IRModule) -> IRModule:
@@ -83,6 +89,8 @@ def merge(function: Function, module: IRModule) -> TensorProgram:
         assert isinstance(binding, Let) and isinstance(binding.value, Call)
         buffers[binding.var] = _buffer(binding.var)
         stages.extend(_instantiate(binding.value, buffers, binding.var, module))
+        if binding.var is not result:
+            stages.extend(_size_checks(buffers[binding.var]))
     inputs, output = tuple(buffers[p] for p in function.params[:-1]), buffers[result]
     intermediates = [b for b in buffers.values() if b not in inputs and b is not output]
     stages = _inline(stages, intermediates)
@@ -93,6 +101,15 @@ def merge(function: Function, module: IRModule) -> TensorProgram:
     if any(b.scope == "global" for b in left):
         raise PassError(f"fusion left intermediate buffers {[b.name for b in left]} in {output.name}")
     return TensorProgram(params, program_symbols(params, body), body)
+
+
+def _size_checks(buffer: Buffer) -> list[Check]:
+    """What allocating a tensor checks: no size is negative."""
+    unproven = [d for d in dict.fromkeys(buffer.shape) if not _ANALYZER.can_prove_le(0, d)]
+    return [
+        Check(Compare("ge", IndexValue(d), IndexValue(sym(0))), f"{buffer.name}: the size {d} is negative")
+        for d in unproven
+    ]
 
 
 def _buffer(var: Var) -> Buffer:

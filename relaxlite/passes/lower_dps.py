@@ -1,4 +1,4 @@
-"""Destination-passing style: every call of a program gets its outputs allocated explicitly.
+"""Destination-passing style: every call of a program or library routine gets its outputs allocated explicitly.
 
 y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
 """
@@ -6,7 +6,7 @@ y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
 from __future__ import annotations
 
 from relaxlite.errors import PassError
-from relaxlite.ir.expr import Call, Expr, GlobalVar, ShapeValue, Tuple, Var
+from relaxlite.ir.expr import Call, Expr, ExternFunction, GlobalVar, ShapeValue, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.program import TensorProgram
@@ -26,7 +26,7 @@ class _LowerDps(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar) or value.ty == UNIT:
             return None
-        if not isinstance(self._module[value.callee.name], TensorProgram):
+        if not isinstance(self._module[value.callee.name], TensorProgram | ExternFunction):
             return None
         fields = value.ty.fields if isinstance(value.ty, TupleType) else (value.ty,)
         names = [var.name] if len(fields) == 1 else [f"{var.name}_{k}" for k in range(len(fields))]

@@ -9,7 +9,7 @@ of programs the first of their consecutive slots (the attribute `first_slot`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,15 +28,17 @@ from relaxlite.ir.expr import (
     Loop,
     MatchShape,
     ShapeValue,
+    TupleGetItem,
     Var,
 )
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.program import Buffer, IndexValue, LetIndex, Load, Stmt, Store, TensorProgram, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
-from relaxlite.ir.types import UNIT, ShapeType, TensorType, Type
+from relaxlite.ir.types import UNIT, ShapeType, TensorType, TupleType, Type
 
 AttrTuple = tuple[object, ...]
+Source = tuple[Expr, Type, str]  # a value, its type, and what to call it in an error
 
 
 def lower_shapes(module: IRModule) -> IRModule:
@@ -146,7 +148,20 @@ class _LowerFunction:
 def dims_of(ty: Type) -> tuple[SymExpr, ...]:
     if isinstance(ty, TensorType):
         return ty.shape or ()
+    if isinstance(ty, TupleType):
+        return tuple(dim for field in ty.fields for dim in dims_of(field))
     return (ty.values or ()) if isinstance(ty, ShapeType) else ()
+
+
+def _fields(sources: Sequence[Source], bindings: list[Binding]) -> Iterator[Source]:
+    """The values, and for each tuple its fields, which are bound to variables for that."""
+    for source, ty, what in sources:
+        if not isinstance(ty, TupleType):
+            yield source, ty, what
+            continue
+        parts = [Var(f"field_{k}", field) for k, field in enumerate(ty.fields)]
+        bindings += [Let(part, TupleGetItem(source, k)) for k, part in enumerate(parts)]
+        yield from _fields([(part, part.ty, f"{what}, field {k}") for k, part in enumerate(parts)], bindings)
 
 
 class _Scope:
@@ -155,11 +170,11 @@ class _Scope:
     def __init__(self, owner: _LowerFunction, bound: set[SymVar], computed: set[int]) -> None:
         self._owner, self._bound, self._computed = owner, bound, computed
 
-    def match(self, sources: Sequence[tuple[Expr, Type, str]]) -> list[Binding]:
+    def match(self, sources: Sequence[Source]) -> list[Binding]:
         """Bind the new symbols of these values, compute what depends on them, check the rest."""
         bindings: list[Binding] = []
         later: list[tuple[Expr, list[AttrTuple], str]] = []
-        for source, ty, what in sources:
+        for source, ty, what in _fields(sources, bindings):
             first, second = self._spec(dims_of(ty))
             if (
                 isinstance(ty, TensorType | ShapeType)

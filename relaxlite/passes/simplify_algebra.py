@@ -74,10 +74,11 @@ def add_zero(call: Call, bound: Bindings) -> Expr | None:
 
 
 def subtract_zero(call: Call, bound: Bindings) -> Expr | None:
-    """x - 0 = x"""
+    """x - 0 = x. (-0.0 - -0.0 = 0.0, so the constant of floats must be 0.0.)"""
     value = _scalar(call.args[1])
-    plus = value == 0 and (isinstance(value, int) or math.copysign(1, value or 0.0) > 0)
-    return _keeps(call, call.args[0]) if plus else None
+    if value == 0 and (isinstance(value, int) or math.copysign(1, value) > 0):
+        return _keeps(call, call.args[0])
+    return None
 
 
 def multiply_one(call: Call, bound: Bindings) -> Expr | None:

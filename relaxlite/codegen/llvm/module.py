@@ -7,7 +7,7 @@ loops, vectors and unrolling, so that only a few light LLVM passes run: more wou
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -18,7 +18,7 @@ from relaxlite.codegen.llvm.indices import Base, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.runtime.executable import KernelInfo
 from relaxlite.target import Target
 
@@ -39,11 +39,7 @@ def emit_program(name: str, program: TensorProgram, target: Target) -> str:
 def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> ObjectCode:
     """Object code for `target`. CodegenError names the program that could not be compiled."""
     text, kernels = _emit_module(programs, target)
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.feature_string, opt=2, reloc="pic", codemodel="small"
-    )
+    machine = _target_machine(target)
     try:
         module = llvm.parse_assembly(text)
         module.verify()
@@ -55,14 +51,18 @@ def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> O
 
 def emit_assembly(programs: Mapping[str, TensorProgram], target: Target) -> str:
     """The machine code as text, for people."""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.feature_string, opt=2, reloc="pic", codemodel="small"
-    )
+    machine = _target_machine(target)
     module = llvm.parse_assembly(_emit_module(programs, target)[0])
     _optimize(module, machine)
     return str(machine.emit_assembly(module))
+
+
+def _target_machine(target: Target) -> llvm.TargetMachine:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.feature_string, opt=2, reloc="pic", codemodel="small"
+    )
 
 
 def _optimize(module: llvm.ModuleRef, machine: llvm.TargetMachine) -> None:
@@ -120,10 +120,9 @@ def _emit_kernel(module: ModuleEmitter, symbol: str, name: str, program: TensorP
     e.start("entry")
     entry = e.reserve()
     k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get("checked")))
-    bases = {}
     for number, buffer in enumerate(program.params):
-        bases[buffer] = Base(_load_argument(e, "buffers", number, "ptr", buffer.name), 0, memory_elem(buffer.dtype))
-    k.ix.bases.update(bases)
+        pointer = _load_argument(e, "buffers", number, "ptr", buffer.name)
+        k.ix.bases[buffer] = Base(pointer, 0, memory_elem(buffer.dtype))
     values = [_load_argument(e, "symbols", number, "i64", var.name) for number, var in enumerate(program.symbols)]
     with k.ix.scope():
         for var, value in zip(program.symbols, values, strict=True):
@@ -142,9 +141,10 @@ def _load_argument(e: Emitter, array: str, number: int, elem: str, hint: str) ->
 def _describe(name: str, program: TensorProgram) -> str:
     """The comment above a kernel: its program's signature."""
 
-    def list_of(buffers: tuple[object, ...]) -> str:
-        return ", ".join(f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in buffers)  # type: ignore[attr-defined]
+    def list_of(buffers: Sequence[Buffer]) -> str:
+        return ", ".join(f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in buffers)
 
     symbols = f"; symbols {', '.join(v.name for v in program.symbols)}" if program.symbols else ""
     attrs = f"; {program.attrs!r}" if program.attrs else ""
-    return f"; program {name}({list_of(program.inputs)}) -> {list_of(program.outputs)}{symbols}{attrs}"
+    text = f"; program {name}({list_of(program.inputs)}) -> {list_of(program.outputs)}{symbols}{attrs}"
+    return " ".join(text.split())  # one line, whatever the names hold

@@ -26,7 +26,7 @@ def memory_elem(dtype: DType) -> str:
     return _MEMORY.get(dtype) or f"i{8 * dtypes.itemsize(dtype)}"
 
 
-def literal(e: Emitter, value: float, dtype: DType) -> Val:
+def literal(value: float, dtype: DType) -> Val:
     """A constant in register form."""
     if dtype in ("float16", "bfloat16"):
         return float_const(float(dtypes.to_numpy(dtype).type(value)))

@@ -32,7 +32,7 @@ def emit_value(k: Kernel, value: Value) -> Val:
 
 
 def _literal(k: Kernel, value: Literal) -> Val:
-    return literal(k.e, value.value, value.dtype)
+    return literal(value.value, value.dtype)
 
 
 def _load(k: Kernel, value: Load) -> Val:

@@ -245,13 +245,19 @@ def dropout_1(n: Node) -> Result:
 @onnx_op("Dropout", since=12)
 def dropout(n: Node) -> Result:
     n.ignore("seed")
-    training, ratio = n.optional(2), n.const(1) if n.optional(1) is not None else None
-    value = n.const(2) if training is not None else None
-    if training is not None and (value is None or bool(value)) and (ratio is None or float(ratio) != 0.0):
-        n.fail(
-            "Dropout in training mode draws random numbers, which relaxlite does not do; export the model for inference"
-        )
+    if _is_training(n):
+        n.fail("Dropout in training mode draws random numbers, which is not supported; export the model for inference")
     return n.input(0), _mask(n) if n.wants(1) else None
+
+
+def _is_training(n: Node) -> bool:
+    """Whether the node drops anything."""
+    if n.optional(2) is None:
+        return False
+    mode, ratio = n.const(2), n.const(1) if n.optional(1) is not None else None
+    if mode is None:
+        n.fail("training_mode (input 2) must be known when the model is compiled")
+    return bool(mode.reshape(-1)[0]) and (ratio is None or float(ratio.reshape(-1)[0]) != 0.0)
 
 
 def _mask(n: Node) -> Expr:

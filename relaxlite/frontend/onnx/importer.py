@@ -19,7 +19,14 @@ from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_conv
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
 from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes, SymbolTable, input_types
 from relaxlite.frontend.onnx.tensors import TensorReader, narrow_type, sparse_constant
-from relaxlite.frontend.onnx.validation import OpSurvey, check_graph, check_opsets, node_label, opset_versions
+from relaxlite.frontend.onnx.validation import (
+    OpSurvey,
+    check_graph,
+    check_opsets,
+    function_key,
+    node_label,
+    opset_versions,
+)
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
@@ -62,7 +69,7 @@ class ModelImporter:
         self.reader = TensorReader(loaded.path)
         self.opsets = opset_versions(self.proto.opset_import)
         self.choices = Choices()
-        self.functions = {(canonical_domain(f.domain), f.name): f for f in self.proto.functions}
+        self.functions = {function_key(f): f for f in self.proto.functions}
 
     def run(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
         check_opsets(self.opsets)
@@ -246,8 +253,7 @@ class GraphImporter:
             raise self._explain(f"cannot be converted ({type(error).__name__}: {error})", proto, inputs) from error
 
     def _run(self, node: Node, domain: str) -> Result:
-        key = (domain, node.op_type)
-        function = self.model.functions.get(key)
+        function = self.model.functions.get(function_key(node.proto))
         if function is not None:
             return self._expand(node, expand_model_function(function, node))
         converter = find_converter(domain, node.op_type, node.opset)
@@ -279,8 +285,7 @@ class GraphImporter:
         found = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
         if found is None or proto.op_type in MOVES:
             return found
-        key = (canonical_domain(proto.domain), proto.op_type)
-        if key in self.model.functions or proto.op_type in CONVERSIONS or proto.op_type in MEASURES:
+        if function_key(proto) in self.model.functions or proto.op_type in CONVERSIONS or proto.op_type in MEASURES:
             return None
         raise ImportModelError(f"{proto.op_type} of {found.name} is not supported: cast or dequantize it first")
 

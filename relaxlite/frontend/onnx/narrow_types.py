@@ -1,7 +1,8 @@
 """Element types of at most 8 bits that the IR does not have: float8, float4, int4, int2, ...
 
 They are carried in 8-bit tensors: floats as their bits, integers by value. Such a tensor can be moved, cast, quantized
-and dequantized; anything else is an error. The function's attribute "narrow_types" says which inputs and outputs are meant.
+and dequantized; anything else is an error. The function's attribute "narrow_types" names the inputs and outputs that
+are meant.
 """
 
 from __future__ import annotations

@@ -13,13 +13,20 @@ from relaxlite.errors import ImportModelError, UnsupportedOpsError
 from relaxlite.frontend.onnx.registry import canonical_domain, find_converter
 
 Opsets = Mapping[str, int]
-Functions = Mapping[tuple[str, str], onnx.FunctionProto]
+FunctionKey = tuple[str, str, str]
+Functions = Mapping[FunctionKey, onnx.FunctionProto]
 
 NEWEST_OPSET = 28  # of the standard domain, that the converters were checked against
 
 
 def opset_versions(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
     return {canonical_domain(entry.domain): entry.version for entry in imports}
+
+
+def function_key(item: onnx.FunctionProto | NodeProto) -> FunctionKey:
+    """What a node and the function that it calls have in common; `overload` exists since IR version 10."""
+    name = item.op_type if isinstance(item, NodeProto) else item.name
+    return canonical_domain(item.domain), name, getattr(item, "overload", "")
 
 
 def check_opsets(opsets: Opsets) -> None:
@@ -139,7 +146,7 @@ class OpSurvey:
 
     functions: Functions
     unknown: dict[tuple[str, str], _Unknown] = field(default_factory=dict)
-    _visited: set[tuple[str, str]] = field(default_factory=set)
+    _visited: set[FunctionKey] = field(default_factory=set)
 
     def visit(self, nodes: Iterable[NodeProto], opsets: Opsets) -> None:
         for index, node in enumerate(nodes):
@@ -148,8 +155,7 @@ class OpSurvey:
                 self.visit(sub.node, opsets)
 
     def _visit_node(self, node: NodeProto, index: int, opsets: Opsets) -> None:
-        domain = canonical_domain(node.domain)
-        key = (domain, node.op_type)
+        domain, key = canonical_domain(node.domain), function_key(node)
         function = self.functions.get(key)
         if function is not None:
             if key not in self._visited:
@@ -161,7 +167,7 @@ class OpSurvey:
             raise ImportModelError(f"{node_label(node, index)}: the model does not say which opset of ONNX it uses")
         if find_converter(domain, node.op_type, version or 1) or schema_of(domain, node.op_type, version or 1):
             return
-        found = self.unknown.setdefault(key, _Unknown(first=node_label(node, index)))
+        found = self.unknown.setdefault((domain, node.op_type), _Unknown(first=node_label(node, index)))
         found.count += 1
 
     def raise_if_any(self) -> None:

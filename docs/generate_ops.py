@@ -1,0 +1,52 @@
+"""Write docs/ops.md, the table of all operators, from their declarations: python docs/generate_ops.py"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from itertools import groupby
+from pathlib import Path
+
+from relaxlite.ir import ops
+from relaxlite.ir.op import REQUIRED, Op, all_ops
+
+TARGET = Path(__file__).with_name("ops.md")
+HEAD = """\
+# The operators
+
+Made by `python docs/generate_ops.py` from the declarations in `relaxlite/ir/ops/`, one section per file. In Python an
+op is `relaxlite.ops.NAME`. An operand with `?` may be left out, `*` stands for any number; attributes are keywords.
+"""
+
+
+def render() -> str:
+    """The text of docs/ops.md."""
+    own = [op for op in all_ops() if type(op).__module__.startswith(f"{ops.__name__}.")]
+    by_file = groupby(sorted(own, key=_file), key=_file)
+    return "\n".join([HEAD, *(_section(file, list(members)) for file, members in by_file)])
+
+
+def _file(op: Op) -> str:
+    return type(op).__module__.rpartition(".")[2]
+
+
+def _section(file: str, members: list[Op]) -> str:
+    module = importlib.import_module(f"{ops.__name__}.{file}")
+    rows = [f"| `{_signature(op)}` | {_first_paragraph(op)} |" for op in members]
+    return "\n".join([f"## {file}", "", _first_paragraph(module), "", "| op | meaning |", "| --- | --- |", *rows, ""])
+
+
+def _signature(op: Op) -> str:
+    attrs = [name if attr.default is REQUIRED else f"{name}={attr.default!r}" for name, attr in op.attrs.items()]
+    is_open = any(operand.startswith("*") for operand in op.operands)  # what follows is a keyword anyway
+    star = ["*"] if attrs and not is_open else []
+    return f"{op.name}({', '.join([*op.operands, *star, *attrs])})"
+
+
+def _first_paragraph(documented: object) -> str:
+    text = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0]
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), "utf-8")

@@ -1,0 +1,628 @@
+"""The command line: what each command prints and writes, its exit codes, and its answers to mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from relaxlite import cli
+from relaxlite.cli import parser as cli_parser
+from relaxlite.cli.inspect import summary
+from relaxlite.cli.run import file_names
+from relaxlite.cli.sizes import bytes_text
+from relaxlite.passes.pipeline import PASSES
+from relaxlite.runtime import artifact
+
+ROOT = Path(__file__).resolve().parent.parent
+WEIGHT = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+
+Run = Callable[..., SimpleNamespace]
+
+
+def toy_model() -> onnx.ModelProto:
+    """x:0 float32[batch, 4] and enc/ids int64[batch] -> y:0 = softmax(x @ w), and two outputs of similar names."""
+    nodes = [
+        helper.make_node("MatMul", ["x:0", "w"], ["xw"]),
+        helper.make_node("Softmax", ["xw"], ["y:0"], axis=-1),
+        helper.make_node("Add", ["enc/ids", "enc/ids"], ["twice/ids"]),
+        helper.make_node("Equal", ["enc/ids", "one"], ["twice_ids"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "toy",
+        [
+            helper.make_tensor_value_info("x:0", TensorProto.FLOAT, ["batch", 4]),
+            helper.make_tensor_value_info("enc/ids", TensorProto.INT64, ["batch"]),
+        ],
+        [
+            helper.make_tensor_value_info("y:0", TensorProto.FLOAT, None),
+            helper.make_tensor_value_info("twice/ids", TensorProto.INT64, None),
+            helper.make_tensor_value_info("twice_ids", TensorProto.BOOL, None),
+        ],
+        [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(np.array(1, np.int64), "one")],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="tests")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds toy.onnx and, compiled by the command line, toy.rlx."""
+    made = tmp_path_factory.mktemp("cli")
+    onnx.save(toy_model(), made / "toy.onnx")
+    assert cli.main(["compile", str(made / "toy.onnx"), "-o", str(made / "toy.rlx")]) == 0
+    return made
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("inspect", "toy.rlx")` in a fresh folder with toy.onnx and toy.rlx: its status, stdout and stderr."""
+    for name in ("toy.onnx", "toy.rlx"):
+        os.link(folder / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: str) -> SimpleNamespace:
+        capsys.readouterr()
+        status = cli.main(argv)
+        captured = capsys.readouterr()
+        return SimpleNamespace(status=status, out=captured.out, err=captured.err)
+
+    return call
+
+
+def files() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+
+
+def process(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "relaxlite.cli", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload,no-any-return]
+
+
+# Help and mistakes
+
+
+def test_help_names_every_command(run: Run) -> None:
+    done = run("--help")
+    assert done.status == 0 and done.err == ""
+    for name, command in cli_parser.COMMANDS.items():
+        assert re.search(rf"^    {name} +{re.escape(command.summary[:40])}", done.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", cli_parser.COMMANDS)
+def test_every_command_explains_itself(run: Run, command: str) -> None:
+    done = run(command, "--help")
+    assert done.status == 0 and done.err == ""
+    assert done.out.startswith(f"usage: relaxlite {command} ")
+    assert f"  relaxlite {command}" in done.out or "$(relaxlite fetch" in done.out, "an example"
+
+
+def test_nothing_asked_for_shows_the_help_and_is_wrong_usage(run: Run) -> None:
+    done = run()
+    assert (done.status, done.out) == (2, "") and "inspect" in done.err
+
+
+def test_the_version(run: Run) -> None:
+    assert re.fullmatch(r"relaxlite \d+\.\d+\.\d+\S*\n", run("--version").out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["compile"], "the following arguments are required: model"),
+        (["run", "toy.rlx", "--shape", "x"], "argument --shape: 'x' is not of the form NAME=1x128"),
+        (["run", "toy.rlx", "--shape", "x=1xx2"], "argument --shape: '1xx2' is not a shape such as 1x128"),
+        (["run", "toy.rlx", "--shape", "x=1", "--shape", "x=2"], "argument --shape: 'x' is given twice"),
+        (["run", "toy.rlx", "--range", "x=3"], "argument --range: '3' is not a range such as 0..100 or -1..0.5"),
+        (["run", "toy.rlx", "--range", "x=3..1"], "argument --range: the range '3..1' is empty"),
+        (["run", "toy.rlx", "--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
+        (["run", "toy.rlx", "--threads", "0"], "argument --threads: '0' is not a whole number from 1"),
+        (["bench", "toy.rlx", "--repeats", "no"], "argument --repeats: 'no' is not a whole number from 1"),
+        (["bench", "toy.rlx", "--shapes", "x=1;y"], "argument --shapes: 'y' is not of the form NAME=1x128"),
+        (["compile", "toy.onnx", "--bound", "n=a"], "argument --bound: 'a' is not a range such as 1..512, 1.. or"),
+        (["compile", "toy.onnx", "--dynamic-shape", "x=a,,b"], "'a,,b' has an empty dimension; write ? to keep one"),
+        (["inspect", "toy.onnx", "--ir", "--json"], "argument --json: not allowed with argument --ir"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_2(run: Run, argv: list[str], message: str) -> None:
+    done = run(*argv)
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err and done.err.count("\n") == 1 and "--help` says more" in done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["compile", "toy.onnx", "--target", "gpu"], "target 'gpu': unknown kind 'gpu'"),
+        (["compile", "toy.onnx", "--bound", "seq=1..8"], "the model has no symbol 'seq'; it has 'batch'"),
+        (["compile", "toy.onnx", "--dynamic-shape", "z=a"], "the model has no input 'z'"),
+        (["compile", "toy.rlx", "-o", "again.rlx"], "'toy.rlx' is compiled already"),
+        (["run", "toy.rlx", "--bound", "batch=1..2"], "--bound needs an ONNX file, and 'toy.rlx' is compiled already"),
+        (["inspect", "toy.rlx", "--ir"], "--ir needs an ONNX file, and 'toy.rlx' is compiled already"),
+        (["inspect", "toy.onnx", "--embed"], "--embed goes with --ir or --after"),
+        (["inspect", "toy.onnx", "--after", "magic"], "there is no pass 'magic'; there are fold_shapes, "),
+        (["opt", "-p", "magic"], "there is no pass 'magic'; there are fold_shapes, "),
+        (["fetch", "ppocrv4"], "unknown model 'ppocrv4'; did you mean 'ppocrv4-"),
+        (["run", "toy.rlx", "--threads", "4096"], "the number of threads must be from 1 to 1024, got 4096"),
+    ],
+)
+def test_wrong_values_are_usage_errors_too(run: Run, argv: list[str], message: str) -> None:
+    before = files()
+    done = run(*argv)
+    assert (done.status, done.out, files()) == (2, "", before)
+    assert done.err.startswith(f"relaxlite {argv[0]}: error: ") and message in done.err
+
+
+def test_a_knob_that_cannot_be_read_is_wrong_usage(folder: Path) -> None:
+    environment = {**os.environ, "RELAXLITE_NUM_THREADS": "many"}
+    done = process("run", str(folder / "toy.rlx"), "--shape", "x:0=1x4", env=environment)
+    assert done.returncode == 2
+    assert done.stderr.endswith("RELAXLITE_NUM_THREADS must be a whole number from 1 to 1024, got 'many'\n")
+
+
+# Files that are wrong
+
+
+def _damaged(name: str) -> None:
+    good = Path("toy.rlx").read_bytes()
+    made = {
+        "empty.rlx": b"",
+        "short.rlx": good[:40],
+        "half.rlx": good[: len(good) // 2],
+        "flipped.rlx": good[:100] + bytes([good[100] ^ 1]) + good[101:],
+        "other.rlx": b"hello, I am no model",
+        "half.onnx": Path("toy.onnx").read_bytes()[:60],
+        "text.onnx": b"hello, I am no model",
+        "empty.onnx": b"",
+    }
+    if name in made:
+        Path(name).write_bytes(made[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.rlx", "there is no file 'none.rlx'"),
+        ("none.onnx", "there is no file 'none.onnx'"),
+        ("empty.rlx", "cannot load empty.rlx: it is empty"),
+        ("short.rlx", "cannot load short.rlx: it is truncated"),
+        ("half.rlx", "cannot load half.rlx: it is truncated"),
+        ("flipped.rlx", "cannot load flipped.rlx: it is corrupted"),
+        ("other.rlx", "cannot load other.rlx: it is not a relaxlite model"),
+        ("half.onnx", "'half.onnx': an ONNX model that is truncated or damaged"),
+        ("text.onnx", "'text.onnx': not an ONNX model"),
+        ("empty.onnx", "'empty.onnx': empty, not an ONNX model"),
+        (".", "'.' is a folder"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "inspect", "bench"])
+def test_a_bad_model_file_is_named(run: Run, command: str, name: str, message: str) -> None:
+    _damaged(name)
+    done = run(command, name)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith(f"relaxlite {command}: error: {message}") and "Traceback" not in done.err
+
+
+def test_verbose_shows_where_an_error_comes_from(run: Run) -> None:
+    for argv in (["-v", "inspect", "none.rlx"], ["inspect", "-v", "none.rlx"]):
+        done = run(*argv)
+        assert done.status == 1 and done.err.startswith("Traceback")
+        assert done.err.endswith("relaxlite inspect: error: there is no file 'none.rlx'\n")
+
+
+def test_a_bug_is_called_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "_read_manifest", lambda content: {}["surprise"] if False else 1 / 0)
+    done = run("inspect", "toy.rlx")
+    assert done.status == 1 and "Traceback" not in done.err
+    assert done.err.startswith("relaxlite inspect: error: ZeroDivisionError: division by zero\n  This is a bug")
+
+
+# compile
+
+
+def test_compile_writes_one_file_and_says_what_it_is(run: Run) -> None:
+    done = run("compile", "toy.onnx", "--bound", "batch=1..64", "-o", "out.rlx")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines()[:2] == [
+        "in   x:0: float32[batch, 4] where 1 <= batch <= 64",
+        "in   enc/ids: int64[batch] where 1 <= batch <= 64",
+    ]
+    assert re.search(r"^out\.rlx: \d+ kernels for \S+, \d+\.\d kB, compiled in \d+\.\d s$", done.out, re.MULTILINE)
+    assert files() == ["out.rlx", "toy.onnx", "toy.rlx"]
+    assert artifact.load("out.rlx").signature.bounds == {"batch": (1, 64, 1)}
+
+
+def test_compile_writes_beside_you_by_default(run: Run) -> None:
+    Path("models").mkdir()
+    os.link("toy.onnx", "models/net.onnx")
+    assert run("compile", "models/net.onnx").status == 0
+    assert files() == ["models/net.onnx", "net.rlx", "toy.onnx", "toy.rlx"]
+
+
+def test_compile_takes_dimensions_by_name(run: Run) -> None:
+    done = run("compile", "toy.onnx", "--dynamic-shape", "x:0=rows,?", "--dynamic-shape", "enc/ids=7", "-o", "out.rlx")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines()[:2] == ["in   x:0: float32[rows, 4]", "in   enc/ids: int64[7]"]
+
+
+def test_compile_shows_the_time_of_each_pass_on_stderr(run: Run) -> None:
+    done = run("compile", "-v", "toy.onnx", "-o", "out.rlx")
+    assert done.status == 0 and "codegen" not in done.out
+    rows = re.findall(r"^  (\w+) +[\d.]+ ms +\d+%$", done.err, re.MULTILINE)
+    assert rows == ["import", *PASSES, "codegen", "total"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("none/out.rlx", "cannot write 'none/out.rlx': there is no folder 'none'"),
+        ("/none/a/out.rlx", "cannot write '/none/a/out.rlx': there is no folder '/none/a'"),
+        (".", "cannot write '.': it is a folder; name a file in it"),
+        ("toy.onnx", "'toy.onnx' is the model itself; name another file"),
+    ],
+)
+def test_compile_refuses_an_output_that_cannot_be_before_it_compiles(
+    run: Run, monkeypatch: pytest.MonkeyPatch, output: str, message: str
+) -> None:
+    monkeypatch.setattr("relaxlite.cli.compile.compile_model", lambda args: pytest.fail("compiled"))
+    done = run("compile", "toy.onnx", "-o", output)
+    assert (done.status, done.out, done.err) == (1, "", f"relaxlite compile: error: {message}\n")
+
+
+def test_a_failing_compile_leaves_the_old_file(run: Run) -> None:
+    model = toy_model()
+    model.graph.node[0].op_type = "Frobnicate"
+    onnx.save(model, "bad.onnx")
+    Path("out.rlx").write_text("the old one")
+    before = files()
+    done = run("compile", "bad.onnx", "-o", "out.rlx")
+    assert (done.status, done.out) == (1, "") and "Frobnicate" in done.err
+    assert files() == before and Path("out.rlx").read_text() == "the old one"
+
+
+# run
+
+
+def test_run_writes_every_output(run: Run) -> None:
+    x = np.random.default_rng(1).standard_normal((5, 4)).astype(np.float32)
+    np.save("x=5.npy", x)
+    np.save("ids.npy", np.arange(5))
+    done = run("run", "toy.rlx", "--input", "x:0=x=5.npy", "--input", "enc/ids=ids.npy", "--output-dir", "out/deep")
+    assert (done.status, done.err) == (0, "")
+    assert [line for line in done.out.splitlines() if "->" not in line][:4] == [
+        "in   x:0: float32[5, 4]  x=5.npy",
+        "in   enc/ids: int64[5]  ids.npy",
+        done.out.splitlines()[2],
+        "out  twice/ids: int64[5]  [0, 2, 4, 6, 8]",
+    ]
+    assert "out  twice_ids: bool[5]  [False,  True, False, False, False]\n     -> out/deep/twice_ids_1.npy" in done.out
+    assert sorted(os.listdir("out/deep")) == ["twice_ids.npy", "twice_ids_1.npy", "y_0.npy"]
+    exp = np.exp(x @ WEIGHT)
+    np.testing.assert_allclose(np.load("out/deep/y_0.npy"), exp / exp.sum(axis=1, keepdims=True), rtol=1e-5)
+    np.testing.assert_array_equal(np.load("out/deep/twice_ids.npy"), np.arange(5) * 2)
+
+
+def test_random_inputs_have_the_shape_range_and_seed_that_are_asked_for(run: Run) -> None:
+    def outputs(*options: str) -> np.ndarray:
+        done = run("run", "toy.rlx", "--shape", "x:0=9x4", *options, "--output-dir", "out")
+        assert (done.status, done.err) == (0, "")
+        return np.load("out/twice_ids.npy")
+
+    first = outputs("--range", "enc/ids=-500..-100", "--seed", "7")
+    assert first.shape == (9,) and first.min() >= -1000 and first.max() <= -200, "its shape follows from x:0"
+    np.testing.assert_array_equal(first, outputs("--range", "enc/ids=-500..-100", "--seed", "7"))
+    assert (first != outputs("--range", "enc/ids=-500..-100", "--seed", "8")).any()
+    assert set(outputs()) <= {0, 2}
+    assert set(outputs("--range", "enc/ids=3..3")) == {6}
+
+
+def test_run_compiles_an_onnx_file_first(run: Run) -> None:
+    done = run("run", "toy.onnx", "--shape", "x:0=2x4", "--threads", "1", "--dynamic-shape", "x:0=n,4", "-v")
+    assert done.status == 1 and "codegen" in done.err, "now nothing says how long enc/ids is"
+    assert "input enc/ids: int64[batch]: how large is 'batch'? Give --shape enc/ids=1, say" in done.err
+    assert run("run", "toy.onnx", "--shape", "x:0=2x4").status == 0
+
+
+def test_run_profiles_kernels(run: Run) -> None:
+    out = run("run", "toy.rlx", "--shape", "x:0=3x4", "--profile").out
+    assert re.search(r"^kernel +calls +us +share$", out, re.MULTILINE) and "(outside kernels)" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "input x:0: float32[batch, 4]: how large is 'batch'? Give --shape x:0=1x4, say, or a file with --input"),
+        (["--shape", "x=1x4"], "the model has no input 'x'; it has 'x:0', 'enc/ids'"),
+        (["--range", "x=1..4"], "the model has no input 'x'; it has 'x:0', 'enc/ids'"),
+        (["--shape", "x:0=1x5"], "argument 'x:0': dimension 1 of shape (1, 5): expects 4, got 5"),
+        (["--shape", "x:0=2x4x1"], "argument 'x:0': expects float32[batch, 4] of rank 2, got rank 3: (2, 4, 1)"),
+        (["--shape", "x:0=2x4", "--shape", "enc/ids=3"], "batch is 3 here, but 2 in argument 'x:0'"),
+        (["--shape", "x:0=2x4", "--range", "enc/ids=0..1.5"], "enc/ids=0..1.5: int64 takes whole numbers"),
+        (["--shape", "x:0=2x4", "--range", f"enc/ids=0..{2**63}"], "'enc/ids': cannot make random values of shape"),
+        (["--shape", "x:0=99999999999x99999999999"], "'x:0': cannot make random values of shape (99999999999,"),
+        (["--input", "x:0=none.npy"], "'x:0': cannot read 'none.npy' as a .npy file: No such file or directory"),
+        (["--input", "x:0=."], "'x:0': cannot read '.' as a .npy file: Is a directory"),
+        (["--input", "x:0=toy.onnx"], "'x:0': cannot read 'toy.onnx' as a .npy file: it is none"),
+        (["--input", "x:0=void.npy"], "'x:0': cannot read 'void.npy' as a .npy file: it is empty"),
+        (["--input", "x:0=cut.npy"], "'x:0': cannot read 'cut.npy' as a .npy file: "),
+        (["--input", "x:0=two.npz"], "'x:0': cannot read 'two.npz' as a .npy file: it holds several arrays"),
+        (["--input", "x:0=objects.npy"], "'x:0': cannot read 'objects.npy' as a .npy file: Object arrays"),
+        (["--input", "x:0=double.npy"], "argument 'x:0': got float64, expects float32"),
+        (["--input", "x:0=double.npy", "--shape", "x:0=2x4"], "input 'x:0' has both --input and --shape"),
+    ],
+)
+def test_a_wrong_input_is_named(run: Run, options: list[str], message: str) -> None:
+    np.save("double.npy", np.ones((2, 4)))
+    np.save("objects.npy", np.array([{}], object))
+    np.savez("two.npz", a=np.ones(2), b=np.ones(2))
+    Path("cut.npy").write_bytes(Path("double.npy").read_bytes()[:-8])
+    Path("void.npy").touch()
+    done = run("run", "toy.rlx", *options, "--output-dir", "out")
+    assert (done.status, done.out, os.listdir("out")) == (1, "", [])
+    assert message in done.err and done.err.startswith("relaxlite run: error: ") and done.err.count("\n") == 1
+
+
+def test_an_output_folder_that_is_a_file_is_refused_before_the_model_is_opened(run: Run) -> None:
+    done = run("run", "none.rlx", "--output-dir", "toy.onnx")
+    assert (done.status, done.err) == (1, "relaxlite run: error: toy.onnx: File exists\n")
+
+
+def test_file_names_are_plain_and_differ() -> None:
+    found = file_names(["a/b", "a_b", "A:B", "../etc/x", "..", "", "é.1"])
+    assert list(found.values()) == ["a_b.npy", "a_b_1.npy", "A_B_2.npy", "_etc_x.npy", "_.npy", "__1.npy", "é.1.npy"]
+
+
+# inspect
+
+
+def test_inspect_shows_signature_target_memory_ops_and_kernels(run: Run) -> None:
+    done = run("inspect", "toy.rlx")
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[:6] == [
+        "inputs    x:0: float32[batch, 4]",
+        "          enc/ids: int64[batch]",
+        "outputs   y:0: float32[batch, 3]",
+        "          twice/ids: int64[batch]",
+        "          twice_ids: bool[batch]",
+        "source    tests, opset 17",
+    ]
+    for title in ("target", "weights", "code", "memory"):
+        assert any(re.match(rf"{title} +\S", line) for line in lines)
+    assert re.search(r"\nops: \d+ kinds, \d+ in all\n(.*\n)* +1  softmax\n", done.out)
+    assert re.search(r"\nkernels: \d+ kinds, \d+ calls\n( +\d+  \w+\n)+$", done.out)
+    assert run("inspect", "toy.onnx").out == done.out, "an ONNX file is compiled for it"
+
+
+def test_inspect_speaks_json(run: Run) -> None:
+    found = json.loads(run("inspect", "toy.rlx", "--json").out)
+    assert found["inputs"][0] == {
+        "name": "x:0",
+        "dtype": "float32",
+        "shape": ["batch", 4],
+        "symbols": {"batch": {"lower": 0, "upper": None, "divisor": 1}},
+    }
+    assert found["weights"]["tensors"] >= 1 and found["object_code_bytes"] > 0 and found["ops"]["softmax"] == 1
+    assert found == json.loads(json.dumps(summary(artifact.load("toy.rlx"))))
+
+
+def test_a_memory_plan_of_fixed_size_is_readable(run: Run) -> None:
+    options = ["--dynamic-shape", "x:0=1000,?", "--dynamic-shape", "enc/ids=1000"]
+    assert re.search(
+        r"\nmemory    \d+\.\d kB for all intermediates of a run\n", run("inspect", "toy.onnx", *options).out
+    )
+    assert isinstance(json.loads(run("inspect", "toy.onnx", "--json", *options).out)["arena_bytes"], int)
+
+
+def test_inspect_shows_the_bytecode_and_the_module(run: Run) -> None:
+    assert "kernel:" in run("inspect", "toy.rlx", "--bytecode").out
+    ir = run("inspect", "toy.onnx", "--ir").out
+    assert "@function" in ir and "softmax(" in ir and "@program" not in ir
+    assert "@program" in run("inspect", "toy.onnx", "--after", "legalize").out
+    assert run("inspect", "toy.onnx", "--notes").status == 0
+
+
+def test_bytes_are_counted_for_a_person() -> None:
+    sizes = [0, 999, 1000, 97_000, 999_949, 999_950, 90_351_616, 5 * 10**15]
+    assert [bytes_text(n) for n in sizes] == [
+        *("0 bytes", "999 bytes", "1.0 kB", "97.0 kB", "999.9 kB", "1.0 MB", "90.4 MB", "5000.0 TB"),
+    ]
+
+
+# opt
+
+
+@pytest.fixture
+def module_text(run: Run) -> str:
+    return str(run("inspect", "toy.onnx", "--ir", "--embed").out)
+
+
+def test_opt_gives_back_what_it_read(run: Run, module_text: str) -> None:
+    Path("module.py").write_text(module_text)
+    done = run("opt", "module.py")
+    assert (done.status, done.err, done.out) == (0, "", module_text)
+
+
+def test_opt_runs_passes_in_order_and_in_pipes(run: Run, module_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(PASSES)
+    Path("all.py").write_text(module_text)
+    together = run("opt", "all.py", *(word for name in names for word in ("-p", name)))
+    assert together.status == 0 and together.err == ""
+    text = module_text
+    for name in names:
+        Path("step.py").write_text(text)
+        with open("step.py") as source:
+            monkeypatch.setattr(sys, "stdin", source)
+            done = run("opt", "-p", name)
+        assert (done.status, done.err) == (0, "")
+        text = done.out
+    assert text == together.out
+
+
+def test_opt_lists_the_passes(run: Run) -> None:
+    assert [line.split()[0] for line in run("opt", "--list").out.splitlines()] == list(PASSES)
+
+
+def test_opt_says_where_the_text_is_wrong(run: Run, module_text: str) -> None:
+    broken = module_text.replace("softmax(", "softmaxx(")
+    line = 1 + next(k for k, text in enumerate(broken.splitlines()) if "softmaxx(" in text)
+    for name, text, message in [
+        ("op.py", broken, rf"op.py, line {line}, column \d+: .*softmaxx.*\n    .*softmaxx\(.*\n +\^\n"),
+        ("syntax.py", "def f(:\n", r"syntax.py, line 1, column 7: invalid syntax\n    def f\(:\n          \^\n"),
+        ("other.py", "x = 3\n", r"other.py, line 1, column 1: expected @function, "),
+        ("empty.py", "", r"empty.py: nothing is defined in this text\n"),
+    ]:
+        Path(name).write_text(text)
+        done = run("opt", name)
+        assert (done.status, done.out) == (1, "")
+        assert re.match(f"relaxlite opt: error: {message}", done.err), done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.py", "none.py: No such file or directory"),
+        ("toy.rlx", "toy.rlx: not the text of a module (byte 0 is no UTF-8)"),
+        (".", ".: Is a directory"),
+    ],
+)
+def test_opt_names_a_file_that_it_cannot_read(run: Run, name: str, message: str) -> None:
+    done = run("opt", name)
+    assert (done.status, done.out, done.err) == (1, "", f"relaxlite opt: error: {message}\n")
+
+
+def test_opt_says_when_the_weights_are_left_out(run: Run) -> None:
+    model = toy_model()
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((4, 30), np.float32), "w"))
+    onnx.save(model, "large.onnx")
+    Path("module.py").write_text(run("inspect", "large.onnx", "--ir").out)
+    done = run("opt", "module.py")
+    assert done.status == 1 and "the elements of constants[0] are not in the text" in done.err
+
+
+def test_opt_refuses_a_module_that_the_first_pass_does_not_take(run: Run, module_text: str) -> None:
+    Path("module.py").write_text(module_text)
+    done = run("opt", "module.py", "-p", "lower_dps")
+    assert (done.status, done.out) == (1, "")
+    assert "the module is none that pass lower_dps takes (the lowered level): " in done.err
+
+
+# fetch
+
+
+def test_fetch_lists_what_can_be_had(run: Run) -> None:
+    lines = run("fetch").out.splitlines()
+    assert any(re.match(r"ppocrv4-rec +10\.9 MB  pypi  \S", line) for line in lines)
+
+
+def test_fetch_prints_paths(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaxlite.models.fetch", lambda name, folder: Path(folder or "cache") / name)
+    assert run("fetch", "a", "b", "--to", "here").out == "here/a\nhere/b\n"
+    assert run("fetch", "a").out == "cache/a\n"
+
+
+# bench
+
+
+def test_bench_prints_a_table_beside_onnxruntime(run: Run) -> None:
+    pytest.importorskip("onnxruntime")
+    done = run("bench", "toy.onnx", "--shapes", "x:0=1x4", "--shapes", "x:0=64x4;enc/ids=64", "--repeats", "2")
+    header, *rows = done.out.splitlines()
+    assert done.status == 0
+    assert re.split(r"  +", header) == ["shapes", "relaxlite ms", "onnxruntime ms", "speed", "difference"]
+    assert [row.split()[0] for row in rows] == ["x:0=1x4", "x:0=64x4;enc/ids=64"]
+    for row in rows:
+        ours, theirs, speed, difference = row.split()[1:]
+        assert float(ours) > 0 and float(theirs) > 0 and speed.endswith("x") and float(difference) < 1e-5
+
+
+def test_bench_of_a_compiled_file_needs_no_onnxruntime(run: Run) -> None:
+    done = run("bench", "toy.rlx", "--shapes", "x:0=3x4", "--repeats", "1", "--threads", "1")
+    assert re.fullmatch(r"shapes +relaxlite ms\nx:0=3x4 +\d+\.\d{3}\n", done.out)
+    assert re.fullmatch(r"ready in [\d.]+ s, 1 threads\n", done.err)
+
+
+def test_bench_without_shapes_needs_a_model_that_leaves_none_open(run: Run) -> None:
+    assert "how large is 'batch'?" in run("bench", "toy.rlx").err
+    options = ["--dynamic-shape", "x:0=2,4", "--dynamic-shape", "enc/ids=2"]
+    assert run("bench", "toy.onnx", "--repeats", "1", *options).status == 0
+
+
+# Processes
+
+
+def test_running_a_compiled_model_never_imports_the_compiler(folder: Path) -> None:
+    code = (
+        "import sys; from relaxlite import cli; assert cli.main(sys.argv[1:]) == 0\n"
+        "heavy = ('relaxlite.ir', 'relaxlite.passes', 'relaxlite.codegen', 'relaxlite.frontend', 'relaxlite.driver',"
+        " 'onnx', 'sympy', 'PIL', 'tqdm'); bad = [m for m in sys.modules if m.startswith(heavy)]; assert not bad, bad"
+    )
+    for argv in (["run", "--shape", "x:0=2x4"], ["inspect"], ["bench", "--shapes", "x:0=2x4", "--repeats", "1"]):
+        command = [sys.executable, "-c", code, *argv, str(folder / "toy.rlx")]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def test_help_and_mistakes_are_answered_at_once() -> None:
+    code = (
+        "import sys, time; before = time.process_time(); from relaxlite import cli; status = cli.main(sys.argv[2:])\n"
+        "assert status == int(sys.argv[1]), status; took = time.process_time() - before; assert took < 0.3, took\n"
+        "bad = [m for m in ('numpy', 'llvmlite', 'onnx', 'PIL', 'tqdm') if m in sys.modules]; assert not bad, bad"
+    )
+    for status, argv in [("0", ["--help"]), ("0", ["demo", "--help"]), ("2", ["run"]), ("2", [])]:
+        subprocess.run([sys.executable, "-c", code, status, *argv], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
+    command = [sys.executable, "-m", "relaxlite.cli", "inspect", str(folder / "toy.rlx"), "--bytecode"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "relaxlite.cli", "inspect", str(folder / "toy.rlx")]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("No space left on device\n") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_an_interrupt_ends_it_with_130(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "module.py")
+    command = [sys.executable, "-m", "relaxlite.cli", "opt", str(tmp_path / "module.py")]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "module.py", "w"):  # which waits for the command to read
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "\ninterrupted\n")
+
+
+def test_an_interrupted_compile_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(data: object, file: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(artifact, "_write", interrupt)
+    before = files()
+    done = run("compile", "toy.onnx", "-o", "out.rlx")
+    assert (done.status, done.out, files()) == (130, "", before)
+
+
+def test_python_m_starts_it() -> None:
+    done = process("--version")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("relaxlite ")
