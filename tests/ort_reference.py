@@ -16,9 +16,13 @@ ort.set_default_logger_severity(4)  # what it refuses is raised as well
 Arrays = Mapping[str, np.ndarray]
 
 
-def session(model: str | Path | onnx.ModelProto) -> ort.InferenceSession:
+def session(model: str | Path | onnx.ModelProto, *, optimize: bool = True) -> ort.InferenceSession:
+    """Unoptimized, it also takes empty batches, which some of its optimizations refuse."""
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
-    return ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def expected_outputs(reference: ort.InferenceSession, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -31,7 +35,7 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
 
     Integers and bools: 0 if all are equal, else the largest difference against 1.
     """
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (got, expected)
     same = (got == expected) | ((got != got) & (expected != expected))
     if same.all():
         return 0.0

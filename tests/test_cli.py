@@ -57,6 +57,13 @@ def toy_model() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="tests")
 
 
+def fixed_model() -> onnx.ModelProto:
+    """The same with 2 rows of ids."""
+    model = toy_model()
+    model.graph.input[1].type.tensor_type.shape.dim[0].dim_value = 2
+    return model
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds toy.onnx and, compiled by the command line, toy.rlx."""
@@ -205,13 +212,17 @@ def _damaged(name: str) -> None:
         ("half.onnx", "'half.onnx': an ONNX model that is truncated or damaged"),
         ("text.onnx", "'text.onnx': not an ONNX model"),
         ("empty.onnx", "'empty.onnx': empty, not an ONNX model"),
-        (".", "'.' is a folder"),
+        (".", "'.' is a folder; give the path of a model in it"),
+        ("", "there is no file ''"),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "inspect", "bench"])
+@pytest.mark.parametrize("command", ["compile", "run", "inspect", "bench"])
 def test_a_bad_model_file_is_named(run: Run, command: str, name: str, message: str) -> None:
     _damaged(name)
     done = run(command, name)
+    if (command, name.partition(".")[2]) == ("compile", "rlx") and "no file" not in message:
+        assert (done.status, done.out) == (2, "") and "is compiled already" in done.err
+        return
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith(f"relaxlite {command}: error: {message}") and "Traceback" not in done.err
 
@@ -547,6 +558,25 @@ def test_bench_prints_a_table_beside_onnxruntime(run: Run) -> None:
     for row in rows:
         ours, theirs, speed, difference = row.split()[1:]
         assert float(ours) > 0 and float(theirs) > 0 and speed.endswith("x") and float(difference) < 1e-5
+
+
+def test_a_model_that_onnxruntime_refuses_is_timed_alone(run: Run) -> None:
+    pytest.importorskip("onnxruntime")
+    model = toy_model()
+    model.ir_version = 99
+    onnx.save(model, "future.onnx")
+    done = run("bench", "future.onnx", "--shapes", "x:0=2x4", "--repeats", "1")
+    assert done.status == 0 and re.fullmatch(r"shapes +relaxlite ms\nx:0=2x4 +[\d.]+\n", done.out)
+    assert "onnxruntime: " in done.err
+
+
+def test_a_case_that_onnxruntime_refuses_has_a_dash(run: Run) -> None:
+    pytest.importorskip("onnxruntime")
+    options = ["--dynamic-shape", "enc/ids=rows", "--shapes", "x:0=2x4;enc/ids=3", "--repeats", "1"]
+    onnx.save(fixed_model(), "fixed.onnx")
+    done = run("bench", "fixed.onnx", *options)
+    assert done.status == 0 and re.search(r"^x:0=2x4;enc/ids=3 +[\d.]+ +-$", done.out, re.MULTILINE)
+    assert "onnxruntime: " in done.err
 
 
 def test_bench_of_a_compiled_file_needs_no_onnxruntime(run: Run) -> None:

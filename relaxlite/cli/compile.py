@@ -16,9 +16,9 @@ from relaxlite.runtime import artifact
 
 def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
-    output = _output(args)
     if is_compiled(args.model):
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
+    output = _output(args)
     data = compile_model(args)
     artifact.save(data, output)
     seconds = time.perf_counter() - start
@@ -38,6 +38,6 @@ def _output(args: argparse.Namespace) -> Path:
         raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}")
     if not os.access(output.parent, os.W_OK):
         raise RelaxliteError(f"cannot write {str(output)!r}: no permission to write to {str(output.parent)!r}")
-    if output.exists() and Path(args.model).exists() and output.samefile(args.model):
+    if output.exists() and output.samefile(args.model):
         raise RelaxliteError(f"{str(output)!r} is the model itself; name another file")
     return output

@@ -32,9 +32,11 @@ def open_data(args: argparse.Namespace) -> ExecutableData:
 def is_compiled(path: str) -> bool:
     """Whether a file is, or says that it is, made by `relaxlite compile`. Raises RelaxliteError if there is no file."""
     found = Path(path)
-    if not found.exists():
+    if not path or not found.exists():
         raise RelaxliteError(f"there is no file {path!r}")
-    if found.suffix == ".rlx" or not found.is_file():
+    if found.is_dir():
+        raise RelaxliteError(f"{path!r} is a folder; give the path of a model in it")
+    if found.suffix == ".rlx" or not found.is_file():  # what is read from a pipe cannot be read again
         return found.suffix == ".rlx"
     with open(found, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC

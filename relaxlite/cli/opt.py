@@ -36,7 +36,7 @@ def execute(args: argparse.Namespace) -> None:
 def _read(file: str) -> IRModule:
     where = "standard input" if file == "-" else file
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        text = (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise RelaxliteError(f"{where}: not the text of a module (byte {error.start} is no UTF-8)") from None
     try:

@@ -139,6 +139,8 @@ class Pad(Op):
 
     def reference(self, x: Any, before: Any, after: Any, value: Any = None, *, mode: str) -> Any:
         low, high = int_tuple(before), int_tuple(after)
+        if x.ndim == 0:  # numpy.pad has no answer
+            return x
         widths = [(max(b, 0), max(a, 0)) for b, a in zip(low, high, strict=True)]
         fill = np.zeros((), x.dtype) if value is None else value
         options = {"constant_values": fill.reshape(-1)[0]} if mode == "constant" else {}

@@ -1,0 +1,129 @@
+"""Small models of the usual kinds: each compiled once, run at several shapes, and compared with onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+
+import relaxlite as rl
+from tests import model_zoo, ort_reference
+
+TOLERANCE = 1e-4
+Inputs = dict[str, np.ndarray]
+rng = np.random.default_rng(0)
+
+
+def floats(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def pictures(*sizes: tuple[int, int, int], channels: int = 3, name: str = "image") -> list[Inputs]:
+    return [{name: floats(n, channels, h, w)} for n, h, w in sizes]
+
+
+def sentences(*sizes: tuple[int, int]) -> list[Inputs]:
+    masks = [(rng.random(size) < 0.8).astype(np.int64) for size in sizes]
+    return [{"input_ids": rng.integers(0, 1000, size), "mask": mask} for size, mask in zip(sizes, masks, strict=True)]
+
+
+def steps(*sizes: tuple[int, int, int]) -> list[Inputs]:
+    return [
+        {"ids": rng.integers(0, 300, (b, s)), "past_k": floats(b, 2, past, 16), "past_v": floats(b, 2, past, 16)}
+        for b, s, past in sizes
+    ]
+
+
+def edges(*sizes: tuple[int, int]) -> list[Inputs]:
+    return [{"x": floats(nodes, 6), "edges": rng.integers(0, nodes, (2, count))} for nodes, count in sizes]
+
+
+ODD_SIZES = [(1, 32, 32), (2, 33, 47), (3, 17, 65), (0, 32, 32), (1, 7, 9)]
+
+ZOO: dict[str, tuple[Callable[[], onnx.ModelProto], list[Inputs]]] = {
+    "bert": (model_zoo.bert, sentences((1, 8), (3, 21), (2, 1), (5, 64), (0, 4))),
+    "vit": (model_zoo.vit, pictures((1, 40, 40), (2, 24, 56), (3, 8, 8), (1, 43, 70))),
+    "gpt": (model_zoo.gpt, steps((1, 7, 0), (1, 1, 7), (2, 5, 11), (3, 1, 1), (1, 33, 0))),
+    "swin": (model_zoo.swin, [{"x": floats(*s, 32)} for s in [(1, 8, 8), (2, 4, 12), (3, 16, 20)]]),
+    "mixture_of_experts": (
+        model_zoo.mixture_of_experts,
+        [{"x": floats(*s, 24)} for s in [(1, 1), (2, 7), (5, 33)]],
+    ),
+    "mobilenet": (model_zoo.mobilenet, pictures(*ODD_SIZES)),
+    "resnet": (model_zoo.resnet, pictures(*ODD_SIZES)),
+    "unet_transposed": (
+        lambda: model_zoo.unet("transposed"),
+        pictures((1, 32, 32), (2, 36, 48), (3, 4, 64), (0, 8, 8)),
+    ),
+    "unet_scales": (lambda: model_zoo.unet("scales"), pictures((1, 32, 32), (2, 36, 48), (3, 4, 64))),
+    "unet_sizes": (lambda: model_zoo.unet("sizes"), pictures((1, 32, 32), (2, 37, 50), (3, 5, 63))),
+    "crnn": (
+        model_zoo.crnn,
+        pictures((1, 16, 40), (1, 16, 7), (3, 16, 33), (1, 16, 2), channels=1, name="x"),
+    ),
+    "super_resolution": (model_zoo.super_resolution, pictures((1, 8, 8), (2, 7, 19), (3, 1, 33), name="x")),
+    "diffusion_block": (
+        model_zoo.diffusion_block,
+        [{"x": floats(b, 16, h, w), "t": rng.integers(0, 9, b)} for b, h, w in [(1, 8, 8), (2, 5, 11), (3, 1, 1)]],
+    ),
+    "conformer": (model_zoo.conformer, [{"x": floats(b, 10, t)} for b, t in [(1, 50), (2, 31), (4, 4), (1, 257)]]),
+    "quantized_convolution": (model_zoo.quantized_convolution, pictures((1, 8, 8), (2, 15, 9), (3, 1, 1), name="x")),
+    "all_unnamed": (
+        model_zoo.all_unnamed,
+        [
+            {"a": floats(b, k, m), "b": floats(b, m, k), "c": floats(k)}
+            for b, k, m in [(1, 3, 4), (2, 17, 5), (3, 1, 1)]
+        ],
+    ),
+    "all_fixed": (model_zoo.all_fixed, [{"x": floats(2, 3, 6, 5)}, {"x": floats(2, 3, 6, 5)}]),
+    "sizes_from_shapes": (
+        model_zoo.sizes_from_shapes,
+        [{"x": floats(*s)} for s in [(1, 1), (4, 6), (7, 3), (16, 33)]],
+    ),
+    "sizes_from_data": (
+        model_zoo.sizes_from_data,
+        [{"x": floats(*s)} for s in [(1, 1), (4, 6), (7, 2), (16, 33)]] + [{"x": -np.ones((3, 4), np.float32)}],
+    ),
+    "detection": (
+        model_zoo.detection,
+        [{"boxes": floats(n, k, 4), "scores": floats(n, k, 3)} for n, k in [(1, 1), (1, 40), (2, 17)]],
+    ),
+    "graph_network": (model_zoo.graph_network, edges((1, 1), (5, 12), (30, 200), (4, 0))),
+    "branches": (
+        model_zoo.branches,
+        [{"x": floats(*s) + shift} for s, shift in [((1, 4), 1), ((5, 4), 1), ((6, 4), -1), ((3, 4), -1)]],
+    ),
+    "counted_loop": (
+        model_zoo.counted_loop,
+        [{"x": floats(rows, 5), "trips": np.array(trips)} for rows, trips in [(1, 1), (3, 7), (8, 2), (2, 0)]],
+    ),
+    "greedy_decoder": (
+        model_zoo.greedy_decoder,
+        [{"x": floats(b, f, 7)} for b, f in [(1, 1), (1, 9), (3, 4), (2, 50)]],
+    ),
+    "recommender": (
+        model_zoo.recommender,
+        [
+            {"items": rng.integers(0, 50, (n, k)), "features": floats(n, 5)}
+            for n, k in [(1, 1), (7, 3), (0, 2), (64, 9)]
+        ],
+    ),
+    "contributed_ops": (
+        model_zoo.contributed_ops,
+        [{"x": floats(b, s, 32), "skip": floats(b, s, 32)} for b, s in [(1, 1), (2, 7), (3, 40)]],
+    ),
+    "spectrogram": (model_zoo.spectrogram, [{"audio": floats(b, s)} for b, s in [(1, 640), (2, 100), (3, 64)]]),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_one_compilation_matches_onnxruntime_at_every_shape(name: str) -> None:
+    build, cases = ZOO[name]
+    proto = build()
+    exe, reference = rl.compile(rl.from_onnx(proto)), ort_reference.session(proto, optimize=False)
+    for inputs in cases:
+        found = ort_reference.errors(exe, reference, inputs)
+        shapes = {name: value.shape for name, value in inputs.items()}
+        assert max(found.values()) <= TOLERANCE, (shapes, found)
