@@ -1,4 +1,4 @@
-"""The whole stack in seconds: a small model with symbolic sizes, built, compiled once, saved, loaded, run at many shapes."""
+"""The whole stack in seconds: a small model with symbolic sizes, compiled once, saved, loaded, run at many shapes."""
 
 from __future__ import annotations
 

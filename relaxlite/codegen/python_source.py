@@ -38,6 +38,7 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )  # fmt: skip
+from relaxlite.ir.program_visitor import value_children, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, to_text
 
 Kernel = Callable[..., None]
@@ -90,6 +91,7 @@ class _Source:
         self.symbols: dict[SymVar, str] = {}
         self.loop_vars: set[SymVar] = set()
         self.constants: dict[tuple[str, str], str] = {}
+        self.parts: dict[int, str] = {}  # shared values of the statement at hand, by id: the names that hold them
 
     def program(self, program: TensorProgram, name: str) -> str:
         params = [self._buffer(b) for b in program.params] + [self._symbol(s) for s in program.symbols]
@@ -147,17 +149,19 @@ class _Source:
 
     def _store(self, stmt: Store) -> None:
         target = f"{self._name_of(stmt.buffer)}[{self.subscript(stmt.indices)}]"
-        value = self.value(stmt.value)
+        value = self.root(stmt.value)
         if stmt.combine is not None:
             value = self._binary(stmt.combine, stmt.buffer.dtype, target, value)
         self.emit(f"{target} = {value}")
 
     def _let(self, stmt: LetIndex) -> None:
-        self.emit(f"{self._symbol(stmt.var)} = _int({self.value(stmt.value)})")
+        value = self.root(stmt.value)
+        self.emit(f"{self._symbol(stmt.var)} = _int({value})")
         self.stmt(stmt.body)
 
     def _if(self, stmt: IfThenElse) -> None:
-        self.emit(f"if {self.value(stmt.cond)}:")
+        cond = self.root(stmt.cond)
+        self.emit(f"if {cond}:")
         self._indented(stmt.then)
         if stmt.other is not None:
             self.emit("else:")
@@ -169,7 +173,8 @@ class _Source:
         self.stmt(stmt.body)
 
     def _check(self, stmt: Check) -> None:
-        self.emit(f"if not {self.value(stmt.cond)}: _stop({stmt.message!r})")
+        cond = self.root(stmt.cond)
+        self.emit(f"if not {cond}: _stop({stmt.message!r})")
 
     def _barrier(self, stmt: Barrier) -> None:
         pass
@@ -197,7 +202,20 @@ class _Source:
         safe = (isinstance(expr, SymVar) and expr in self.loop_vars) or (as_int(expr) or -1) >= 0 or as_int(expr) == 0
         return text if safe else f"_checked({text})"
 
+    def root(self, value: Value) -> str:
+        """The value of a statement; parts that it uses several times are computed once, in lines before."""
+        self.parts = {}
+        for part in _shared_parts(value):
+            text = self.value(part)
+            self.parts[id(part)] = f"_t{len(self.parts)}"
+            self.emit(f"{self.parts[id(part)]} = {text}")
+        text = self.value(value)
+        self.parts = {}
+        return text
+
     def value(self, value: Value) -> str:
+        if id(value) in self.parts:
+            return self.parts[id(value)]
         if isinstance(value, Load):
             return f"{self._name_of(value.buffer)}[{self.subscript(value.indices)}]"
         if isinstance(value, Literal):
@@ -240,6 +258,24 @@ _STATEMENTS: dict[type, Callable[[_Source, Any], None]] = {
     Seq: _Source._seq, For: _Source._for, Store: _Source._store, LetIndex: _Source._let, IfThenElse: _Source._if,
     Allocate: _Source._allocate, Check: _Source._check, Barrier: _Source._barrier,
 }  # fmt: skip
+
+
+def _shared_parts(root: Value) -> list[Value]:
+    """What is used more than once in a value and is computed whatever its Selects say, operands first."""
+    uses: dict[int, int] = {}
+    for value in walk_values(root):
+        for child in value_children(value):
+            uses[id(child)] = uses.get(id(child), 0) + 1
+    found: dict[int, Value] = {}
+
+    def visit(value: Value) -> None:
+        if id(value) not in found:
+            for child in (value.cond,) if isinstance(value, Select) else value_children(value):
+                visit(child)
+            found[id(value)] = value
+
+    visit(root)
+    return [v for v in found.values() if uses.get(id(v), 0) > 1 and value_children(v)]
 
 
 def _identifier(name: str, fallback: str) -> str:

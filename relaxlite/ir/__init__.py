@@ -127,10 +127,11 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
+from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, SymExpr, SymVar, evaluate, substitute, sym, syms
 from relaxlite.ir.types import UNIT, FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
 from relaxlite.ir.verifier import STAGES, verify
-from relaxlite.ir.visitor import ProgramRewriter, Rewriter
+from relaxlite.ir.visitor import Rewriter
 
 __all__ = [
     "NO_ATTRS",

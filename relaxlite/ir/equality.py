@@ -62,10 +62,10 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.program_printer import postorder
+from relaxlite.ir.program_visitor import value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, to_text
 from relaxlite.ir.text import attrs_key, content_digest, number_text
 from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type, defined_symbols
-from relaxlite.ir.visitor import value_children
 
 Node: TypeAlias = "IRModule | Function | TensorProgram | ExternFunction | Body | Binding | Expr | Type | Stmt | Value"
 Token: TypeAlias = "str | int | tuple[Token, ...] | None"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from relaxlite.ir.op import Op
 
 Array: TypeAlias = "NDArray[np.generic]"
-AttrValue: TypeAlias = "int | float | str | bool | None | tuple[AttrValue, ...]"
+AttrValue: TypeAlias = "int | float | str | bool | tuple[AttrValue, ...] | None"
 
 
 class Attrs(Mapping[str, "AttrValue"]):

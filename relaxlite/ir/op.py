@@ -54,7 +54,9 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """A keyword-only attribute: its Python type ("int", "float", "str", "bool", "ints", "floats", "dtype", or "tuple" of anything) and default.
+    """A keyword-only attribute: its kind and default.
+
+    Kinds: "int", "float", "str", "bool", "ints", "floats", "dtype", or "tuple" (of anything).
 
     A default of None makes the attribute optional.
     """
@@ -132,7 +134,7 @@ class Op:
         raise TypeError(f"op {self.name} declares no type rule")
 
     def lower(self, *operands: Any, **out_and_attrs: Any) -> Stmt:
-        """Buffers (a ShapeValue operand arrives as a tuple of SymExpr) -> loops that fill `out` (a Buffer, or a tuple)."""
+        """Buffers (a ShapeValue operand arrives as a tuple of SymExpr) -> loops that fill `out` (one, or a tuple)."""
         raise TypeError(f"op {self.name} has no loops of its own")
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:

@@ -43,6 +43,7 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
+from relaxlite.ir.program_visitor import value_children
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.text import (
     Names,
@@ -55,7 +56,6 @@ from relaxlite.ir.text import (
     quote,
     tuple_text,
 )
-from relaxlite.ir.visitor import value_children
 
 # Operators and their precedence in Python; what has no operator is printed as a function call.
 BINARY_SIGNS = {

@@ -40,8 +40,8 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.program_printer import postorder
+from relaxlite.ir.program_visitor import value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
-from relaxlite.ir.visitor import value_children
 
 INPLACE = "inplace"  # attribute of a program that may store into its inputs
 

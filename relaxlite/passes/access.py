@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.program import IndexValue, Load, Stmt, Store
+from relaxlite.ir.program_visitor import all_values, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.ir.visitor import all_values, loads, stores
 
 
 def offset(access: Load | Store) -> SymExpr:

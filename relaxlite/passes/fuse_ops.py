@@ -19,19 +19,10 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Attrs, Binding, Block, Body, Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Binary, For, LetIndex, Load, Select, TensorProgram, Unary, Value
+from relaxlite.ir.program_visitor import all_values, loads, stmt_values, stores, value_children, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
-from relaxlite.ir.visitor import (
-    Rewriter,
-    all_values,
-    body_uses,
-    expr_symbols,
-    loads,
-    stmt_values,
-    stores,
-    value_children,
-    walk_stmts,
-)
+from relaxlite.ir.visitor import Rewriter, body_uses, expr_symbols
 from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
 

@@ -2,7 +2,7 @@
 
 1. The programs' stages are laid out one after another over shared intermediate buffers.
 2. Injective intermediates are inlined: a load of one becomes the value that was stored there.
-3. A reduction's elementwise consumer moves into the reduction's spatial loops; the intermediate becomes one local element:
+3. A reduction's elementwise consumer moves into its spatial loops; the intermediate becomes one local element:
 
     for i, j:                          for i, j:
         local e[]; e[] = 0                 local e[]; e[] = 0
@@ -36,9 +36,10 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, program_symbols, stores
 from relaxlite.ir.symbolic import sym
 from relaxlite.ir.types import ShapeType, TensorType
-from relaxlite.ir.visitor import ProgramRewriter, Rewriter, Substitute, program_symbols, stores
+from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, reduction_of, top_stages
 
@@ -127,8 +128,9 @@ def _instantiate(call: Call, buffers: dict[Expr, Buffer], out: Var, module: IRMo
 
 
 def _inline(stages: list[Stmt], intermediates: list[Buffer]) -> list[Stmt]:
-    """Inline every intermediate that one injective stage computes, in order of definition."""
-    for buffer in intermediates:
+    """Inline every intermediate that one injective stage computes, the last first: then all that a stage reads of one
+    element is one shared value, where each inlined reader of it would bring a copy, and copies of its copies."""
+    for buffer in reversed(intermediates):
         writers = [s for s in stages if any(store.buffer is buffer for store in stores(s))]
         if len(writers) != 1 or injective_store(perfect_nest(writers[0])) is None:
             continue

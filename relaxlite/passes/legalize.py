@@ -10,9 +10,10 @@ from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import Buffer, Literal, Load, TensorProgram, Value
+from relaxlite.ir.program_visitor import ProgramRewriter, program_symbols
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.types import ShapeType, TensorType, TupleType
-from relaxlite.ir.visitor import ProgramRewriter, Rewriter, program_symbols
+from relaxlite.ir.visitor import Rewriter
 
 RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins later, not to loops
 

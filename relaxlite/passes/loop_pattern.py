@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, TensorProgram, seq
+from relaxlite.ir.program_visitor import loads, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar
-from relaxlite.ir.visitor import loads, walk_stmts
 
 
 class LoopPattern(IntEnum):

@@ -1,7 +1,7 @@
 """Symbolic shapes become slots of a run-time heap.
 
-Each function gets an int64 heap. Its parameters, and every MatchShape, are matched against it: a symbol that is new binds
-a slot, everything else is a check. All expressions that the function needs (dimensions, offsets, symbolic arguments) get
+Each function gets an int64 heap. Its parameters, and every MatchShape, are matched against it: a symbol that is new
+binds a slot, everything else is a check. All expressions that it needs (dimensions, offsets, symbolic arguments) get
 slots too; after each point that binds symbols, one *shape program*, an ordinary tensor program over the heap, computes
 those that have become computable. What remains has no symbol left: ops take constants and slots (`vm.*`), calls
 of programs the first of their consecutive slots (the attribute `first_slot`).

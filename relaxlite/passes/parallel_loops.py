@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Allocate, For, IfThenElse, LetIndex, Seq, Stmt, seq
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
-from relaxlite.ir.visitor import ProgramRewriter, Substitute, stores, walk_stmts
 from relaxlite.passes.access import accesses
 from relaxlite.passes.schedule import fuse, nest
 

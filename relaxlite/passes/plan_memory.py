@@ -1,8 +1,8 @@
 """One arena per call: every intermediate gets a symbolic offset, and dead memory is used again.
 
-Storage is reused where the new tensor's size is *provably* at most the old one's, whatever the types. Tensors that leave
-the function (results, and what If and Loop bodies yield) keep memory of their own. Views (reshape, MatchShape) share the
-storage of what they view and keep it alive.
+Storage is reused where the new tensor's size is *provably* at most the old one's, whatever the types. Tensors that
+leave the function (results, and what If and Loop bodies yield) keep memory of their own. Views (reshape, MatchShape)
+share the storage of what they view and keep it alive.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _liveness(bindings: tuple[Binding, ...], result: Expr) -> _Plan:
 
 
 def _may_alias(binding: Binding, value: Expr) -> bool:
-    """Whether the result may share memory with an operand. Only a call of an op that makes new memory surely does not."""
+    """Whether the result may share memory with an operand. Only an op that makes new memory surely does not."""
     if isinstance(binding, MatchShape) or isinstance(value, Var | Tuple | TupleGetItem):
         return True
     if isinstance(value, Call):
@@ -135,7 +135,7 @@ def _best_fit(free: list[_Storage], size: SymExpr, prover: _Prover) -> _Storage 
 
 
 class _Prover:
-    """size <= room for all values of the symbols. A few values are tried first: most of what is not true fails there."""
+    """size <= room for all values of the symbols. A few values are tried first: most false claims fail there."""
 
     def __init__(self) -> None:
         self._analyzer = Analyzer()

@@ -27,8 +27,8 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stmt_indices, stores
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
-from relaxlite.ir.visitor import ProgramRewriter, Substitute, loads, stmt_indices, stores
 
 
 def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
@@ -74,7 +74,8 @@ def fuse(outer: For, inner: For) -> For:
     """for i in n: for j in m: body  =>  for t in n*m: body(t // m, t % m). `inner` is the whole body of `outer` and its
     extent does not depend on i."""
     var = SymVar(f"{outer.var.name}{inner.var.name}")
-    at = {outer.var: var // inner.extent, inner.var: var % inner.extent}
+    width = inner.extent if as_int(inner.extent) != 0 else sym(1)  # a loop of no iterations divides by nothing
+    at = {outer.var: var // width, inner.var: var % width}
     return For(var, outer.extent * inner.extent, Substitute(at, fresh=True).stmt(inner.body), outer.kind)
 
 
@@ -104,7 +105,7 @@ class _HoistLets(ProgramRewriter):
 
 
 def _is_invariant(head: Stmt, loop: For) -> bool:
-    """Whether a statement gives the same in every iteration: it neither uses the loop variable nor reads what is written."""
+    """Whether a statement gives the same in every iteration: it uses no loop variable and reads nothing written."""
     written = {store.buffer for store in stores(loop.body)}
     return loop.var not in _symbols(head) and all(load.buffer not in written for load in loads(head))
 
@@ -165,7 +166,7 @@ def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -
     for k in n: t[] += v(k)   =>   p[lanes*accumulators] = 0; for ko: for ki: p[ki] += v(ko*width + ki);
                                    the rest, `lanes` at a time and masked; then t[] += p[ki] for all ki.
 
-    Exact up to the order of combination. `loop.body` is one Store with `combine`, whose indices do not use the variable.
+    Exact up to the order of combination. `loop.body` is one Store with `combine`, at indices without the variable.
     """
     store = loop.body
     assert isinstance(store, Store) and store.combine is not None

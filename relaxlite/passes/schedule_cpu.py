@@ -34,14 +34,9 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
+from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
-from relaxlite.ir.visitor import (
-    all_values,
-    loads,
-    map_programs,
-    stores,
-    walk_stmts,
-)
+from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.loop_pattern import top_stages
 from relaxlite.passes.manager import PassContext
@@ -198,7 +193,7 @@ def _combines_into_one(loop: For) -> bool:
 
 
 def _is_independent(loop: For) -> bool:
-    """Whether iterations of an innermost loop can run side by side: every store moves along the loop, and what is loaded
+    """Whether an innermost loop's iterations can run side by side: every store moves along the loop, and what is loaded
     from a stored buffer is the element that the same iteration stores."""
     if any(isinstance(s, LetIndex | Check | Allocate) for s in walk_stmts(loop.body)):
         return False

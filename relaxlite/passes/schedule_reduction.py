@@ -6,8 +6,8 @@ becomes, with j along vectors of 16 lanes (the column) and i down the tile (the 
 
     for jo: for io: { e[6, 4, 16] = 0; for k: e[r, u, l] += a[io*6 + r, k] * b[k, jo*64 + u*16 + l]; out[...] = f(e) }
 
-The tile's loops are unrolled and vectorized, so `e` lives in registers. Rows that are left get lower tiles, columns that
-are left single masked vectors: every shape is exact.
+The tile's loops are unrolled and vectorized, so `e` lives in registers. Rows that are left get lower tiles, columns
+that are left single masked vectors: every shape is exact.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from relaxlite.ir.program import Allocate, For, Seq, Stmt, Store, seq
+from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.ir.visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart

@@ -11,15 +11,15 @@ from __future__ import annotations
 from functools import reduce
 
 from relaxlite.ir.program import For, Load, Stmt, Store
+from relaxlite.ir.program_visitor import ProgramRewriter, bound_symbols, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import Min, SymExpr, SymVar, map_atoms, operands, smin
-from relaxlite.ir.visitor import ProgramRewriter, bound_symbols, loads, stores, walk_stmts
 
 Bounds = dict[tuple[SymVar, SymExpr], SymExpr]
 
 
 def clamped_loops(stmt: Stmt) -> Bounds:
-    """(loop variable, greatest index) -> the loop's extent, for every index min(variable, greatest) where both are known
-    outside of the statement."""
+    """(loop variable, greatest index) -> the loop's extent, for every index min(variable, greatest) where both are
+    known outside of the statement."""
     inner = bound_symbols(stmt)
     extents = {s.var: s.extent for s in walk_stmts(stmt) if isinstance(s, For) and _is_outer(s.extent, inner)}
     found: Bounds = {}
