@@ -48,7 +48,7 @@ _TABLE = (
     Knob("num_threads", int, None, "Threads that work on one loop; None: one per usable core.", (1, MAX_THREADS)),
     Knob("cache", str, "", "Folder of fetched models; empty: this platform's cache folder."),
     Knob("verify_passes", bool, False, "Run the IR verifier after every compiler pass."),
-    Knob("dump_dir", str, "", "Folder for the IR after every pass and the generated code; empty: no dumps."),
+    Knob("dump_dir", str, "", "Folder for the IR after every pass, as text; empty: no dumps."),
     Knob("poison_memory", bool, False, "Fill fresh arenas and tensors with 0xFF (NaN), to show reads of garbage."),
 )
 KNOBS: dict[str, Knob] = {knob.name: knob for knob in _TABLE}

@@ -69,8 +69,7 @@ def _expanded(text: str) -> str:
 
 
 def _type(kind: str, match: re.Match[str]) -> str:
-    dims = match[2].strip()
-    shape = f"{dims}," if dims and "," not in dims else dims
+    shape = f"{match[2]}," if match[2] else ""
     return f'{kind}(({shape}), "{_DTYPES[match[1]]}")'
 
 

@@ -522,6 +522,7 @@ def test_opt_says_when_the_weights_are_left_out(run: Run) -> None:
     Path("module.py").write_text(run("inspect", "large.onnx", "--ir").out)
     done = run("opt", "module.py")
     assert done.status == 1 and "the elements of constants[0] are not in the text" in done.err
+    assert done.err.endswith("hint: `relaxlite inspect MODEL --ir --embed` prints weights too\n")
 
 
 def test_opt_refuses_a_module_that_the_first_pass_does_not_take(run: Run, module_text: str) -> None:

@@ -42,7 +42,9 @@ def _read(file: str) -> IRModule:
     try:
         module = parse_module(text)
     except ParseError as error:
-        raise RelaxliteError(f"{where}, {error}") from error
+        is_without_weights = "constants = [" in text and 'data="' not in text
+        hint = "\n  hint: `relaxlite inspect MODEL --ir --embed` prints weights too" if is_without_weights else ""
+        raise RelaxliteError(f"{where}, {error}{hint}") from error
     if not module:
         raise RelaxliteError(f"{where}: nothing is defined in this text")
     return module

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Attrs, Binding, Block, Body, Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import Binary, For, LetIndex, Load, Select, TensorProgram, Unary, Value
+from relaxlite.ir.program import Binary, Check, For, LetIndex, Load, Select, TensorProgram, Unary, Value
 from relaxlite.ir.program_visitor import all_values, loads, stmt_values, stores, value_children, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import Rewriter, body_uses, expr_symbols
-from relaxlite.passes.loop_pattern import LoopPattern, analyze
+from relaxlite.passes.loop_pattern import LoopPattern, analyze, top_stages
 from relaxlite.passes.manager import PassContext
 
 MAX_GROUP = 40  # calls in one kernel: bounds the size of the code
@@ -252,6 +252,9 @@ def _refuse_epilogue(node: _Node, path: list[_Node]) -> str | None:
         for load in _loads_of(other, inside):
             if not _same_element(load, store.indices, other):
                 return f"{other.var.name} reads its operand at other indices than it writes"
+        checked = {load.buffer for s in top_stages(other.program) if isinstance(s, Check) for load in loads(s)}
+        if any(load.buffer in checked for load in _loads_of(other, inside)):
+            return f"{other.var.name} checks its operand before its loops"
     return None
 
 

@@ -1,7 +1,7 @@
 """What kind of computation a tensor program is, read off its loops.
 
-ELEMENTWISE   every load of a non-scalar input has the indices of the store
-BROADCAST     loads use a subset of the store's loop variables, in order
+ELEMENTWISE   every load has the indices of the store
+BROADCAST     loads use a subset of the store's loop variables, in order (a scalar: none of them)
 INJECTIVE     one nest, each output element from other indices (transpose, slice, gather, concat of Selects)
 REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
 OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)

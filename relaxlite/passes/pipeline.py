@@ -15,6 +15,7 @@ from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.manager import Pass
+from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.schedule_cpu import schedule_cpu
@@ -50,6 +51,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("drop_unused", drop_unused, "lowered"),
         # D
         Pass("schedule", schedule_cpu, "lowered"),
+        _pure("pack_constants", pack_constants, "lowered"),
         # E
         _pure("lower_dps", lower_dps, "dps"),
         _pure("eliminate_dead_again", eliminate_dead, "dps"),

@@ -21,6 +21,7 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    Select,
     Seq,
     Stmt,
     Store,
@@ -120,25 +121,41 @@ def distribute(loops: Sequence[For], block: Allocate, guard: Value | None = None
     for i: { t[]; t = init; for k: t += v(i, k); use(t) }
         =>  t[n]; for i: t[i] = init;  for k: for i: t[i] += v(i, k);  for i: use(t[i])
 
-    Exact when iterations of `loops` are independent. `guard` masks every iteration (a tail).
+    Exact when iterations of `loops` are independent. `guard` masks a tail: iterations without it load nothing that
+    moves along the guarded loops, leave garbage in their own elements of t, and skip what follows the reduction.
     """
     element = block.buffer
     wide = Buffer(element.name, tuple(loop.extent for loop in loops), element.dtype, "local")
     at = tuple(loop.var for loop in loops)
     stmts = block.body.stmts if isinstance(block.body, Seq) else (block.body,)
-    body = [_sink(loops, _Widen(element, wide, at).stmt(s), guard) for s in stmts]
-    return Allocate(wide, seq(*body))
+    init, update, *final = (_Widen(element, wide, at).stmt(s) for s in stmts)
+    if guard is not None:
+        update = _GuardLoads(guard, wide).stmt(update)
+        final = [IfThenElse(guard, s) for s in final]
+    return Allocate(wide, seq(*(_sink(loops, s) for s in (init, update, *final))))
 
 
-def _sink(loops: Sequence[For], stmt: Stmt, guard: Value | None) -> Stmt:
+def _sink(loops: Sequence[For], stmt: Stmt) -> Stmt:
     if isinstance(stmt, For):
-        return replace(stmt, body=_sink(loops, stmt.body, guard))
-    leaf = nest(loops, stmt if guard is None or _is_init(stmt) else IfThenElse(guard, stmt))
-    return Substitute(fresh=True).stmt(leaf)
+        return replace(stmt, body=_sink(loops, stmt.body))
+    return Substitute(fresh=True).stmt(nest(loops, stmt))
 
 
-def _is_init(stmt: Stmt) -> bool:
-    return isinstance(stmt, Store) and stmt.buffer.scope == "local" and isinstance(stmt.value, Literal)
+class _GuardLoads(ProgramRewriter):
+    """Makes loads conditional whose indices vary with the guard's; the staged buffer itself is always there."""
+
+    def __init__(self, guard: Value, wide: Buffer) -> None:
+        super().__init__()
+        self._guard, self._wide = guard, wide
+        self._vars = {v for e in stmt_indices(IfThenElse(guard, Seq(()))) for v in e.free_vars() if v.upper is not None}
+
+    def _value(self, value: Value) -> Value:
+        if not isinstance(value, Load):
+            return super()._value(value)
+        varies = any(self._vars & set(index.free_vars()) for index in value.indices)
+        if value.buffer is self._wide or not varies:
+            return value
+        return Select(self._guard, value, Literal(False if value.dtype == "bool" else 0, value.dtype))
 
 
 class _Widen(ProgramRewriter):

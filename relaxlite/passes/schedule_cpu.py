@@ -17,6 +17,7 @@ from functools import reduce
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.ir.expr import Attrs
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import (
     Allocate,
@@ -50,7 +51,7 @@ from relaxlite.passes.schedule import (
     split_reduction,
     when_positive,
 )
-from relaxlite.passes.schedule_reduction import Block, reduction_block, tiled
+from relaxlite.passes.schedule_reduction import Block, panel_widths, reduction_block, tiled
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
@@ -65,8 +66,11 @@ def schedule_program(program: TensorProgram, target: Target) -> TensorProgram:
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
-    body = seq(*(_Rules(program, target).stage(hoist_lets(s)) for s in top_stages(program)))
-    return replace(program, body=body)  # and the symbols in their order, which the callers know
+    rules = _Rules(program, target, {})
+    body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
+    panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
+    attrs = Attrs({**program.attrs, "panels": panels}) if panels else program.attrs
+    return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
 
 
 def identity(combine: str, dtype: str) -> Value:
@@ -87,6 +91,7 @@ def identity(combine: str, dtype: str) -> Value:
 class _Rules:
     program: TensorProgram
     target: Target
+    panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
 
     def lanes(self, stmt: Stmt) -> int:
         """Vector lanes for the widest element that the statement computes with."""
@@ -163,6 +168,7 @@ class _Rules:
         block = block.fused()
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
+            self.panels.update(panel_widths(block, column, lanes))
             return tiled(block, column, lanes)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         return parallel_nest(block.spatial, body)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, For, Seq, Stmt, Store, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Seq, Stmt, Store, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import can_fuse, stride
@@ -45,6 +45,22 @@ def tiled(block: Block, column: For, lanes: int) -> Stmt:
     if row is not None and (as_int(row.extent) or 0) // rows >= ENOUGH_PARALLEL:
         return seq(*(r.parallel(others, seq(*(c.loop(tile(r, c)) for c in across))) for r in down))
     return seq(*(c.parallel(others, seq(*(r.loop(tile(r, c)) for r in down))) for c in across))
+
+
+def panel_widths(block: Block, column: For, lanes: int) -> dict[Buffer, int]:
+    """Operands that a tile streams through by rows of `width` columns, `width` being the tile's: weights of a matmul.
+
+    Packed into panels of that width (pack_constants.py) they are read from one end to the other.
+    """
+    width = _vectors(block.row_loop(column), column, lanes) * lanes
+    if (as_int(column.extent) or 0) <= width:
+        return {}
+    found: dict[Buffer, int] = {}
+    for load in loads(block.update):
+        is_last = len(load.indices) > 1 and load.indices[-1] is column.var
+        if is_last and not any(column.var in index.free_vars() for index in load.indices[:-1]):
+            found[load.buffer] = width
+    return found
 
 
 def _vectors(row: For | None, column: For, lanes: int) -> int:
@@ -90,11 +106,17 @@ def _column_pieces(column: For, lanes: int, vectors: int) -> list[_Piece]:
     """Full tiles of several vectors, then single masked vectors."""
     width, name = vectors * lanes, column.var.name
     full, rest = column.extent // width, column.extent % width
+    tails = (rest + lanes - 1) // lanes
     pieces = [
-        _Piece(SymVar(f"{name}o"), full, sym(0), width),
-        _Piece(SymVar(f"{name}t"), (rest + lanes - 1) // lanes, full * width, lanes, masked=True),
+        _Piece(_counter(f"{name}o", full), full, sym(0), width),
+        _Piece(_counter(f"{name}t", tails), tails, full * width, lanes, masked=True),
     ]
     return [p for p in pieces if as_int(p.count) != 0]
+
+
+def _counter(name: str, count: SymExpr) -> SymVar:
+    known = as_int(count)
+    return SymVar(name, upper=None if known is None else max(known - 1, 0))
 
 
 def _row_pieces(row: For | None, most: int) -> list[_Piece]:

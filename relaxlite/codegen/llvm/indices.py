@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from relaxlite.codegen.llvm.emitter import FALSE, Emitter, Lines, Val, int_const
+from relaxlite.codegen.llvm.emitter import FALSE, Emitter, Lines, Val, int_const, lane_numbers
 from relaxlite.ir.program import Buffer
 from relaxlite.ir.symbolic import (
     FloorDiv,
@@ -39,6 +39,7 @@ class Scope:
     prelude: Lines
     values: dict[SymExpr, Val] = field(default_factory=dict)
     pointers: dict[tuple[Buffer, SymExpr], Val] = field(default_factory=dict)
+    masks: dict[tuple[str, SymExpr, int], Val] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,21 @@ class Indices:
     def value(self, expr: SymExpr) -> Val:
         """An i64; a vector of them when the expression varies over lanes."""
         return self._sum(self.resolve(expr))
+
+    def lane_mask(self, predicate: str, limit: SymExpr, lanes: int) -> Val:
+        """lane `predicate` limit, where the limit is the same in all lanes. Computed outside of the loops that it does
+        not depend on, with 32-bit lane numbers: the limit is first brought into their range."""
+        limit = self.resolve(limit)
+        scope = self.scopes[self._depth(limit)]
+        key = (predicate, limit, lanes)
+        if key not in scope.masks:
+            value = self._sum(limit)
+            with self.e.place(scope.prelude):
+                capped = self.e.intrinsic("smin", value, int_const(lanes))
+                near = self.e.intrinsic("smax", capped, int_const(-1), hint="limit")
+                narrow = self.e.cast("trunc", near, "i32")
+                scope.masks[key] = self.e.icmp(predicate, lane_numbers(lanes, "i32"), narrow, "mask")
+        return scope.masks[key]
 
     def pointer(self, buffer: Buffer, offset: SymExpr) -> Val:
         """The address of element `offset`, a resolved expression that is the same in all lanes."""

@@ -12,7 +12,7 @@ from typing import Any
 from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
-from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val, int_const, lane_numbers
+from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
@@ -82,7 +82,8 @@ def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
     if parts is not None and stride in (1, -1):
         # a < b  <=>  0 < base - lane  <=>  lane < base, and mirrored for stride 1
         base = parts[0] if stride == -1 else -parts[0]
-        return _compare_lanes(k, op if stride == -1 else _MIRRORED[op], base)
+        predicate = _SIGNED[op if stride == -1 else _MIRRORED[op]]
+        return k.ix.lane_mask(predicate, base, k.lanes)
     return k.e.icmp(_SIGNED[op], k.ix.value(a), k.ix.value(b))
 
 
@@ -95,14 +96,6 @@ def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:
     if lower == upper == 0:
         return op in ("eq", "le", "ge")
     return None
-
-
-def _compare_lanes(k: Kernel, op: str, limit: SymExpr) -> Val:
-    """lane `op` limit, with 32-bit lane numbers: the limit is first brought into their range."""
-    e = k.e
-    low, high = int_const(-1), int_const(k.lanes)
-    near = e.intrinsic("smax", e.intrinsic("smin", k.ix.value(limit), high), low, hint="limit")
-    return e.icmp(_SIGNED[op], lane_numbers(k.lanes, "i32"), e.cast("trunc", near, "i32"), "mask")
 
 
 def _select(k: Kernel, value: Select) -> Val:

@@ -2,6 +2,7 @@
 
 `memory.*` ops take symbolic shapes (stage "dps"); `vm.*` ops take slots of the shape heap instead, where a *dim*
 d >= 0 is a constant and d < 0 the heap slot -1-d (stage "vm"; see docs/architecture.md, Bytecode).
+"""
 
 from __future__ import annotations
 
