@@ -16,7 +16,7 @@ from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.symbolic import SymVar, to_text
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
 from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.manager import Pass, PassContext, run_passes
@@ -66,7 +66,7 @@ def build(
         kernels=code.kernels,
         object_code=code.object_code,
         constants=constants,
-        target=TargetInfo(machine.triple, machine.cpu, tuple(f[1:] for f in machine.features if f.startswith("+"))),
+        target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context),
     )
 
@@ -98,9 +98,14 @@ def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
     if not isinstance(ty, TensorType):
         raise InvalidArgumentError(f"'{name}' is no tensor but {ty}; a compiled model takes and gives tensors")
     dims = ty.shape if ty.shape is not None else ("?",) * (ty.rank or 0)
-    shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else to_text(d, names.__getitem__) for d in dims)
+    shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else _dim_text(d, names) for d in dims)
     bounds = {names[s]: (s.lower, s.upper, s.divisor) for s in type_symbols(ty)}
     return TensorSpec(name, ty.dtype, shape, bounds)
+
+
+def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
+    text = to_text(dim, names.__getitem__)
+    return text[1:-1] if isinstance(dim, FloorDiv | FloorMod) else text  # an atom brings its own parentheses
 
 
 def _metadata(module: IRModule, lowered: IRModule, context: PassContext) -> Metadata:

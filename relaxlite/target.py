@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -94,6 +96,13 @@ class Target:
         return f"+{feature}" in self.features or feature in _IMPLIED.get(self.cpu, ())
 
     @property
+    def required_features(self) -> tuple[str, ...]:
+        """The features that code for this target may use, by name: those named, and those that the CPU implies."""
+        named = [f[1:] for f in self.features if f[0] == "+"]
+        implied = [f for f in _IMPLIED.get(self.cpu, ()) if f"-{f}" not in self.features]
+        return tuple(dict.fromkeys([*named, *implied]))
+
+    @property
     def architecture(self) -> str:
         """The first part of the triple: "x86_64", "aarch64"."""
         return self.triple.split("-")[0]
@@ -147,6 +156,7 @@ def _from_options(text: str, options: Mapping[str, str]) -> Target:
     _check_triple(text, triple)
     is_host = triple.split("-")[0] == llvm.get_process_triple().split("-")[0]
     cpu = options.get("mcpu") or (llvm.get_host_cpu_name() if is_host else _generic_cpu(triple))
+    _check_cpu(text, triple, cpu)
     if "mattr" in options:
         features = _parse_features(text, options["mattr"])
     else:
@@ -171,6 +181,26 @@ def _check_triple(text: str, triple: str) -> None:
         llvm.Target.from_triple(triple)
     except RuntimeError as error:
         raise InvalidArgumentError(f"target {text!r}: LLVM does not know the triple {triple!r} ({error})") from error
+
+
+def _check_cpu(text: str, triple: str, cpu: str) -> None:
+    """LLVM ends the process when it generates code for a processor that it does not know, so a child process tries."""
+    if cpu in _IMPLIED or cpu in ("generic", llvm.get_host_cpu_name()):
+        return
+    if not _is_known_cpu(triple, cpu):
+        raise InvalidArgumentError(f"target {text!r}: LLVM does not know the processor {cpu!r} for {triple}")
+
+
+@cache
+def _is_known_cpu(triple: str, cpu: str) -> bool:
+    code = (
+        "import sys, llvmlite.binding as llvm\n"
+        "llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()\n"
+        "machine = llvm.Target.from_triple(sys.argv[1]).create_target_machine(cpu=sys.argv[2])\n"
+        "machine.emit_object(llvm.parse_assembly('define void @f() { ret void }'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, triple, cpu], capture_output=True, text=True, check=False)
+    return done.returncode == 0 and "not a recognized processor" not in done.stderr
 
 
 def _parse_features(text: str, value: str) -> tuple[str, ...]:

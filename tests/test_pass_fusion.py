@@ -17,7 +17,7 @@ from relaxlite.errors import ExecutionError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.equality import first_difference
-from relaxlite.ir.expr import Call, Function, GlobalVar, If, Let
+from relaxlite.ir.expr import Body, Call, Function, GlobalVar, If, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Binary, Buffer, Check, Compare, TensorProgram, compute, index, seq
 from relaxlite.ir.program_visitor import walk_stmts, walk_values
@@ -62,9 +62,13 @@ def main(statements: str, result: str = "", params: str = "") -> IRModule:
 
 def kernels(made: IRModule) -> list[str]:
     """The names of the programs that main calls, in order."""
-    main = made["main"]
-    assert isinstance(main, Function)
-    calls = [b.value for b in main.body.bindings() if isinstance(b, Let) and isinstance(b.value, Call)]
+    function = made["main"]
+    assert isinstance(function, Function)
+    return called(function.body)
+
+
+def called(body: Body) -> list[str]:
+    calls = [b.value for b in body.bindings() if isinstance(b, Let) and isinstance(b.value, Call)]
     return [c.callee.name for c in calls if isinstance(c.callee, GlobalVar)]
 
 
@@ -633,8 +637,10 @@ f: f32[n, 4] = add(r, b)
         )
     )
     assert kernels(made) == ["tanh", "fused_neg_add"]
-    branch = next(b.value for b in made["main"].body.bindings() if isinstance(b.value, If))  # type: ignore[union-attr]
-    assert [b.value.callee.name for b in branch.then_body.bindings()] == ["fused_abs_relu"]
+    main_function = made["main"]
+    assert isinstance(main_function, Function)
+    (branch,) = (b.value for b in main_function.body.bindings() if isinstance(b, Let) and isinstance(b.value, If))
+    assert called(branch.then_body) == ["fused_abs_relu"]
 
 
 def test_an_intermediate_with_two_users_that_never_meet_is_computed_on_its_own() -> None:

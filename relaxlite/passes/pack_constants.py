@@ -1,6 +1,6 @@
 """Lay constant weights out in the order in which the scheduled kernels read them.
 
-A register tile reads `width` columns of B[k, n] for one k after another: rows of a panel, far apart in memory. Packed as
+A register tile reads `width` columns of B[k, n] for one k after another, far apart in memory. Packed as
 P[n / width, k, width] (zeros fill up the last panel) the kernel streams through each panel:
 
     B[k, j]   =>   P[j // width, k, j % width]

@@ -24,7 +24,7 @@ from relaxlite.passes.simplify_algebra import simplify_algebra
 
 def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
     """A pass that needs nothing but the module."""
-    return Pass(name, lambda module, context: run(module), stage)
+    return Pass(name, lambda module, context: run(module), stage, (run.__doc__ or "").strip().split("\n")[0])
 
 
 def default_pipeline() -> tuple[Pass, ...]:
