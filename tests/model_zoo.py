@@ -12,7 +12,13 @@ from onnx import helper, numpy_helper
 Dims = Sequence["int | str | None"]
 Declared = tuple[str, "Dims | None"]
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
-TYPES = {"f": FLOAT, "i": INT64, "b": onnx.TensorProto.BOOL, "d": onnx.TensorProto.DOUBLE}
+TYPES = {
+    "f": FLOAT,
+    "i": INT64,
+    "i32": onnx.TensorProto.INT32,
+    "b": onnx.TensorProto.BOOL,
+    "d": onnx.TensorProto.DOUBLE,
+}
 
 
 class Net:
@@ -565,3 +571,186 @@ def spectrogram() -> onnx.ModelProto:
     log = n.op("Log", n.op("Max", mel, n.const(1e-6, np.float32)))
     centred = n.op("Sub", log, n.op("ReduceMean", log, axes=[1]))
     return n.model({"audio": ("f", ["batch", "samples"])}, {centred: "f"})
+
+
+def relative_positions(width: int = 32, count: int = 4) -> onnx.ModelProto:
+    """As in T5: a bias by bucketed distance (integer comparisons, a logarithm), RMS norm, cross-attention."""
+    n = Net(32)
+    one = np.float32
+
+    def norm(x: str) -> str:
+        mean = n.op("ReduceMean", n.op("Mul", x, x), axes=[-1])
+        root = n.op("Sqrt", n.op("Add", mean, n.const(1e-6, one)))
+        return n.op("Mul", n.op("Div", x, root), n.weight(width, scale=1))
+
+    def bias(length: str) -> str:
+        places = n.op("Range", n.const(0), n.op("Squeeze", length, n.const([0])), n.const(1))
+        far = n.op("Sub", n.op("Unsqueeze", places, n.const([0])), n.op("Unsqueeze", places, n.const([1])))
+        after = n.op("Mul", n.op("Cast", n.op("Greater", far, n.const(0)), to=INT64), n.const(8))
+        far = n.op("Abs", far)
+        ratio = n.op("Log", n.op("Div", n.op("Cast", far, to=FLOAT), n.const(4.0, one)))
+        steps = n.op("Cast", n.op("Mul", n.op("Div", ratio, n.const(np.log(8.0), one)), n.const(4.0, one)), to=INT64)
+        large = n.op("Min", n.op("Add", steps, n.const(4)), n.const(7))
+        bucket = n.op("Add", after, n.op("Where", n.op("Less", far, n.const(4)), far, large))
+        values = n.op("Gather", n.weight(16, count, scale=1), bucket)
+        return n.op("Unsqueeze", n.op("Transpose", values, perm=[2, 0, 1]), n.const([0]))
+
+    x = n.op("Add", "x", n.attention(norm("x"), width, count, bias(n.dim("x", 1))))
+    q, k, v = (n.heads(n.linear(y, width, width, bias=False), count, width) for y in (norm(x), "memory", "memory"))
+    weights = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
+    mixed = n.op("Transpose", n.op("MatMul", weights, v), perm=[0, 2, 1, 3])
+    y = n.op("Add", x, n.linear(n.reshape(mixed, n.dim(x, 0), n.dim(x, 1), width), width, width))
+    shapes: dict[str, Declared] = {"x": ("f", ["b", "s", width]), "memory": ("f", ["b", "t", width])}
+    return n.model(shapes, {norm(y): "f"}, opset=15)
+
+
+def text_tower(width: int = 32) -> onnx.ModelProto:
+    """As in CLIP: a causal mask from ConstantOfShape and Trilu, quick GELU, the state at the end token of each text."""
+    n = Net(33)
+    length = n.dim("ids", 1)
+    x = n.op("Gather", n.weight(100, width, scale=1), "ids")
+    x = n.op("Add", x, n.op("Slice", n.weight(77, width, scale=1), n.const([0]), length, n.const([0])))
+    low = numpy_helper.from_array(np.float32([-3e38]))
+    mask = n.op("Trilu", n.op("ConstantOfShape", n.shape(length, length), value=low), n.const(1), upper=1)
+    x = n.op("Add", x, n.attention(n.layer_norm(x, width), width, 4, mask))
+    hidden = n.linear(x, width, 2 * width)
+    hidden = n.op("Mul", hidden, n.op("Sigmoid", n.op("Mul", hidden, n.const(1.702, np.float32))))
+    x = n.layer_norm(n.op("Add", x, n.linear(hidden, 2 * width, width)), width)
+    end = n.op("ArgMax", "ids", axis=1, keepdims=1)
+    rows = n.op("Unsqueeze", n.op("Range", n.const(0), n.op("Squeeze", n.dim("ids", 0), n.const([0])), n.const(1)),
+                n.const([1]))  # fmt: skip
+    state = n.op("GatherND", x, n.op("Concat", rows, end, axis=1))
+    norm = n.op("ReduceL2", state, axes=[1], keepdims=1)
+    return n.model({"ids": ("i", ["texts", "length"])}, {n.op("Div", state, norm): "f"}, opset=14)
+
+
+def yolo_head() -> onnx.ModelProto:
+    """Two scales with anchors on a grid made of Range and Expand, joined to one list of boxes."""
+    n = Net(34)
+    found = []
+    x = n.op("Relu", n.conv("image", 3, 12, strides=[4, 4]))
+    for stride in (4, 8):
+        x = n.silu(n.conv(x, 12, 12, strides=[1, 1] if stride == 4 else [2, 2]))
+        raw = n.conv(x, 12, 2 * 7, 1, norm=False)
+        height, width = n.dim(raw, 2), n.dim(raw, 3)
+        raw = n.op("Transpose", n.reshape(raw, n.dim(raw, 0), 2, 7, height, width), perm=[0, 1, 3, 4, 2])
+        lines = [
+            n.op("Cast", n.op("Range", n.const(0), n.op("Squeeze", size, n.const([0])), n.const(1)), to=FLOAT)
+            for size in (height, width)
+        ]
+        rows = n.op("Expand", n.op("Unsqueeze", lines[0], n.const([1])), n.shape(height, width))
+        columns = n.op("Expand", n.op("Unsqueeze", lines[1], n.const([0])), n.shape(height, width))
+        grid = n.op("Concat", *(n.op("Unsqueeze", v, n.const([2])) for v in (columns, rows)), axis=2)
+        place, size, scores = n.op("Split", n.op("Sigmoid", raw), n.const([2, 2, 3]), outputs=3, axis=4)
+        place = n.op("Mul", n.op("Add", place, grid), n.const(float(stride), np.float32))
+        anchors = n.const(n.rng.uniform(4, 40, (1, 2, 1, 1, 2)), np.float32)
+        boxes = n.op("Concat", place, n.op("Mul", n.op("Mul", size, size), anchors), scores, axis=4)
+        found.append(n.reshape(boxes, n.dim("image", 0), -1, 7))
+    return n.model({"image": ("f", ["n", 3, "h", "w"])}, {n.op("Concat", *found, axis=1): "f"})
+
+
+def two_stage_detector() -> onnx.ModelProto:
+    """Regions that pass a threshold are cut out of the features (NonZero, Gather, RoiAlign) and classified."""
+    n = Net(35)
+    features = n.op("Relu", n.conv("image", 3, 8, strides=[2, 2]))
+    chosen = n.op("NonZero", n.op("Greater", "scores", n.const(0.0, np.float32)))
+    chosen = n.op("Squeeze", chosen, n.const([0]))
+    boxes = n.op("Gather", "boxes", chosen)
+    zeros = n.op("ConstantOfShape", n.op("Shape", chosen), value=numpy_helper.from_array(np.int64([0])))
+    cut = n.op("RoiAlign", features, boxes, zeros, output_height=3, output_width=3, sampling_ratio=2, spatial_scale=0.5)
+    scores = n.op("Softmax", n.linear(n.op("Flatten", cut), 72, 5), axis=1)
+    inputs: dict[str, Declared] = {
+        "image": ("f", [1, 3, "h", "w"]), "boxes": ("f", ["k", 4]), "scores": ("f", ["k"]),
+    }  # fmt: skip
+    return n.model(inputs, {scores: "f", boxes: "f"}, opset=16)
+
+
+def tagger() -> onnx.ModelProto:
+    """A bidirectional LSTM over sentences of different lengths, with initial states, and a Viterbi-like maximum."""
+    n = Net(36)
+    x = n.op("Transpose", n.op("Gather", n.weight(60, 10, scale=1), "ids"), perm=[1, 0, 2])
+    state = n.op("ConstantOfShape", n.shape(2, n.dim("ids", 0), 8))
+    y, h, _ = n.op("LSTM", x, n.weight(2, 32, 10), n.weight(2, 32, 8), n.weight(2, 64, scale=0.2), "lengths", state,
+                   state, outputs=3, hidden_size=8, direction="bidirectional")  # fmt: skip
+    y = n.reshape(n.op("Transpose", y, perm=[2, 0, 1, 3]), n.dim("ids", 0), n.dim("ids", 1), 16)
+    scores = n.linear(y, 16, 6)
+    paths = n.op("ReduceMax", n.op("Add", n.op("Unsqueeze", scores, n.const([3])), n.weight(6, 6, scale=1)), axes=[2])
+    inputs: dict[str, Declared] = {"ids": ("i", ["n", "t"]), "lengths": ("i32", ["n"])}
+    return n.model(inputs, {paths: "f", h: "f"}, opset=14)
+
+
+def vocoder() -> onnx.ModelProto:
+    """As in HiFi-GAN: transposed 1-D convolutions, dilated residual blocks, a tanh at the end."""
+    n = Net(37)
+    x = n.op("Conv", "mel", n.weight(16, 20, 7), n.weight(16), pads=[3, 3])
+    for channels, rate in ((16, 4), (8, 2)):
+        x = n.op("LeakyRelu", x, alpha=0.1)
+        kernel = n.weight(channels, channels // 2, 2 * rate)
+        x = n.op("ConvTranspose", x, kernel, n.weight(channels // 2), strides=[rate], pads=[rate // 2, rate // 2])
+        for dilation in (1, 3):
+            y = n.op("LeakyRelu", x, alpha=0.1)
+            y = n.op("Conv", y, n.weight(channels // 2, channels // 2, 3), dilations=[dilation], pads=[dilation] * 2)
+            x = n.op("Add", x, y)
+    wave = n.op("Tanh", n.op("Conv", x, n.weight(1, 4, 7), pads=[3, 3]))
+    return n.model({"mel": ("f", ["n", 20, "frames"])}, {wave: "f"})
+
+
+def video_network() -> onnx.ModelProto:
+    """3-D convolutions and pools over time, height and width; a channel shuffle."""
+    n = Net(38)
+    x = n.op("Relu", n.op("Conv", "video", n.weight(8, 3, 3, 3, 3), pads=[1] * 6, strides=[1, 2, 2]))
+    x = n.op("MaxPool", x, kernel_shape=[2, 2, 2], strides=[2, 2, 2], ceil_mode=1)
+    split = n.reshape(x, n.dim(x, 0), 2, 4, n.dim(x, 2), n.dim(x, 3), n.dim(x, 4))
+    shuffled = n.reshape(n.op("Transpose", split, perm=[0, 2, 1, 3, 4, 5]), 0, 8, n.dim(x, 2), n.dim(x, 3), n.dim(x, 4))
+    x = n.op("Conv", shuffled, n.weight(12, 4, 1, 3, 3), group=2, pads=[0, 1, 1, 0, 1, 1])
+    pooled = n.op("Flatten", n.op("GlobalAveragePool", n.op("Mish", x)))
+    return n.model({"video": ("f", ["n", 3, "t", "h", "w"])}, {n.linear(pooled, 12, 4): "f"}, opset=18)
+
+
+def warped_features() -> onnx.ModelProto:
+    """A flow field moves features: GridSample on a grid of linspaces, Pad at the edges, AveragePool that pads."""
+    n = Net(39)
+    flow = n.op("Tanh", n.conv("x", 4, 2, norm=False))
+    grid = n.op("Mul", n.op("Transpose", flow, perm=[0, 2, 3, 1]), n.const(1.2, np.float32))
+    moved = n.op("GridSample", "x", grid, mode="bilinear", padding_mode="border", align_corners=1)
+    edged = n.op("Pad", moved, n.const([0, 0, 1, 2, 0, 0, 2, 1]), mode="edge")
+    y = n.op("AveragePool", edged, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2], count_include_pad=1)
+    z = n.op("AveragePool", edged, kernel_shape=[3, 3], auto_pad="SAME_LOWER", strides=[2, 2])
+    return n.model({"x": ("f", ["n", 4, "h", "w"])}, {y: "f", z: "f"}, opset=16)
+
+
+def folding_pool() -> onnx.ModelProto:
+    """A pool that folds what height there is: inputs lower than its window still give one row."""
+    n = Net(40)
+    x = n.op("AveragePool", n.op("Relu", n.conv("x", 3, 8)), kernel_shape=[3, 2], strides=[3, 2])
+    tokens = n.op("Transpose", n.reshape(x, n.dim(x, 0), 8, -1), perm=[0, 2, 1])
+    return n.model({"x": ("f", ["n", 3, "h", "w"])}, {n.op("Softmax", n.linear(tokens, 8, 5), axis=-1): "f"})
+
+
+def latest_opset(width: int = 32, count: int = 4) -> onnx.ModelProto:
+    """The operators of opset 23: Attention with a cache, RMSNormalization, RotaryEmbedding, Gelu."""
+    n = Net(41)
+    head = width // count
+    x = n.op("RMSNormalization", "x", n.weight(width, scale=1), axis=-1, epsilon=1e-6)
+    q, k, v = (n.linear(x, width, width, bias=False) for _ in range(3))
+    cos, sin = (n.const(f(np.arange(64)[:, None] * 0.3 ** np.arange(head // 2)), np.float32) for f in (np.cos, np.sin))
+    q, k = (n.op("RotaryEmbedding", y, cos, sin, "positions", num_heads=count) for y in (q, k))
+    mixed, keys, values = n.op("Attention", q, k, v, "", "past_k", "past_v", outputs=3, q_num_heads=count,
+                               kv_num_heads=count, is_causal=1)  # fmt: skip
+    y = n.op("Add", "x", n.op("Gelu", n.linear(mixed, width, width), approximate="tanh"))
+    cache: Declared = ("f", ["b", count, "past", head])
+    inputs = {"x": ("f", ["b", "s", width]), "positions": ("i", ["b", "s"]), "past_k": cache, "past_v": cache}
+    return n.model(inputs, {y: "f", keys: "f", values: "f"}, opset=23)
+
+
+def old_opset() -> onnx.ModelProto:
+    """Opset 9 as older exporters write it: Upsample and Dropout; Slice, TopK, Pad and Clip by attributes."""
+    n = Net(42)
+    x = n.op("Dropout", n.op("Relu", n.conv("image", 3, 6)), ratio=0.5)
+    x = n.op("Upsample", x, n.const([1, 1, 2, 2], np.float32), mode="nearest")
+    x = n.op("Slice", x, starts=[0, 1], ends=[2**31, -1], axes=[2, 3])
+    x = n.op("Pad", x, mode="constant", pads=[0, 0, 1, 1, 0, 0, 1, 0], value=0.5)
+    x = n.op("ReduceMean", n.op("Clip", x, min=0.0, max=1.5), axes=[2, 3], keepdims=0)
+    y = n.op("Softmax", n.op("Gemm", x, n.weight(6, 9), n.weight(9)), axis=1)
+    best, at = n.op("TopK", y, outputs=2, axis=1, k=3)
+    return n.model({"image": ("f", ["n", 3, "h", "w"])}, {y: "f", best: "f", at: "i"}, opset=9)

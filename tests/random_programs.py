@@ -178,7 +178,7 @@ class Parts:
 
 
 def extents(draw: Draw, count: int) -> tuple[SymExpr, ...]:
-    return tuple(draw(st.sampled_from((N, N, M, M, sym(1), sym(3), sym(8), sym(20)))) for _ in range(count))
+    return tuple(draw(st.sampled_from((N, N, M, M, sym(1), sym(3), sym(5), sym(19)))) for _ in range(count))
 
 
 def make(inputs: Sequence[Buffer], outputs: Sequence[Buffer], body: Stmt) -> TensorProgram:

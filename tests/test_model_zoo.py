@@ -40,6 +40,24 @@ def edges(*sizes: tuple[int, int]) -> list[Inputs]:
     return [{"x": floats(nodes, 6), "edges": rng.integers(0, nodes, (2, count))} for nodes, count in sizes]
 
 
+def corners(count: int, height: int, width: int) -> np.ndarray:
+    """Boxes (x1, y1, x2, y2) inside a picture."""
+    ends = rng.random((count, 2, 2)) * (width, height)
+    return np.concatenate([ends.min(axis=1), ends.max(axis=1)], axis=1).astype(np.float32)
+
+
+def cached_steps(*sizes: tuple[int, int, int]) -> list[Inputs]:
+    return [
+        {
+            "x": floats(b, s, 32),
+            "positions": np.tile(np.arange(past, past + s), (b, 1)),
+            "past_k": floats(b, 4, past, 8),
+            "past_v": floats(b, 4, past, 8),
+        }
+        for b, s, past in sizes
+    ]
+
+
 ODD_SIZES = [(1, 32, 32), (2, 33, 47), (3, 17, 65), (0, 32, 32), (1, 7, 9)]
 
 ZOO: dict[str, tuple[Callable[[], onnx.ModelProto], list[Inputs]]] = {
@@ -114,6 +132,38 @@ ZOO: dict[str, tuple[Callable[[], onnx.ModelProto], list[Inputs]]] = {
         model_zoo.contributed_ops,
         [{"x": floats(b, s, 32), "skip": floats(b, s, 32)} for b, s in [(1, 1), (2, 7), (3, 40)]],
     ),
+    "relative_positions": (
+        model_zoo.relative_positions,
+        [{"x": floats(b, s, 32), "memory": floats(b, t, 32)} for b, s, t in [(1, 1, 1), (2, 9, 4), (3, 40, 17)]],
+    ),
+    "text_tower": (
+        model_zoo.text_tower,
+        [{"ids": rng.integers(0, 100, size)} for size in [(1, 1), (3, 7), (2, 77)]],
+    ),
+    "yolo_head": (model_zoo.yolo_head, pictures((1, 32, 32), (2, 40, 64), (3, 9, 17))),
+    "two_stage_detector": (
+        model_zoo.two_stage_detector,
+        [
+            {"image": floats(1, 3, h, w), "boxes": corners(k, h, w), "scores": floats(k)}
+            for h, w, k in [(16, 16, 1), (33, 20, 12), (24, 48, 40), (16, 16, 0)]
+        ],
+    ),
+    "tagger": (
+        model_zoo.tagger,
+        [
+            {"ids": rng.integers(0, 60, (n, t)), "lengths": rng.integers(1, t + 1, n).astype(np.int32)}
+            for n, t in [(1, 1), (3, 7), (5, 20)]
+        ],
+    ),
+    "vocoder": (model_zoo.vocoder, [{"mel": floats(n, 20, t)} for n, t in [(1, 1), (2, 13), (1, 100)]]),
+    "video_network": (
+        model_zoo.video_network,
+        [{"video": floats(n, 3, t, h, w)} for n, t, h, w in [(1, 4, 16, 16), (2, 3, 9, 21), (1, 1, 3, 2)]],
+    ),
+    "warped_features": (model_zoo.warped_features, pictures((1, 8, 8), (2, 5, 13), (3, 1, 1), channels=4, name="x")),
+    "folding_pool": (model_zoo.folding_pool, pictures((1, 9, 20), (2, 2, 7), (3, 1, 1), (1, 4, 5), name="x")),
+    "latest_opset": (model_zoo.latest_opset, cached_steps((1, 1, 0), (2, 7, 0), (3, 1, 9), (1, 5, 11))),
+    "old_opset": (model_zoo.old_opset, pictures((1, 4, 4), (2, 7, 5), (3, 16, 9))),
     "spectrogram": (model_zoo.spectrogram, [{"audio": floats(b, s)} for b, s in [(1, 640), (2, 100), (3, 64)]]),
 }
 

@@ -205,6 +205,7 @@ FIVE: dict[str, list[Inputs]] = {
     "ppocrv4-rec": [
         recogniser(1, 48, 320), recogniser(3, 48, 101), recogniser(1, 48, 17), recogniser(6, 48, 64),
         recogniser(1, 48, 777), recogniser(1, 48, 8), recogniser(2, 40, 77), recogniser(1, 64, 160),
+        recogniser(2, 32, 100), recogniser(1, 48, 4),
     ],
     "open-nsfw-resnet50": [nsfw(0), nsfw(1), nsfw(2), nsfw(3), nsfw(5), nsfw(7)],
 }  # fmt: skip

@@ -38,6 +38,11 @@ def outermost_parallel(stmt: Stmt) -> Stmt:
     return stmt
 
 
+def serial(stmt: Stmt) -> Stmt:
+    """Without parallel loops."""
+    return _Serial().stmt(stmt)
+
+
 class _Serial(ProgramRewriter):
     def stmt(self, stmt: Stmt) -> Stmt:
         stmt = super().stmt(stmt)

@@ -11,6 +11,7 @@ Shapes may be symbolic: tiles have an exact tail, masked along vectors and narro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -41,12 +42,13 @@ from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.loop_pattern import top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest
+from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
 from relaxlite.passes.schedule import (
     fuse,
     hoist_lets,
     less,
     masked_rest,
+    nest,
     split,
     split_reduction,
     when_positive,
@@ -55,6 +57,7 @@ from relaxlite.passes.schedule_reduction import Block, panel_widths, reduction_b
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
+ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
 
 
@@ -133,9 +136,12 @@ class _Rules:
         return stmt
 
     def inner(self, stmt: Stmt) -> Stmt:
-        """Vectorize innermost loops."""
+        """Vectorize innermost loops; tile the reductions inside a serial loop, such as the steps of a recurrence."""
         if isinstance(stmt, For) and not any(isinstance(s, For) for s in walk_stmts(stmt.body)):
             return self.vectorized(stmt)
+        block = reduction_block(stmt) if isinstance(stmt, For) and stmt.kind == "serial" else None
+        if block is not None:
+            return self.step_reduction(block)
         if isinstance(stmt, Seq):
             return seq(*(self.inner(s) for s in stmt.stmts))
         if isinstance(stmt, For | LetIndex | Allocate):
@@ -163,15 +169,23 @@ class _Rules:
 
     # Reductions
 
-    def reduction(self, block: Block) -> Stmt:
+    def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
         lanes = self.lanes(block.body)
         block = block.fused()
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
-            self.panels.update(panel_widths(block, column, lanes))
+            if packs:
+                self.panels.update(panel_widths(block, column, lanes))
             return tiled(block, column, lanes)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         return parallel_nest(block.spatial, body)
+
+    def step_reduction(self, block: Block) -> Stmt:
+        """A reduction that runs many times in a row: starting threads has to be worth its while each time. Its operands
+        are not packed, as other reductions of the step may read other parts of them."""
+        tiles = self.reduction(block, packs=False)
+        sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
+        return tiles if math.prod(size or 1 for size in sizes) >= ENOUGH_WORK else serial(tiles)
 
     def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
         """Partial results in vector lanes, if the innermost reduced loop is contiguous."""

@@ -12,7 +12,8 @@ from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.frontend.onnx.windows import auto_pad, split_padding, window_pads
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
-from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
+from relaxlite.ir.ops.broadcast import PROVER
+from relaxlite.ir.symbolic import SymExpr, as_int, product, smax, sym
 
 Shape = tuple[SymExpr, ...]
 
@@ -125,7 +126,24 @@ def max_pool(n: Node) -> Result:
 @onnx_op("AveragePool")
 def average_pool(n: Node) -> Result:
     pads, attrs = _pool(n)
-    return ops.avg_pool(n.input(0), pads, count_include_pad=n.flag("count_include_pad"), **attrs)
+    include_pad = n.flag("count_include_pad")
+    if not include_pad and not attrs["ceil_mode"]:
+        pads = _with_a_window(n.shape(0)[2:], pads, attrs)
+    return ops.avg_pool(n.input(0), pads, count_include_pad=include_pad, **attrs)
+
+
+def _with_a_window(sizes: Shape, pads: Shape, attrs: dict[str, Any]) -> Shape:
+    """Padding that lets even an input smaller than the window have a result, which is the mean of what there is.
+
+    floor((size - kernel) / stride) + 1 is 0 then. onnxruntime and Paddle divide towards zero, which makes it 1 as long
+    as the window is no larger than the stride; text recognisers whose last pool folds the height rely on it.
+    """
+    count, padded = len(sizes), list(pads)
+    for k, (size, extent, stride) in enumerate(zip(sizes, attrs["kernel"], attrs["strides"], strict=True)):
+        missing = extent - (size + pads[k] + pads[count + k])
+        if extent <= stride and attrs["dilations"][k] == 1 and not PROVER.can_prove_le(missing, 0):
+            padded[count + k] = pads[count + k] + smax(missing, 0)
+    return tuple(padded)
 
 
 @onnx_op("LpPool")
