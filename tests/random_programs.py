@@ -61,12 +61,13 @@ class Scrambled(ProgramRewriter):
 
 
 def _by_lanes(loop: For) -> Stmt:
-    body, guard = loop.body, None
-    if isinstance(body, IfThenElse) and body.other is None:
-        body, guard = body.then, body.cond
-    if not isinstance(body, Seq):
+    body = loop.body
+    if isinstance(body, IfThenElse) and body.other is None and isinstance(body.then, Seq):
+        parts: list[Stmt] = [IfThenElse(body.cond, s) for s in body.then.stmts]
+    elif isinstance(body, Seq):
+        parts = list(body.stmts)
+    else:
         return loop
-    parts = [s if guard is None else IfThenElse(guard, s) for s in body.stmts]
     return seq(*(Substitute(fresh=True).stmt(For(loop.var, loop.extent, part)) for part in parts))
 
 
@@ -257,7 +258,8 @@ def products(draw: Draw) -> TensorProgram:
 
     def value(*at: SymVar) -> Value:
         *outer, i, j, r = at
-        return Binary("mul", a[(*outer, i, r)], b[(*outer, j + r)] if is_window else b[(*outer, r, j)])
+        right = (*outer, j + r) if is_window else (*outer, r, j)
+        return Binary("mul", Load(a, (*outer, i, r)), Load(b, right))
 
     body = reduce_loops(
         out, (taps,), "add", Literal(0.0, "float32"), value, lambda t, *i: Binary("add", t, bias[i[-1]])

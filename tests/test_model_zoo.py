@@ -79,7 +79,7 @@ ZOO: dict[str, tuple[Callable[[], onnx.ModelProto], list[Inputs]]] = {
     "unet_sizes": (lambda: model_zoo.unet("sizes"), pictures((1, 32, 32), (2, 37, 50), (3, 5, 63))),
     "crnn": (
         model_zoo.crnn,
-        pictures((1, 16, 40), (1, 16, 7), (3, 16, 33), (1, 16, 2), channels=1, name="x"),
+        pictures((1, 16, 40), (1, 16, 7), (3, 16, 33), (1, 16, 2), (1, 16, 1), channels=1, name="x"),
     ),
     "super_resolution": (model_zoo.super_resolution, pictures((1, 8, 8), (2, 7, 19), (3, 1, 33), name="x")),
     "diffusion_block": (

@@ -313,7 +313,7 @@ SIGNATURES = {
     "minilm-l6-onnx": [["batch_size", "sequence_length", "384"]],
     "magika": [["unk__214", "214"]],
     "open-nsfw-resnet50": [["unk__653", "2"]],
-    "ppocrv4-rec": [["p2o.DynamicDimension.0", "((p2o.DynamicDimension.1 + 3) // 8)", "6625"]],
+    "ppocrv4-rec": [["p2o.DynamicDimension.0", "max(((p2o.DynamicDimension.1 + 3) // 8), 1)", "6625"]],
     "nudenet-yolov8n": [["batch", "22", "((height + 31) // 32)*((width + 31) // 32)*21"]],
     "silero-vad-v6": [["input_dim0", "1"], ["2", "input_dim0", "128"]],
     "smart-turn-qdq": [["s6", "1"]],

@@ -130,7 +130,7 @@ def distribute(loops: Sequence[For], block: Allocate, guard: Value | None = None
     stmts = block.body.stmts if isinstance(block.body, Seq) else (block.body,)
     init, update, *final = (_Widen(element, wide, at).stmt(s) for s in stmts)
     if guard is not None:
-        update = _GuardLoads(guard, wide).stmt(update)
+        update = _GuardLoads(guard, wide, set(at)).stmt(update)
         final = [IfThenElse(guard, s) for s in final]
     return Allocate(wide, seq(*(_sink(loops, s) for s in (init, update, *final))))
 
@@ -144,10 +144,10 @@ def _sink(loops: Sequence[For], stmt: Stmt) -> Stmt:
 class _GuardLoads(ProgramRewriter):
     """Makes loads conditional whose indices vary with the guard's; the staged buffer itself is always there."""
 
-    def __init__(self, guard: Value, wide: Buffer) -> None:
+    def __init__(self, guard: Value, wide: Buffer, loops: set[SymVar]) -> None:
         super().__init__()
         self._guard, self._wide = guard, wide
-        self._vars = {v for e in stmt_indices(IfThenElse(guard, Seq(()))) for v in e.free_vars() if v.upper is not None}
+        self._vars = loops & _symbols(IfThenElse(guard, Seq(())))
 
     def _value(self, value: Value) -> Value:
         if not isinstance(value, Load):

@@ -12,8 +12,7 @@ from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.frontend.onnx.windows import auto_pad, split_padding, window_pads
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
-from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.symbolic import SymExpr, as_int, product, smax, sym
+from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
 
 Shape = tuple[SymExpr, ...]
 
@@ -105,13 +104,18 @@ def conv_transpose(n: Node) -> Result:
 
 
 def _pool(n: Node) -> tuple[Shape, dict[str, Any]]:
-    """(pads, attributes) that all pools share."""
+    """(pads, attributes) that all pools share.
+
+    at_least_one: by the formula of ONNX an input smaller than the window has no result. It has one in onnxruntime and
+    in Paddle, whose text recognisers fold what height there is with such a pool.
+    """
     sizes, kernel = n.shape(0)[2:], n.ints("kernel_shape")
     if len(kernel) != len(sizes):
         n.fail(f"attribute 'kernel_shape' must have {len(sizes)} values, one per spatial dimension, got {len(kernel)}")
     strides, dilations = per_axis(n, "strides", len(sizes)), per_axis(n, "dilations", len(sizes))
     pads = window_pads(n, sizes, kernel, strides, dilations)
-    return pads, {"kernel": kernel, "strides": strides, "dilations": dilations, "ceil_mode": n.flag("ceil_mode")}
+    attrs = {"kernel": kernel, "strides": strides, "dilations": dilations, "ceil_mode": n.flag("ceil_mode")}
+    return pads, {**attrs, "at_least_one": True}
 
 
 @onnx_op("MaxPool")
@@ -126,24 +130,7 @@ def max_pool(n: Node) -> Result:
 @onnx_op("AveragePool")
 def average_pool(n: Node) -> Result:
     pads, attrs = _pool(n)
-    include_pad = n.flag("count_include_pad")
-    if not include_pad and not attrs["ceil_mode"]:
-        pads = _with_a_window(n.shape(0)[2:], pads, attrs)
-    return ops.avg_pool(n.input(0), pads, count_include_pad=include_pad, **attrs)
-
-
-def _with_a_window(sizes: Shape, pads: Shape, attrs: dict[str, Any]) -> Shape:
-    """Padding that lets even an input smaller than the window have a result, which is the mean of what there is.
-
-    floor((size - kernel) / stride) + 1 is 0 then. onnxruntime and Paddle divide towards zero, which makes it 1 as long
-    as the window is no larger than the stride; text recognisers whose last pool folds the height rely on it.
-    """
-    count, padded = len(sizes), list(pads)
-    for k, (size, extent, stride) in enumerate(zip(sizes, attrs["kernel"], attrs["strides"], strict=True)):
-        missing = extent - (size + pads[k] + pads[count + k])
-        if extent <= stride and attrs["dilations"][k] == 1 and not PROVER.can_prove_le(missing, 0):
-            padded[count + k] = pads[count + k] + smax(missing, 0)
-    return tuple(padded)
+    return ops.avg_pool(n.input(0), pads, count_include_pad=n.flag("count_include_pad"), **attrs)
 
 
 @onnx_op("LpPool")

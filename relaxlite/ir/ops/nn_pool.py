@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.ir.expr import Expr
+from relaxlite.ir.expr import AttrValue, Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import accumulator, in_accumulator
@@ -35,13 +35,14 @@ class Window:
     strides: Ints
     dilations: Ints
     ceil_mode: bool
+    at_least_one: bool
 
     @staticmethod
     def of(shape: Shape, pads: Shape, attrs: Mapping[str, Any]) -> Window:
         kernel = attrs["kernel"]
         ones = (1,) * len(kernel)
         strides, dilations = attrs["strides"] or ones, attrs["dilations"] or ones
-        return Window(shape[2:], pads, kernel, strides, dilations, attrs["ceil_mode"])
+        return Window(shape[2:], pads, kernel, strides, dilations, attrs["ceil_mode"], attrs["at_least_one"])
 
     @property
     def reduced(self) -> list[int]:
@@ -54,16 +55,35 @@ class Window:
     def end(self, k: int) -> SymExpr:
         return self.pads[len(self.kernel) + k]
 
+    def extent(self, k: int) -> int:
+        """How far the taps of the kernel reach."""
+        return (self.kernel[k] - 1) * self.dilations[k] + 1
+
+    def padded(self, k: int) -> SymExpr:
+        return self.size[k] + self.begin(k) + self.end(k)
+
+    def counts_partial(self, k: int) -> bool:
+        """Whether ceil_mode counts windows along axis k that reach beyond the padding."""
+        return self.ceil_mode and self.strides[k] != 1
+
+    def may_be_single(self, k: int) -> bool:
+        """Whether axis k may have no more than one window, larger than x and its padding (see at_least_one)."""
+        is_wide = self.extent(k) > self.strides[k] or PROVER.can_prove_le(self.extent(k), self.padded(k))
+        return self.at_least_one and not is_wide
+
+    def later_may_overrun(self, k: int) -> bool:
+        """Whether a window after the first may reach beyond x along axis k, other than into a known zero padding."""
+        return as_int(self.end(k)) != 0 or self.counts_partial(k)
+
     def may_overrun(self, k: int) -> bool:
-        """Whether the last window may reach beyond x along axis k, other than into a known zero padding."""
-        return as_int(self.end(k)) != 0 or (self.ceil_mode and self.strides[k] != 1)
+        return self.later_may_overrun(k) or self.may_be_single(k)
 
     def out_dim(self, k: int) -> SymExpr:
         """The number of windows: with ceil_mode also those that fit in part, unless they begin in the end padding."""
-        stride, extent = self.strides[k], (self.kernel[k] - 1) * self.dilations[k] + 1
-        padded = self.size[k] + self.begin(k) + self.end(k)
-        if not self.ceil_mode or stride == 1:
-            return (padded - extent) // stride + 1
+        stride, extent, padded = self.strides[k], self.extent(k), self.padded(k)
+        if not self.counts_partial(k):
+            whole = (padded - extent) // stride + 1
+            return smax(whole, 1) if self.may_be_single(k) else whole
         fitting = ceildiv(padded - extent, stride) + 1
         beginning = ceildiv(self.size[k] + self.begin(k), stride)
         return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, beginning)
@@ -81,7 +101,8 @@ class Window:
             if as_int(self.begin(k)) != 0:
                 conditions.append(index(position) >= 0)
             if self.may_overrun(k):
-                conditions.append(index(position) < index(self.size[k]))
+                last = position if self.later_may_overrun(k) else tap * self.dilations[k] - self.begin(k)
+                conditions.append(index(last) < index(self.size[k]))
         return tuple(where), conditions
 
     def count(self, o: Shape, *, include_pad: bool) -> SymExpr:
@@ -90,8 +111,9 @@ class Window:
         for k, extent in enumerate(self.kernel):
             limit = self.size[k] + (self.end(k) if include_pad else 0)
             start, dilation = o[k] * self.strides[k] - self.begin(k), self.dilations[k]
-            is_partial = self.ceil_mode and self.strides[k] != 1
-            is_cut = is_partial if include_pad else self.may_overrun(k)
+            if not self.later_may_overrun(k):
+                limit += o[k] * self.strides[k]  # only the first window, where this is 0, may be cut
+            is_cut = self.counts_partial(k) or self.may_be_single(k) if include_pad else self.may_overrun(k)
             last = smin(extent, ceildiv(limit - start, dilation)) if is_cut else sym(extent)
             skips = not include_pad and as_int(self.begin(k)) != 0
             counts.append(last - smax(0, ceildiv(-start, dilation)) if skips else last)
@@ -118,12 +140,16 @@ class Window:
 
 
 class _Pool(Op):
-    """What the pools share: attributes, their checks and the shape rule."""
+    """What the pools share: attributes, their checks and the shape rule.
+
+    at_least_one: along dimensions where the window is no larger than the stride, an x smaller than the window has one
+    window, part of which lies beyond x, instead of none: (size - window) / stride + 1 rounded towards zero.
+    """
 
     operands = ("x", "pads")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "kernel": Attr("ints"), "strides": Attr("ints", None), "dilations": Attr("ints", None),
-        "ceil_mode": Attr("bool", False),
+        "ceil_mode": Attr("bool", False), "at_least_one": Attr("bool", False),
     }  # fmt: skip
     accepts: ClassVar[tuple[str, ...]] = dtypes.FLOATS
 
@@ -161,6 +187,8 @@ class _Pool(Op):
         yield Sample((("n", 2, 4, 6, 5), (0,) * 6), {"kernel": (2, 2, 2), "strides": (2, 2, 2), **partial}, kinds)
         yield Sample((("n", 2, "l"), (0, 0)), {"kernel": (1,), "strides": (2,)}, kinds)
         yield Sample((("n", 2, "l"), (1, 1)), {"kernel": (3,)}, ("float16", "shape"), tolerance=2e-3)
+        single: dict[str, AttrValue] = {"kernel": (4, 3), "strides": (5, 3), "at_least_one": True}
+        yield Sample((("n", 2, "h+1", "w+1"), (1, 0, 0, 0)), single, kinds)
 
 
 @register
@@ -316,7 +344,7 @@ class LpPool(_SumPool):
         return (np.asarray(total) ** (1 / p)).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
-        for p, sample in zip((2, 1, 3, 2, 1, 2, 2), super().samples(), strict=True):
+        for p, sample in zip((2, 1, 3, 2, 1, 2, 2, 1), super().samples(), strict=True):
             yield replace(sample, attrs={**sample.attrs, "p": p}, tolerance=max(2e-5, sample.tolerance))
 
 
