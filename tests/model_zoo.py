@@ -395,6 +395,23 @@ def quantized_convolution() -> onnx.ModelProto:
     return n.model({"x": ("f", ["n", 3, "h", "w"])}, {scores: "f"})
 
 
+def quantized_recurrence(width: int = 12, hidden: int = 8) -> onnx.ModelProto:
+    """What onnxruntime's dynamic quantization makes of a bidirectional LSTM and of the product after it."""
+    n = Net(43)
+
+    def weights(*shape: int) -> str:
+        return n.const(n.rng.integers(-127, 128, shape), np.int8)
+
+    scales, zeros = n.const([0.004, 0.003], np.float32), n.const([0, 0], np.int8)
+    y, h = n.op("DynamicQuantizeLSTM", "x", weights(2, width, 4 * hidden), weights(2, hidden, 4 * hidden),
+                n.weight(2, 8 * hidden, scale=0.1), "", "", "", "", scales, zeros, scales, zeros, outputs=2,
+                hidden_size=hidden, direction="bidirectional", domain="com.microsoft")  # fmt: skip
+    y = n.reshape(n.op("Transpose", y, perm=[0, 2, 1, 3]), 0, 0, 2 * hidden)
+    scores = n.op("DynamicQuantizeMatMul", y, weights(2 * hidden, 5), n.const(0.01, np.float32), "",
+                  n.weight(5, scale=0.1), domain="com.microsoft")  # fmt: skip
+    return n.model({"x": ("f", ["steps", "batch", width])}, {scores: "f", h: "f"}, ms=True)
+
+
 # Sizes and control flow that depend on data
 
 

@@ -23,6 +23,7 @@ BINARY = ("add", "subtract", "maximum", "minimum")
 KINDS = (
     "unary", "binary", "binary", "product", "where", "sum", "max", "transpose", "slice", "pad", "flatten", "concat",
     "gather", "broadcast", "cumsum", "matmul", "softmax", "match",
+    "positive",
 )  # fmt: skip
 CONTROL = ("if", "loop")
 
@@ -129,6 +130,13 @@ class Graph:
         if rank(x) == 0 or any(as_int(d) is not None for d in dims(x)):
             return None
         return self.bb.match_shape(x, tuple(self.bb.symbol(f"k{k}") for k in range(rank(x))))
+
+    def _positive(self, x: Expr) -> Expr:
+        """The elements that are greater than 0: how many, only the data tells."""
+        flat = self.bb.emit(ops.reshape(x, (product(dims(x)),)))
+        count = self.bb.symbol("count")
+        places = self.bb.match_shape(self.bb.emit(ops.non_zero(self.bb.emit(ops.relu(flat)))), (1, count))
+        return ops.gather(flat, self.bb.emit(ops.reshape(places, (count,))), axis=0)
 
     def _if(self, x: Expr) -> Expr:
         bodies = []

@@ -88,6 +88,10 @@ ZOO: dict[str, tuple[Callable[[], onnx.ModelProto], list[Inputs]]] = {
     ),
     "conformer": (model_zoo.conformer, [{"x": floats(b, 10, t)} for b, t in [(1, 50), (2, 31), (4, 4), (1, 257)]]),
     "quantized_convolution": (model_zoo.quantized_convolution, pictures((1, 8, 8), (2, 15, 9), (3, 1, 1), name="x")),
+    "quantized_recurrence": (  # with more than one sequence, onnxruntime's result depends on its number of threads
+        model_zoo.quantized_recurrence,
+        [{"x": floats(t, 1, 12)} for t in (1, 2, 7, 40)],
+    ),
     "all_unnamed": (
         model_zoo.all_unnamed,
         [

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.errors import PassError
 from relaxlite.ir import op as op_module
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.expr import Call, Constant, Expr
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Attr, Op, register_op
 from relaxlite.ir.types import TensorType, Type
@@ -45,9 +46,22 @@ class Scaled(Effect):
     is_pure = True
 
 
+class Endless(Op):
+    """An op that is made of itself."""
+
+    name = "test_canonicalize.endless"
+    operands = ("x",)
+
+    def infer(self, x: Expr) -> Type:
+        return x.ty
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr:
+        return self(call.args[0])
+
+
 @pytest.fixture(scope="module", autouse=True)
 def private_ops() -> Iterator[None]:
-    private: tuple[Op, ...] = (Effect(), Scaled())
+    private: tuple[Op, ...] = (Effect(), Scaled(), Endless())
     for op in private:
         register_op(op)
     yield
@@ -641,6 +655,11 @@ z: i64[2, m] = match_shape(y, (2, m))
             "z",
         ),
     )
+
+
+def test_a_decomposition_without_end_is_an_error() -> None:
+    with pytest.raises(PassError, match="does one decompose into itself"):
+        decompose(module(main("y: f32[n, 4] = test_canonicalize.endless(x)", "y")))
 
 
 def test_ops_with_loops_of_their_own_stay() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from relaxlite.errors import PassError
 from relaxlite.ir.expr import Call, Expr, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.visitor import Rewriter, map_functions
 
+MAX_ROUNDS = 100
+
 
 def decompose(module: IRModule) -> IRModule:
     """What a decomposition emits may itself be decomposed: repeat until nothing changes."""
-    while (after := map_functions(module, _Decompose().function)) is not module:
+    for _ in range(MAX_ROUNDS):
+        after = map_functions(module, _Decompose().function)
+        if after is module:
+            return module
         module = after
-    return module
+    raise PassError(f"after {MAX_ROUNDS} rounds there is still an op to take apart: does one decompose into itself?")
 
 
 class _Decompose(Rewriter):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -46,11 +47,16 @@ def _common(n: Node) -> dict[str, Any]:
     return {**attrs, "activations": ",".join(made), "alphas": tuple(values[0]), "betas": tuple(values[1])}
 
 
-def _recurrent(n: Node, op: Op, gates: int, states: int, attrs: dict[str, Any]) -> Result:
-    """Inputs x, w, r, b, lengths, initial states... (and, of an LSTM, peepholes); left-out ones are zeros."""
-    x, w, r = n.input(0), n.input(1), n.input(2)
+def _recurrent(
+    n: Node, op: Op, gates: int, states: int, attrs: dict[str, Any], given: tuple[Expr, Expr, Expr] | None = None
+) -> Result:
+    """Inputs x, w, r, b, lengths, initial states... (and, of an LSTM, peepholes); left-out ones are zeros.
+
+    `given`: x, w and r made of the node's inputs.
+    """
+    x, w, r = given or (n.input(0), n.input(1), n.input(2))
     dtype, layout = n.dtype(), n.int("layout", 0)
-    directions, hidden = n.shape(1)[0], n.shape(2)[-1]
+    directions, _, hidden = n.type_of(r).shape or n.shape(2)
     count = as_int(hidden)
     if count is None or as_int(directions) is None:
         n.fail("the number of directions and the hidden size must be known")
@@ -73,6 +79,29 @@ def _zeros(n: Node, shape: tuple[SymExpr, ...], dtype: str) -> Expr:
 @onnx_op("LSTM")
 def lstm(n: Node) -> Result:
     return _recurrent(n, ops.lstm, 4, 2, {**_common(n), "input_forget": n.flag("input_forget")})
+
+
+@onnx_op("DynamicQuantizeLSTM", domain=MICROSOFT)
+def dynamic_quantize_lstm(n: Node) -> Result:
+    """An LSTM whose weights are 8 bits wide and lie transposed, and whose x and state are quantized as it runs.
+
+    Computed in floats that hold the quantized values, whose sums are exact to float32 as those of integers are.
+    """
+    levels, scale, zero = n.fields(ops.dynamic_quantize_linear(n.input(0)))
+    x = n.emit(ops.dequantize_linear(levels, scale, zero))
+    w, r = (_dequantized_weights(n, k, 8 + 2 * j) for j, k in enumerate((1, 2)))
+    attrs = {**_common(n), "input_forget": n.flag("input_forget"), "quantize_state": True}
+    return _recurrent(n, ops.lstm, 4, 2, attrs, (x, w, r))
+
+
+def _dequantized_weights(n: Node, index: int, at: int) -> Constant:
+    """(d, gates, k) floats of (d, k, gates) quantized; inputs `at` and after it: a scale and a zero point of each
+    direction, or of each direction and gate."""
+    weights, scale, zero = (n.const(k) for k in (index, at, at + 1))
+    if weights is None or scale is None or zero is None:
+        n.fail("weights, their scales and their zero points must be constants")
+    scale, zero = (np.float32(v).reshape(v.shape[0], 1, -1) for v in (scale, zero))
+    return Constant.of(((np.float32(weights) - zero) * scale).transpose(0, 2, 1))
 
 
 @onnx_op("GRU")

@@ -206,12 +206,15 @@ class Lstm(_Recurrent):
 
     x (t, b, i), w (d, 4 h, i), r (d, 4 h, h), b (d, 8 h) with gates in the order input, output, forget, cell; states
     (d, b, h); lengths (b,) of the sequences; peepholes (d, 3 h) for input, output, forget, after lengths.
+    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back.
     """
 
     name = "lstm"
     operands = ("x", "w", "r", "b", "initial_h", "initial_c", "lengths?", "peepholes?")
     gates, states = 4, 2
-    attrs: ClassVar[Mapping[str, Attr]] = {**_Recurrent.attrs, "input_forget": Attr("bool", False)}
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        **_Recurrent.attrs, "input_forget": Attr("bool", False), "quantize_state": Attr("bool", False),
+    }  # fmt: skip
     default_activations = ("sigmoid", "tanh", "tanh")
 
     def scan_operands(
@@ -221,7 +224,7 @@ class Lstm(_Recurrent):
         return operands + [_direction(ops, peepholes, d) for peepholes in more]
 
     def scan_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
-        return {"input_forget": attrs["input_forget"]}
+        return {"input_forget": attrs["input_forget"], "quantize_state": attrs["quantize_state"]}
 
     def samples(self) -> Iterable[Sample]:
         yield from super().samples()

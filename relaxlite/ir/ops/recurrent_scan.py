@@ -7,6 +7,7 @@ A step t at or after lengths[b] leaves the state of b as it is and yields 0. Wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -134,6 +135,21 @@ class _Loop:
 
         return loops("bj", h.shape, lambda b, j: Store(self.y, (self.at, b, j), value(b, j)))
 
+    def rounded(self, out: Buffer, state: Buffer, low: Buffer, high: Buffer) -> Stmt:
+        """out = the state rounded to 256 levels that span its values and 0, as dynamic_quantize_linear has them."""
+        span = (Scalar(high[()]) - Scalar(low[()])) / 255.0
+        scale = select(span.equals(0.0), 1.0, span)
+        zero = (-Scalar(low[()]) / scale).minimum(255.0).maximum(0.0).unary("round")
+
+        def value(b: SymExpr, j: SymExpr) -> Value:
+            level = ((Scalar(state[b, j]) / scale).unary("round") + zero).minimum(255.0).maximum(0.0)
+            return ((level - zero) * scale).value
+
+        start = literal(0.0, state.dtype)
+        ends = ((low, "min"), (high, "max"))
+        ranges = (reduce(end, state.shape, how, start, lambda b, j: state[b, j]) for end, how in ends)
+        return seq(*ranges, compute(out, value))
+
     def product(
         self, out: Buffer, left: Buffer, right: Buffer, offset: SymExpr | int, finish: Callable[..., Scalar]
     ) -> Stmt:
@@ -169,11 +185,16 @@ def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterab
 
 @register
 class LstmScan(_Scan):
-    """(y (t, b, h), final h (b, h), final c (b, h)) of one direction; gates: input, output, forget, cell."""
+    """(y (t, b, h), final h (b, h), final c (b, h)) of one direction; gates: input, output, forget, cell.
+
+    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back.
+    """
 
     name = "lstm_scan"
     operands = ("gates", "r", "h", "c", "lengths?", "peepholes?")
-    attrs: ClassVar[Mapping[str, Attr]] = {**_Scan.attrs, "input_forget": Attr("bool", False)}
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        **_Scan.attrs, "input_forget": Attr("bool", False), "quantize_state": Attr("bool", False),
+    }  # fmt: skip
     states = 2
 
     def lower(
@@ -183,10 +204,13 @@ class LstmScan(_Scan):
         f, g, h = self.functions(attrs, on_arrays=False)
         hidden = r.shape[0]
         z = Buffer("z", (gates.shape[1], r.shape[1]), gates.dtype)
+        rounded = Buffer("rounded", (gates.shape[1], hidden), gates.dtype)
+        low, high = (Buffer(name, (), gates.dtype) for name in ("low", "high"))
 
         def step(t: SymVar) -> Stmt:
             loop = _Loop(t, gates, out, lengths, attrs["reverse"])
             state, cell = loop.states
+            rounding = (loop.rounded(rounded, state, low, high),) if attrs["quantize_state"] else ()
 
             def gate(k: int, b: SymExpr, j: SymExpr, peep: int | None) -> Scalar:
                 found = Scalar(z[b, j + hidden * k])
@@ -202,16 +226,22 @@ class LstmScan(_Scan):
             def new_state(b: SymExpr, j: SymExpr) -> Scalar:
                 return Scalar((f(gate(1, b, j, 1)) * h(Scalar(cell[b, j]))).value)
 
-            product = loop.product(z, state, r, 0, lambda total, b, k: total + loop.gate(b, k))
-            return seq(product, loop.update(cell, new_cell), loop.update(state, new_state), loop.emit())
+            left = rounded if rounding else state
+            product = loop.product(z, left, r, 0, lambda total, b, k: total + loop.gate(b, k))
+            return seq(*rounding, product, loop.update(cell, new_cell), loop.update(state, new_state), loop.emit())
 
-        checks = _lengths_check(self.name, gates, lengths)
-        return seq(*checks, Allocate(z, _scan(out, (h0, c0), gates, step)))
+        body = _scan(out, (h0, c0), gates, step)
+        for local in (rounded, low, high) if attrs["quantize_state"] else ():
+            body = Allocate(local, body)
+        return seq(*_lengths_check(self.name, gates, lengths), Allocate(z, body))
 
     def step(
         self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
         (state, cell), hidden = states, r.shape[0]
+        if attrs["quantize_state"]:
+            levels, scale, zero = get_op("dynamic_quantize_linear").reference(state.astype(np.float32))
+            state = (levels.astype(np.float32) - np.float32(zero)) * scale
         enter, leave, forget, new = np.split(gates + state @ r, 4, axis=1)
         peep = rest[3].reshape(3, hidden) if len(rest) > 3 else np.zeros((3, hidden), gates.dtype)
         enter = f[0](enter + peep[0] * cell)
@@ -222,6 +252,8 @@ class LstmScan(_Scan):
     def samples(self) -> Iterable[Sample]:
         names = {"activations": "sigmoid,tanh,tanh", "alphas": (0.0,) * 3, "betas": (0.0,) * 3}
         yield from _scan_samples(4, 2, names)
+        (plain, _) = _scan_samples(4, 2, {**names, "quantize_state": True})
+        yield replace(plain, tolerance=0.02)  # a value between two levels may go either way
 
 
 @register
