@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 import relaxlite as rl
 from relaxlite import driver
-from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.codegen.interpreter import Interpreter, run_program
 from relaxlite.errors import (
     ExecutionError,
     InputError,
@@ -43,11 +43,12 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, register_op
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import module_constants, print_module
-from relaxlite.ir.program import Binary, compute
+from relaxlite.ir.program import Binary, TensorProgram, compute
 from relaxlite.ir.types import TensorType, TupleType, Type
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
+from tests import random_programs
 from tests.ir_text import module
 from tests.random_graphs import arguments, assert_same_results, graphs
 
@@ -632,6 +633,29 @@ def test_compiling_does_not_change_the_module() -> None:
 
 
 # All of it at random
+
+
+def module_of(given: TensorProgram) -> IRModule:
+    """main(sizes, inputs...) = program(inputs...). The shape of `sizes` binds the symbols."""
+    bb = BlockBuilder()
+    name = bb.define("kernel", given)
+    types = [TensorType(b.shape, b.dtype, len(b.shape)) for b in (*given.inputs, *given.outputs)]
+    params = [Var(f"x{k}", ty) for k, ty in enumerate(types[:-1])]
+    with bb.function_of("main", (Var("sizes", TensorType.of(given.symbols, "bool")), *params)):
+        bb.result(bb.emit(Call(name, tuple(params), sym_args=given.symbols, ty=types[-1])))
+    return bb.module()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(random_programs.maps() | random_programs.reductions() | random_programs.products() | random_programs.rows())
+def test_random_programs_agree_with_the_interpreter(given: TensorProgram) -> None:
+    exe = compiled(module_of(given))
+    for sizes in ((0, 3), (1, 1), (3, 7), (17, 5), (33, 2)):
+        if random_programs.work_of(given, sizes) <= random_programs.MOST_WORK:
+            values, inputs = random_programs.values_of(given, sizes), random_programs.inputs_for(given, sizes)
+            (want,) = run_program(given, inputs, values)
+            got = exe(np.zeros(tuple(values.values()), bool), *inputs)
+            random_programs.assert_close(got, want, given.outputs[0].dtype)
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])

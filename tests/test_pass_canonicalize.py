@@ -228,6 +228,7 @@ y: f32[2, 2] = add(b, const([[1.0], [2.0]], "float32"))
     ("call", "expected"),
     [
         ('i8[1] = add(const([100], "int8"), const([100], "int8"))', 'const([-56], "int8")'),
+        ('i64[3] = power(const([2, -1, -1], "int64"), const([-1, -3, -2], "int64"))', 'const([0, -1, 1], "int64")'),
         ('f16[1] = add(const([2048.0], "float16"), const([1.0], "float16"))', 'const([2048.0], "float16")'),
         ('bool[1] = less(const([nan], "float32"), const([1.0], "float32"))', 'const([False], "bool")'),
         ('i64[] = sum(const([[1, 2], [3, 4]], "int64"))', 'const(10, "int64")'),

@@ -57,4 +57,3 @@ class _FoldShapes(Rewriter):
         if dtype != "int64":
             result = ops.cast(self.bb.emit(result), dtype=dtype)
         return result
-

@@ -212,7 +212,7 @@ binary(
     symbolic=_symbolic_fmod,
     draw=_draw_nonzero,
 )
-binary("power", "a to the power b", "pow", np.power, NUMBER, symbolic=_symbolic_power, draw=_draw_small)
+binary("power", "a to the power b", "pow", _power, NUMBER, symbolic=_symbolic_power, draw=_draw_small)
 binary("maximum", "The greater of a and b; NaN when one is NaN.", "max", np.maximum, NUMBER, symbolic=smax)
 binary("minimum", "The lesser of a and b; NaN when one is NaN.", "min", np.minimum, NUMBER, symbolic=smin)
 binary("atan2", "The angle of the point (b, a).", "atan2", np.arctan2, FLOAT)
