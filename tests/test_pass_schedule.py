@@ -28,7 +28,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_verifier import verify_program
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_stmts
-from relaxlite.ir.symbolic import SymVar, as_int, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import reduction_of
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -39,7 +39,6 @@ from relaxlite.passes.schedule import (
     less,
     masked_rest,
     nest,
-    rest_of,
     split,
     split_reduction,
     when_positive,
@@ -98,6 +97,12 @@ def swapped(given: TensorProgram, old: Stmt, new: Stmt) -> TensorProgram:
 # Primitives
 
 sizes = st.tuples(st.sampled_from(SMALL), st.sampled_from(SMALL))
+
+
+def rest_of(loop: For, start: SymExpr, count: SymExpr) -> Stmt:
+    """The iterations from `start` on: a loop of `count`."""
+    var = SymVar(f"{loop.var.name}t")
+    return For(var, count, Substitute({loop.var: start + var}, fresh=True).stmt(loop.body))
 
 
 @random_programs

@@ -20,7 +20,6 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
-    LoopKind,
     Select,
     Seq,
     Stmt,
@@ -36,18 +35,12 @@ def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
     """(main, inner variable, start of the rest, count of the rest).
 
     for i in n: body   =>   for io in n // factor: for ii in factor: body(io*factor + ii)
-                            and n % factor iterations are left, from n // factor * factor on (see `rest`).
+                            and n % factor iterations are left, from n // factor * factor on (`masked_rest`).
     """
     outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=factor - 1)
     body = Substitute({loop.var: outer * factor + inner}, fresh=True).stmt(loop.body)
     main = For(outer, loop.extent // factor, For(inner, sym(factor), body, loop.kind), loop.kind)
     return main, inner, loop.extent // factor * factor, loop.extent % factor
-
-
-def rest_of(loop: For, start: SymExpr, count: SymExpr, kind: LoopKind = "serial") -> Stmt:
-    """The iterations from `start` on: a loop of `count`."""
-    var = SymVar(f"{loop.var.name}t")
-    return For(var, count, Substitute({loop.var: start + var}, fresh=True).stmt(loop.body), kind)
 
 
 def masked_rest(loop: For, start: SymExpr, lanes: int) -> Stmt:
