@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from relaxlite import models
 from relaxlite.errors import FetchError
+
+os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of every test proves its IR after each pass
 
 SLOW_FAILURE_SECONDS = 20.0
 """A registry that takes this long to fail does not answer: it is not asked again in the same session."""
