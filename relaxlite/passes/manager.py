@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
         try:
             module = step.run(module, context)
         except RelaxliteError as error:
-            error.add_note(f"in pass {step.name}") if hasattr(error, "add_note") else None
+            if sys.version_info >= (3, 11):
+                error.add_note(f"in pass {step.name}")
             raise
         except Exception as error:
             raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error

@@ -15,11 +15,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import reduce
 
-import numpy as np
-
 from relaxlite import dtypes
 from relaxlite.ir.expr import Attrs
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
     Allocate,
     Binary,
@@ -28,12 +27,10 @@ from relaxlite.ir.program import (
     For,
     IfThenElse,
     LetIndex,
-    Literal,
     Seq,
     Stmt,
     Store,
     TensorProgram,
-    Value,
     seq,
 )
 from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
@@ -74,20 +71,6 @@ def schedule_program(program: TensorProgram, target: Target) -> TensorProgram:
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     attrs = Attrs({**program.attrs, "panels": panels}) if panels else program.attrs
     return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
-
-
-def identity(combine: str, dtype: str) -> Value:
-    """The neutral element of a combination."""
-    if combine in ("add", "mul"):
-        return Literal(0 if combine == "add" else 1, dtype)
-    if dtype == "bool":
-        return Literal(combine in ("and", "min"), dtype)
-    if dtypes.is_float(dtype):
-        return Literal(float("-inf") if combine == "max" else float("inf"), dtype)
-    info = np.iinfo(dtypes.to_numpy(dtype))
-    if combine in ("and", "or"):
-        return Literal(0 if combine == "or" else int(info.max) if info.min == 0 else -1, dtype)
-    return Literal(int(info.min if combine == "max" else info.max), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +138,7 @@ class _Rules:
         if _combines_into_one(loop) and self._contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
-            return split_reduction(loop, lanes, 4, identity(store.combine, store.buffer.dtype))
+            return split_reduction(loop, lanes, PARTIAL_SUMS, identity(store.combine, store.buffer.dtype))
         if not _is_independent(loop) or not self._contiguous(loop):
             return loop
         main, inner, start, count = split(loop, lanes)
@@ -197,7 +180,7 @@ class _Rules:
                 store = stmt.body
                 if store.combine is None or not self._contiguous(stmt):
                     return stmt
-                return split_reduction(stmt, lanes, 4, identity(store.combine, store.buffer.dtype))
+                return split_reduction(stmt, lanes, PARTIAL_SUMS, identity(store.combine, store.buffer.dtype))
             return replace(stmt, body=rewrite(stmt.body))
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))

@@ -62,7 +62,7 @@ class Row:
 
     def fold(self, name: str, combine: str, value: Element) -> Scalar:
         """A new local scalar: combine over j of value(j)."""
-        found = self.let(name, Scalar(identity(combine, self.dtype)))  # type: ignore[arg-type]
+        found = self.let(name, Scalar(identity(combine, self.dtype)))
         local = self.locals[-1]
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
         return found

@@ -129,7 +129,7 @@ class Window:
         wide: str | None = None,
     ) -> Stmt:
         """out[n, c, o...] = finish(combine over the window of value(x element), n, c, o...), combined in `wide`."""
-        start = identity(combine, wide or out.dtype)  # type: ignore[arg-type]
+        start = identity(combine, wide or out.dtype)
 
         def tap(*i: SymVar) -> Value:
             where, conditions = self.at(i)

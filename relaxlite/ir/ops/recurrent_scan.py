@@ -94,7 +94,7 @@ class _Scan(Op):
         self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
         """The states after one step, in NumPy."""
-        raise NotImplementedError
+        raise TypeError(f"op {self.name} declares no step")
 
 
 class _Loop:

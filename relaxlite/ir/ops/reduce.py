@@ -70,7 +70,7 @@ def reduce_axes(
                 where.append(kept.pop(0))
         return value(*where)
 
-    start = init if init is not None else identity(combine, out.dtype)  # type: ignore[arg-type]
+    start = init if init is not None else identity(combine, out.dtype)
     return reduce_loops(out, [x.shape[a] for a in axes], combine, start, at_indices, finish)
 
 
@@ -100,7 +100,7 @@ class ReduceOp(Op):
         def finish(total: Value, *i: SymExpr) -> Value:
             return last(Scalar(total), count).cast(out.dtype).value
 
-        init = identity(self.combine, wide)  # type: ignore[arg-type]
+        init = identity(self.combine, wide)
         return reduce_axes(out, x, over, keepdims, self.combine, lambda *i: Scalar(x[i]).cast(wide).value, init, finish)
 
     def reference(self, x: Any, *, axes: tuple[int, ...] | None, keepdims: bool) -> Any:
@@ -173,7 +173,7 @@ def _mean(x: Any, *, axis: tuple[int, ...], keepdims: bool) -> Any:
 
 def _extreme(function: Callable[..., Any], combine: str) -> Callable[..., Any]:
     def evaluate(x: Any, *, axis: tuple[int, ...], keepdims: bool) -> Any:
-        start = identity(combine, str(x.dtype)).value  # type: ignore[arg-type]
+        start = identity(combine, str(x.dtype)).value
         return function(x, axis=axis, keepdims=keepdims, initial=x.dtype.type(start))
 
     return evaluate
@@ -371,7 +371,7 @@ class _Scan(Op):
                 store = Store(out, at, Scalar(total[0]).cast(out.dtype).value)
                 return seq(store, combine) if exclusive else seq(combine, store)
 
-            start = identity(self.combine, total.dtype)  # type: ignore[arg-type]
+            start = identity(self.combine, total.dtype)
             return Allocate(total, seq(Store(total, zero, start), loops("t", (extent,), step)))
 
         return loops("ijklmn", (*x.shape[:axis], *x.shape[axis + 1 :]), row)

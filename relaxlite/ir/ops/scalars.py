@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal as OneOf
 from typing import TypeAlias
 
 import numpy as np
@@ -183,8 +182,9 @@ def limits(dtype: DType) -> tuple[Number, Number]:
     return int(info.min), int(info.max)
 
 
-def identity(combine: OneOf["add", "mul", "max", "min", "and", "or"], dtype: DType) -> Literal:
-    """The value that a reduction starts from and that an empty reduction yields."""
+def identity(combine: str, dtype: DType) -> Literal:
+    """The neutral element of a combination (program.COMBINE): what a reduction starts from, and an empty one yields."""
     low, high = limits(dtype)
-    start: dict[str, Number] = {"add": 0, "mul": 1, "max": low, "min": high, "and": True, "or": False}
+    ones = -1 if dtype in dtypes.SIGNED else high  # all bits set; true for bool
+    start: dict[str, Number] = {"add": 0, "mul": 1, "max": low, "min": high, "and": ones, "or": 0}
     return literal(start[combine], dtype)
