@@ -9,6 +9,7 @@ from relaxlite.passes.decompose import decompose
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
 from relaxlite.passes.fold_constants import fold_constants
 from relaxlite.passes.fold_shapes import fold_shapes
+from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.legalize import legalize
@@ -43,6 +44,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("simplify_algebra", simplify_algebra, "graph"),
         _pure("fold_constants_again", fold_constants, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
+        Pass("fuse_attention", fuse_attention, "graph"),
         _pure("eliminate_dead", eliminate_dead, "graph"),
         # C
         _pure("legalize", legalize, "lowered"),

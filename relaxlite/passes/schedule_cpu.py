@@ -37,7 +37,7 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
 from relaxlite.passes.schedule import (
@@ -99,7 +99,11 @@ class _Rules:
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)
-        return outermost_parallel(self.inner(self.fused(mark_parallel(stage))))
+        stage = mark_parallel(stage)
+        outer = perfect_nest(stage)
+        if _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
+            return parallel_nest(outer.loops, serial(self.inner(outer.body)))
+        return outermost_parallel(self.inner(self.fused(stage)))
 
     # Generic nests
 
@@ -184,6 +188,12 @@ class _Rules:
             return replace(stmt, body=rewrite(stmt.body))
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
+
+
+def _is_worth_a_task(body: Stmt) -> bool:
+    """Whether one iteration does so much that finding its place among all iterations costs nothing: it has blocks of
+    its own to work on."""
+    return isinstance(body, Allocate) and bool(body.buffer.shape)
 
 
 def _combines_into_one(loop: For) -> bool:

@@ -14,6 +14,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     indexing,
     linalg,
     memory,
+    nn_attention,
     nn_conv,
     nn_conv_transpose,
     nn_norm,

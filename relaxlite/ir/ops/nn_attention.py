@@ -1,0 +1,327 @@
+"""Scaled dot-product attention as one program that never holds the matrix of scores (online softmax).
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867); Dao et al., "FlashAttention"
+(arXiv 2205.14135). Queries are taken in blocks, and for each the keys in blocks:
+
+    S[j, i] = sum over d of k[j, d] * scale*q[i, d] + bias[i, j]    a block of scores, queries side by side
+    new[i] = max(top[i], max over j of S[j, i]);  shrink[i] = exp(top[i] - new[i])
+    P[j, i] = exp(S[j, i] - new[i]);  total[i] = total[i]*shrink[i] + sum over j of P[j, i]
+    O[e, i] = O[e, i]*shrink[i] + sum over j of v[j, e] * P[j, i]
+
+and out[i, e] = O[e, i] / total[i]. Everything is of one vector per row of a block: both products are register tiles of
+single elements of k and v against vectors of queries, and nothing is reduced across lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
+from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
+from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Load, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
+from relaxlite.ir.types import TensorType, Type
+
+BLOCKS = (64, 16)  # queries of a block: keys and values are read once for each; then smaller ones for what is left
+KEYS = 48  # of a block: the scores stay in the first-level cache
+WIDEST = 512  # of q, k and v: their blocks have to stay in the first-level cache
+
+Axes: TypeAlias = tuple[int, ...]
+
+
+def has_blocks(q: Shape, v: Shape) -> bool:
+    """Whether queries and values of these (transposed) shapes are of constant width, small enough for blocks."""
+    return all((as_int(width) or WIDEST + 1) <= WIDEST for width in (q[-1], v[-1]))
+
+
+@register
+class Attention(Op):
+    """softmax(scale * q @ k^T + bias) @ v over the last two axes: q (..., m, d), k (..., n, d), v (..., n, e).
+
+    The operands are transposed by q_axes, k_axes and v_axes first, the result (..., m, e) by out_axes (as `transpose`
+    does; None: not at all), which costs nothing. The leading dimensions broadcast, and so does bias to (..., m, n).
+    Without keys (n = 0) the result is 0. Half-precision floats are computed in float32.
+    """
+
+    name = "attention"
+    operands = ("q", "k", "v", "bias?")
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
+        "v_axes": Attr("ints", None), "out_axes": Attr("ints", None),
+    }  # fmt: skip
+
+    def infer(self, q: Expr, k: Expr, v: Expr, bias: Expr | None = None, **attrs: Any) -> Type:
+        types = [self.tensor(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+        if len({t.dtype for t in types}) > 1 or not dtypes.is_float(types[0].dtype):
+            self.fail(f"q, k and v must have one float dtype, got {', '.join(t.dtype for t in types)}")
+        if len({len(t.shape or ()) for t in types}) > 1 or len(types[0].shape or ()) < 2:
+            self.fail(f"q, k and v must have one rank of at least 2, got {', '.join(map(str, types))}")
+        qs, ks, vs = self._views([t.shape or () for t in types], attrs)
+        if PROVER.can_prove_ne(qs[-1], ks[-1]) or PROVER.can_prove_ne(ks[-2], vs[-2]):
+            shapes = ", ".join(map(format_shape, (qs, ks, vs)))
+            self.fail(f"q, k and v must be (..., m, d), (..., n, d) and (..., n, e) once transposed, got {shapes}")
+        batch = broadcast_shapes(broadcast_shapes(qs[:-2], ks[:-2]), vs[:-2])
+        if bias is not None:
+            found, scores = self.tensor(bias, "bias"), (*batch, qs[-2], ks[-2])
+            if found.dtype != types[0].dtype or len(found.shape or ()) > len(scores):
+                self.fail(f"bias must broadcast to the scores {format_shape(scores)} of {types[0].dtype}, got {found}")
+            for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
+                if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
+                    self.fail(f"bias {found} is not known to broadcast to the scores {format_shape(scores)}")
+        out = (*batch, qs[-2], vs[-1])
+        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), types[0].dtype)
+
+    def _views(self, shapes: list[Shape], attrs: Mapping[str, Any]) -> list[Shape]:
+        """The shapes of the transposed q, k and v."""
+        rank = len(shapes[0])
+        for name in ("q_axes", "k_axes", "v_axes", "out_axes"):
+            if sorted(_order(attrs[name], rank)) != list(range(rank)):
+                self.fail(f"{name} {attrs[name]} is no permutation of the {rank} dimensions")
+        orders = [_order(attrs[name], rank) for name in ("q_axes", "k_axes", "v_axes")]
+        return [tuple(shape[a] for a in order) for shape, order in zip(shapes, orders, strict=True)]
+
+    def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
+        shapes = [self.tensor(x).shape or () for x in call.args[:3]]
+        qs, _, vs = self._views(shapes, call.attrs)
+        if has_blocks(qs, vs):
+            return None
+        rank, wide = len(qs), accumulator(self.tensor(call.args[0]).dtype)
+
+        def operand(k: int, axes: str) -> Expr:
+            turned = emit_op(bb, "transpose", call.args[k], axes=_order(call.attrs[axes], rank))  # type: ignore[arg-type]
+            return emit_op(bb, "cast", turned, dtype=wide)
+
+        keys = emit_op(bb, "transpose", operand(1, "k_axes"), axes=(*range(rank - 2), rank - 1, rank - 2))
+        scores = emit_op(bb, "matmul", operand(0, "q_axes"), keys)
+        scores = emit_op(bb, "multiply", scores, np.asarray(call.attrs["scale"], dtypes.to_numpy(wide)))
+        if len(call.args) > 3:
+            scores = emit_op(bb, "add", scores, emit_op(bb, "cast", call.args[3], dtype=wide))
+        made = emit_op(bb, "matmul", emit_op(bb, "softmax", scores, axis=-1), operand(2, "v_axes"))
+        turned = emit_op(bb, "transpose", made, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
+        return get_op("cast")(turned, dtype=self.tensor(call.args[0]).dtype)
+
+    def lower(
+        self, q: Buffer, k: Buffer, v: Buffer, bias: Buffer | None = None, *, out: Buffer, scale: float, **axes: Any
+    ) -> Stmt:
+        rank = len(q.shape)
+        views = (
+            _View(q, _order(axes["q_axes"], rank)),
+            _View(k, _order(axes["k_axes"], rank)),
+            _View(v, _order(axes["v_axes"], rank)),
+        )
+        back = _order(axes["out_axes"], rank)
+        result = _View(out, tuple(back.index(a) for a in range(rank)))
+        batch = result.shape[:-2]
+        checks = equality_checks(
+            "attention: the shapes of q, k, v and the result differ",
+            *((a, b) for view in views for a, b in zip(view.shape[:-2], batch, strict=True) if as_int(a) != 1),
+            (views[0].shape[-1], views[1].shape[-1]),
+            (views[1].shape[-2], views[2].shape[-2]),
+        )
+        parts = _Parts(*views, result, bias, scale, accumulator(out.dtype))
+        stages: list[Stmt] = []
+        start, left = sym(0), parts.rows
+        for size in BLOCKS:
+            count = left // size if size != BLOCKS[-1] else (left + size - 1) // size
+            if as_int(count) != 0:
+                stages.append(_over_blocks(parts, batch, start, count, size))
+            start, left = start + left // size * size, left % size
+        return seq(*checks, *stages)
+
+    def reference(self, q: Any, k: Any, v: Any, bias: Any = None, *, scale: float, **axes: Any) -> Any:
+        views = [np.transpose(x, _order(axes[f"{n}_axes"], x.ndim)) for n, x in (("q", q), ("k", k), ("v", v))]
+        qs, ks, vs = map(in_accumulator, views)
+        scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(scale)
+        if bias is not None:
+            scores = scores + in_accumulator(bias)
+        weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-np.inf))
+        made = np.matmul(weights / np.sum(weights, axis=-1, keepdims=True), vs)
+        return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(q.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("m", 5), ("n", 5), ("n", 3)), {"scale": 0.3})
+        heads = {"q_axes": (0, 2, 1, 3), "k_axes": (0, 2, 1, 3), "v_axes": (0, 2, 1, 3), "out_axes": (0, 2, 1, 3)}
+        shapes = (("b", "n", 2, 32), ("b", "n", 2, 32), ("b", "n", 2, 32), ("b", 1, 1, "n"))
+        yield Sample(shapes, {"scale": 0.2, **heads})
+        yield Sample((("b", "m", 8), ("b", 8, "n"), (1, "n", 20), ("m", "n")), {"k_axes": (0, 2, 1)})
+        yield Sample((("m", "d"), ("n", "d"), ("n", "e")))
+        yield Sample((("m", 16), ("n", 16), ("n", 16)), dtypes=("float16",) * 3, tolerance=5e-3)
+
+
+def _order(axes: Axes | None, rank: int) -> Axes:
+    """A permutation, spelled out."""
+    return tuple(range(rank)) if axes is None else tuple(a % rank for a in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A buffer seen through a permutation: dimension p of the view is dimension axes[p] of the buffer."""
+
+    buffer: Buffer
+    axes: Axes
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.buffer.shape[a] for a in self.axes)
+
+    def at(self, *indices: SymExpr) -> Shape:
+        """Where the buffer holds an element of the view; dimensions of one are not moved along."""
+        moved = [sym(0) if as_int(dim) == 1 else i for dim, i in zip(self.shape, indices, strict=True)]
+        return tuple(moved[self.axes.index(d)] for d in range(len(moved)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    q: _View
+    k: _View
+    v: _View
+    out: _View
+    bias: Buffer | None
+    scale: float
+    dtype: str  # of all that is computed
+
+    @property
+    def rows(self) -> SymExpr:
+        return self.q.shape[-2]
+
+
+def _over_blocks(parts: _Parts, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> Stmt:
+    """In every matrix, `count` blocks of `size` queries from `start` on; the smallest may be partly empty."""
+    partly = size == BLOCKS[-1]
+
+    def block(*at: SymVar) -> Stmt:
+        first = start + at[-1] * size
+        queries = smin(sym(size), parts.rows - first) if partly else sym(size)
+        return _Block(parts, at[:-1], first, queries, size).stmt()
+
+    return loops("bhgfe", (*batch, count), block)
+
+
+class _Block:
+    """The statements for `count` queries from `start` on, of the matrices at `batch`; there is room for `size`."""
+
+    def __init__(self, parts: _Parts, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> None:
+        self.parts, self.batch, self.start, self.count, self.size = parts, batch, start, count, sym(size)
+        self.keys = parts.k.shape[-2]
+        self.width, self.depth = parts.q.shape[-1], parts.v.shape[-1]
+        self.queries = self._local("queries", self.width)
+        self.scores = self._local("scores", sym(KEYS))
+        self.sums = self._local("sums", self.depth)
+        self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
+
+    def _local(self, name: str, *rows: SymExpr) -> Buffer:
+        return Buffer(name, (*rows, self.size), self.parts.dtype, "local")
+
+    def stmt(self) -> Stmt:
+        lowest = float(np.finfo(dtypes.to_numpy(self.parts.dtype)).min)  # -inf - -inf would be NaN
+        starts = ((self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest))
+        first = [compute(buffer, lambda *_, value=value: literal(value, self.parts.dtype)) for buffer, value in starts]
+        over_keys = loops("j", ((self.keys + KEYS - 1) // KEYS,), lambda j: self._keys(j * KEYS))
+        body = seq(*first, self._take_queries(), over_keys, self._finish())
+        for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total):
+            body = Allocate(buffer, body)
+        return body
+
+    def _take_queries(self) -> Stmt:
+        """queries[d, i] = scale * q[start + i, d]; the block's other columns stay 0."""
+
+        def element(i: SymVar, d: SymVar) -> Stmt:
+            q = self._read(self.parts.q, self.start + i, d)
+            return Store(self.queries, (d, i), (q * self.parts.scale).value)
+
+        return loops("id", (self.count, self.width), element)
+
+    def _read(self, view: _View, row: SymExpr, column: SymExpr) -> Scalar:
+        return Scalar(view.buffer[view.at(*self.batch, row, column)]).cast(self.parts.dtype)
+
+    def _keys(self, start: SymExpr) -> Stmt:
+        """What the keys from `start` on add."""
+        count = smin(sym(KEYS), self.keys - start)
+        scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
+
+        def score(j: SymExpr, i: SymExpr, d: SymExpr) -> Scalar:
+            return self._read(self.parts.k, start + j, d) * Scalar(self.queries[d, i])
+
+        def keep_score(j: SymExpr, i: SymExpr, found: Scalar) -> Stmt:
+            return Store(scores, (j, i), (found + self._bias(i, start + j)).value)
+
+        def raise_top(i: SymExpr, found: Scalar) -> Stmt:
+            old = Scalar(top[(i,)])
+            new = old.maximum(found)
+            return seq(Store(shrink, (i,), (old - new).exp().value), Store(top, (i,), new.value))
+
+        def weight(j: SymExpr, i: SymExpr) -> Stmt:
+            return Store(scores, (j, i), (Scalar(scores[j, i]) - Scalar(top[(i,)])).exp().value)
+
+        def shrunk(old: Value, i: SymExpr, found: Scalar) -> Value:
+            return (Scalar(old) * Scalar(shrink[(i,)]) + found).value
+
+        def value(e: SymExpr, i: SymExpr, j: SymExpr) -> Scalar:
+            return self._read(self.parts.v, start + j, e) * Scalar(scores[j, i])
+
+        return seq(
+            self._fold("add", (count, self.size), self.width, score, keep_score),
+            self._fold("max", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
+            loops("ji", (count, self.size), weight),
+            self._fold(
+                "add", (self.size,), count, lambda i, j: Scalar(scores[j, i]),
+                lambda i, found: Store(total, (i,), shrunk(total[(i,)], i, found)),
+            ),
+            self._fold(
+                "add", (self.depth, self.size), count, value,
+                lambda e, i, found: Store(self.sums, (e, i), shrunk(self.sums[e, i], i, found)),
+            ),
+        )  # fmt: skip
+
+    def _bias(self, i: SymExpr, j: SymExpr) -> Scalar:
+        """The bias of query start + i and key j; columns beyond the last query have none."""
+        bias = self.parts.bias
+        if bias is None:
+            return Scalar(literal(0.0, self.parts.dtype))
+        at = (*self.batch, self.start + i, j)[len(self.batch) + 2 - len(bias.shape) :]
+        where = tuple(sym(0) if as_int(dim) == 1 else index for dim, index in zip(bias.shape, at, strict=True))
+        found = Scalar(bias[where]).cast(self.parts.dtype)
+        if len(bias.shape) < 2 or as_int(bias.shape[-2]) == 1 or self.count is self.size:
+            return found
+        return select(index(i) < self.count, found, 0.0)
+
+    def _fold(
+        self,
+        combine: str,
+        extents: tuple[SymExpr, ...],
+        reduced: SymExpr,
+        value: Callable[..., Scalar],
+        finish: Callable[..., Stmt],
+    ) -> Stmt:
+        """for each element of `extents`: finish(combine over `reduced` of value)."""
+        total = Buffer("acc", (), self.parts.dtype, "local")
+
+        def element(*i: SymVar) -> Stmt:
+            inner = loops("r", (reduced,), lambda r: Store(total, (), value(*i, r).value, combine))
+            start = Store(total, (), identity(combine, total.dtype))
+            return Allocate(total, seq(start, inner, finish(*i, Scalar(Load(total, ())))))
+
+        return loops("sl", extents, element)
+
+    def _finish(self) -> Stmt:
+        """out = sums / total; without keys 0."""
+        some = index(self.keys) > 0
+
+        def scale(i: SymExpr) -> Stmt:
+            return Store(self.total, (i,), select(some, 1.0 / Scalar(self.total[(i,)]), 0.0).value)
+
+        def element(i: SymVar, e: SymVar) -> Stmt:
+            out = self.parts.out
+            value = Scalar(self.sums[e, i]) * Scalar(self.total[(i,)])
+            return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
+
+        return seq(loops("i", (self.size,), scale), loops("ie", (self.count, self.depth), element))
