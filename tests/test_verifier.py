@@ -659,7 +659,7 @@ def test_sizes_are_constant_where_they_must_be() -> None:
 
 
 def test_a_whole_module_passes() -> None:
-    text = '''
+    text = """
 n = symbol("n", lower=1)
 @function
 def main(x: Tensor((n, 4), "float32"), flag: Tensor((), "bool")):
@@ -687,7 +687,7 @@ def copy(a: Buffer((n, 4), "float32"), b: Buffer((n, 4), "float32")):
     for i in parallel(n):
         for j in vectorized(4):
             b[i, j] = a[i, j]
-'''
+"""
     with pytest.raises(VerifyError, match=r"initial value 0: .* against an unknown shape; match it first"):
         verify(parse_module(text))
     match = '    r = symbol("r")\n    u: Tensor((r, 4), "float32") = match_shape(v, (r, 4))\n'
