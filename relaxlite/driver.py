@@ -32,14 +32,18 @@ def compile(
     *,
     passes: Sequence[Pass] | None = None,
     context: PassContext | None = None,
+    precision: str | None = None,
     threads: int | None = None,
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
 
+    `precision="bf16"` rounds the operands of matrix products with constant weights to bfloat16 (8 significant bits) and
+    sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
     Raises InvalidArgumentError for a module without "main" or an unknown target, VerifyError for an illegal module,
     PassError and CodegenError naming the pass or program that failed. `context` receives times and notes.
     """
-    return Executable(build(module, target, passes=passes, context=context), threads=threads)
+    data = build(module, target, passes=passes, context=context, precision=precision)
+    return Executable(data, threads=threads)
 
 
 def build(
@@ -48,12 +52,15 @@ def build(
     *,
     passes: Sequence[Pass] | None = None,
     context: PassContext | None = None,
+    precision: str | None = None,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one."""
     machine = Target.parse(target) if isinstance(target, str) else target
     if not isinstance(module.get(ENTRY), Function):
         raise InvalidArgumentError(f"the module has no function {ENTRY!r}; it defines {', '.join(module) or 'nothing'}")
     context = context or PassContext(machine)
+    if precision is not None:
+        context.precision = precision
     verify(module, "graph")
     lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
     start = time.perf_counter()

@@ -18,9 +18,10 @@ from relaxlite.target import Target
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`) and what they leave behind (`timings` in seconds, `notes` on decisions)."""
+    """What passes may ask (`target`, `precision`) and what they leave behind (`timings` in seconds, `notes`)."""
 
     target: Target
+    precision: str = "float32"  # or one of lower_precision.PRECISIONS
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     timings: list[tuple[str, float]] = field(default_factory=list)

@@ -14,6 +14,7 @@ from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
+from relaxlite.passes.lower_precision import lower_precision
 from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.pack_constants import pack_constants
@@ -43,6 +44,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),
         _pure("fold_constants_again", fold_constants, "graph"),
+        Pass("lower_precision", lower_precision, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("fuse_attention", fuse_attention, "graph"),
         _pure("eliminate_dead", eliminate_dead, "graph"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.op import Op, Sample, get_op, register, shape_value
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_checks, broadcast_index, broadcast_shapes, format_shape
 from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index
 from relaxlite.ir.program import Buffer, Check, Stmt, reduce, seq
@@ -97,24 +97,29 @@ def _lower_product(name: str, a: Buffer, b: Buffer, out: Buffer, value: Callable
 class Matmul(_Product):
     """The matrix product a @ b with NumPy's rules: batch dimensions broadcast, a 1-D operand is a row or a column.
 
-    Half-precision floats are summed in float32 and rounded once; integers wrap.
+    Half-precision floats are summed in float32 and rounded once, to `dtype` if that is given (float32: not at all);
+    integers wrap.
     """
 
     name = "matmul"
     operands = ("a", "b")
+    attrs: ClassVar[Mapping[str, Attr]] = {"dtype": Attr("dtype", None)}
 
-    def infer(self, a: Expr, b: Expr) -> Type:
+    def infer(self, a: Expr, b: Expr, *, dtype: DType | None) -> Type:
         x, y = self.tensor(a, "a"), self.tensor(b, "b")
         if x.dtype != y.dtype or x.dtype == "bool":
             self.fail(f"operands must have one numeric dtype, got {x.dtype} and {y.dtype}; cast one of them")
-        return TensorType.of(self.product_shape(x, y), x.dtype)
+        if dtype not in (None, x.dtype, accumulator(x.dtype)):
+            self.fail(f"the product of {x.dtype} can be {x.dtype} or {accumulator(x.dtype)}, not {dtype}")
+        return TensorType.of(self.product_shape(x, y), dtype or x.dtype)
 
-    def lower(self, a: Buffer, b: Buffer, *, out: Buffer) -> Stmt:
+    def lower(self, a: Buffer, b: Buffer, *, out: Buffer, dtype: DType | None) -> Stmt:
         wide = accumulator(out.dtype)
         return _lower_product(self.name, a, b, out, lambda x, y, *_: x.cast(wide) * y.cast(wide))
 
-    def reference(self, a: Any, b: Any) -> Any:
-        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(a.dtype)
+    def reference(self, a: Any, b: Any, *, dtype: DType | None) -> Any:
+        made = a.dtype if dtype is None else dtypes.to_numpy(dtype)
+        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(made)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", "k"), ("k", "n")))
@@ -124,6 +129,7 @@ class Matmul(_Product):
         yield Sample((("k",), ("k",)))
         yield Sample((("m", "k"), ("k", 4)), dtypes=("float16", "float16"), tolerance=2e-3)
         yield Sample((("m", 3), (3, "n")), dtypes=("bfloat16", "bfloat16"), tolerance=2e-2)
+        yield Sample((("m", 6), (6, "n")), {"dtype": "float32"}, dtypes=("bfloat16", "bfloat16"))
         yield Sample((("m", 3), (3, "n")), dtypes=("int32", "int32"))
 
 

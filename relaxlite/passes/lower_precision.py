@@ -1,0 +1,67 @@
+"""Narrower numbers where the user allows them: `precision="bf16"`.
+
+    matmul(x, w)   =>   matmul(cast(x, bfloat16), w as bfloat16, dtype=float32)      for constant weights w (k, n)
+
+Products of two bfloat16 are exact in float32 and are summed in float32; only the operands are rounded, each to 8
+significant bits (relative error at most 2**-8 each). Everything else stays float32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.ir.expr import Call, Constant, Expr, Function, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, map_functions
+from relaxlite.passes.manager import PassContext
+
+PRECISIONS = ("float32", "bf16")
+NARROW = "bfloat16"
+LEAST_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
+
+
+def lower_precision(module: IRModule, context: PassContext) -> IRModule:
+    """Raises InvalidArgumentError for an unknown precision, or one that the target has no instructions for."""
+    if context.precision not in PRECISIONS:
+        raise InvalidArgumentError(f"precision {context.precision!r} is not one of {', '.join(PRECISIONS)}")
+    if context.precision == "float32":
+        return module
+    if not context.target.has("avx512bf16"):
+        raise InvalidArgumentError(
+            f"precision='bf16' needs a processor with bfloat16 dot products (avx512bf16), which {context.target.cpu} "
+            "has not; compile with precision='float32'"
+        )
+    return map_functions(module, partial(_rewritten, context=context))
+
+
+def _rewritten(function: Function, context: PassContext) -> Function:
+    return _Narrow(context).function(function)
+
+
+class _Narrow(Rewriter):
+    def __init__(self, context: PassContext) -> None:
+        super().__init__()
+        self._context = context
+        self._weights: dict[int, tuple[Constant, Constant]] = {}  # by the array: each is rounded once
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
+            return None
+        x, w = value.args
+        if not isinstance(w, Constant) or not isinstance(x.ty, TensorType) or x.ty.dtype != "float32":
+            return None
+        if isinstance(x, Constant) or w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
+            depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
+            self._context.notes.append(f"{var.name} stays float32: {depth}")
+            return None
+        narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW))
+        return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)
+
+    def _narrow(self, w: Constant) -> Constant:
+        found = self._weights.get(id(w.value))
+        if found is None:
+            found = self._weights[id(w.value)] = (w, Constant.of(w.value, NARROW, w.name))
+        return found[1]
