@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -69,6 +69,7 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
+    LoopKind,
     Select,
     Seq,
     Stmt,
@@ -294,7 +295,7 @@ def test_large_constants_stand_in_a_table() -> None:
     module = IRModule({"main": function(result=Tuple((v, w, v))), "other": function(result=w)})
     text = print_module(module)
     assert text.startswith('constants = [\n    constant((5, 8), "bfloat16", hash="')
-    assert 'return (constants[0], constants[1], constants[0])' in text and "return constants[1]" in text
+    assert "return (constants[0], constants[1], constants[0])" in text and "return constants[1]" in text
     assert module_constants(module) == [v, w]
     again = parse_module(text, [v.value, w])
     assert again["other"].body.result is w  # type: ignore[union-attr]
@@ -311,12 +312,12 @@ def test_attributes_of_every_kind() -> None:
         "axis": -3,
         "axes": (1, -2),
         "scale": float("-inf"),
-        "mode": 'quo"te\'s \\ \n \u2028 é \udc80',
+        "mode": "quo\"te's \\ \n \u2028 é \udc80",
         "loc": True,
         "tree": ((1, ("a",), None), (), -1.5, False),
     }
     text = round_trip_function(function(Let(Var("y", X.ty), any_call(X, attrs=attrs))))
-    assert "axis=-3" in text and "scale=-inf" in text and "tree=((1, (\"a\",), None), (), -1.5, False)" in text
+    assert "axis=-3" in text and "scale=-inf" in text and 'tree=((1, ("a",), None), (), -1.5, False)' in text
     assert 'attrs={"loc": True}' in text
     odd = Attrs({"a.b": 1, "lambda": (), "attrs": float("nan"), "né": "x", "name": "not the name", "ok": 0.1})
     f = replace(function(), attrs=odd)
@@ -457,7 +458,7 @@ def test_an_undefined_symbol_is_declared_where_it_occurs() -> None:
 A, B, C = Buffer.of("a", (N, 16), F32), Buffer.of("b", (16,), "int32"), Buffer.of("c", (), "bool")
 I = SymVar("i")  # noqa: E741
 BARRIER = Barrier()
-KINDS: tuple[Any, ...] = ("serial", "parallel", "vectorized", "unrolled")
+KINDS: tuple[Any, ...] = get_args(LoopKind)
 
 
 def round_trip_stmt(stmt: Stmt, *params: Buffer) -> str:
@@ -854,7 +855,7 @@ def values(draw: st.DrawFn, buffers: tuple[Buffer, ...], symbols: tuple[SymVar, 
 def stmts(draw: st.DrawFn, buffers: tuple[Buffer, ...], symbols: tuple[SymVar, ...], depth: int) -> Stmt:
     kind = draw(st.integers(0, 8 if depth else 2))
     if kind == 0:
-        return Check(draw(values(buffers, symbols, 2)), draw(st.sampled_from(["", "not \"it\"", "\n"])))
+        return Check(draw(values(buffers, symbols, 2)), draw(st.sampled_from(["", 'not "it"', "\n"])))
     if kind <= 2:
         buffer = draw(st.sampled_from(buffers))
         indices = tuple(draw(dims(symbols, 1)) for _ in buffer.shape)

@@ -232,9 +232,7 @@ class Matcher:
         return Match(expr, state.captures, inner, is_removable)
 
 
-def match(
-    pattern: Pattern, expr: Expr, bindings: Mapping[Var, Expr], uses: Counter[Var] | None = None
-) -> Match | None:
+def match(pattern: Pattern, expr: Expr, bindings: Mapping[Var, Expr], uses: Counter[Var] | None = None) -> Match | None:
     """Match once; a `Matcher` also keeps the reason of a failure."""
     return Matcher(bindings, uses).match(pattern, expr)
 

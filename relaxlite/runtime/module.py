@@ -1,9 +1,9 @@
 """What a user holds: a compiled model that is called with arrays.
 
-    exe = load("model.rlx")
-    print(exe.inputs)                     # names, dtypes, symbolic shapes, bounds
-    logits = exe(tokens, mask=mask)       # one array, or a tuple in the model's order
-    named = exe.run({"input.ids": ids})   # by name, also where names are not identifiers
+exe = load("model.rlx")
+print(exe.inputs)                     # names, dtypes, symbolic shapes, bounds
+logits = exe(tokens, mask=mask)       # one array, or a tuple in the model's order
+named = exe.run({"input.ids": ids})   # by name, also where names are not identifiers
 """
 
 from __future__ import annotations

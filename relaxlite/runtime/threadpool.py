@@ -58,6 +58,7 @@ MAX_THREADS = config.MAX_THREADS
 _IDLE_SPIN_US = 200.0  # a worker without work spins this long before it sleeps: waking it costs the caller 25-80 us
 _HELD_SPIN_US = 20_000.0  # the same while a compiled graph runs; bounded, so a forgotten release cannot burn a core
 
+
 def default_wait_kind() -> WaitKind:
     """How threads sleep on this platform; only the two kinds that Linux has, futex and condvar, are measured."""
     if sys.platform == "win32":

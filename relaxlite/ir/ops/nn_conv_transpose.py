@@ -33,9 +33,7 @@ class ConvTranspose(Convolution):
     operands = ("x", "w", "pads")
     attrs: ClassVar[Mapping[str, Attr]] = {**Convolution.attrs, "output_padding": Attr("ints", None)}
 
-    def infer(
-        self, x: Expr, w: Expr, pads: Expr, *, output_padding: Ints | None, groups: int, **window: Any
-    ) -> Type:
+    def infer(self, x: Expr, w: Expr, pads: Expr, *, output_padding: Ints | None, groups: int, **window: Any) -> Type:
         xs, ws, padding = self.shapes(x, w, pads)
         dtype, count = self.common_dtype(x, w), len(xs) - 2
         self.check_channels(xs[1], ws[0], groups, ws[0])

@@ -76,9 +76,7 @@ class GridSample(Op):
             self.fail(f"x and grid must be of float dtypes, got {xt.dtype} and {gt.dtype}")
         return TensorType.of((*xs[:2], *gs[1:-1]), xt.dtype)
 
-    def lower(
-        self, x: Buffer, grid: Buffer, *, out: Buffer, mode: str, padding_mode: str, align_corners: bool
-    ) -> Stmt:
+    def lower(self, x: Buffer, grid: Buffer, *, out: Buffer, mode: str, padding_mode: str, align_corners: bool) -> Stmt:
         count, wide = len(x.shape) - 2, accumulator(x.dtype)
         where = Buffer("where", grid.shape, accumulator(grid.dtype))
         begin, taps = _TAPS[mode]

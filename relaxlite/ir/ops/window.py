@@ -43,9 +43,7 @@ class CosineWindow(Op):
             self.fail(f"needs one size, three coefficients and a float dtype, got {size.ty}, {coefficients}, {dtype}")
         return TensorType.of(dims, dtype)
 
-    def lower(
-        self, size: Shape, *, out: Buffer, coefficients: tuple[float, ...], periodic: bool, dtype: str
-    ) -> Stmt:
+    def lower(self, size: Shape, *, out: Buffer, coefficients: tuple[float, ...], periodic: bool, dtype: str) -> Stmt:
         a0, a1, a2 = coefficients
         period = index(smax(size[0] - (0 if periodic else 1), 1)).cast("float64")
 
@@ -56,9 +54,7 @@ class CosineWindow(Op):
 
         return compute(out, value)
 
-    def reference(
-        self, size: tuple[int, ...], *, coefficients: tuple[float, ...], periodic: bool, dtype: str
-    ) -> Any:
+    def reference(self, size: tuple[int, ...], *, coefficients: tuple[float, ...], periodic: bool, dtype: str) -> Any:
         a0, a1, a2 = coefficients
         angle = np.arange(size[0]) * (2 * math.pi) / max(size[0] - (0 if periodic else 1), 1)
         return (a0 - a1 * np.cos(angle) + a2 * np.cos(2 * angle)).astype(dtypes.to_numpy(dtype))
