@@ -29,6 +29,10 @@ class ParseError(RelaxliteError, SyntaxError):
         return str(self.msg)  # which shows the place already
 
 
+class ScheduleError(RelaxliteError, ValueError):
+    """A schedule primitive cannot be applied; names the loop or buffer, the access that forbids it, and one hint."""
+
+
 class PassError(RelaxliteError):
     """A compiler pass failed; names the pass and the piece of IR."""
 

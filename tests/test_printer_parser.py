@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -69,6 +69,7 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
+    LoopKind,
     Select,
     Seq,
     Stmt,
@@ -457,7 +458,7 @@ def test_an_undefined_symbol_is_declared_where_it_occurs() -> None:
 A, B, C = Buffer.of("a", (N, 16), F32), Buffer.of("b", (16,), "int32"), Buffer.of("c", (), "bool")
 I = SymVar("i")  # noqa: E741
 BARRIER = Barrier()
-KINDS: tuple[Any, ...] = ("serial", "parallel", "vectorized", "unrolled")
+KINDS: tuple[Any, ...] = get_args(LoopKind)
 
 
 def round_trip_stmt(stmt: Stmt, *params: Buffer) -> str:

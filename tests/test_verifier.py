@@ -612,7 +612,13 @@ def test_constant_indices_lie_inside() -> None:
 
 def test_dtypes_agree() -> None:
     half, true = Literal(1.0, "float16"), Literal(True, "bool")
-    accepted(store(Cast(Intrinsic("f", (half, true), "int8"), F32)))
+    accepted(store(Cast(Intrinsic("fma", (half, half, half), "float16"), F32)))
+    program_refused("operation", "unknown intrinsic 'f'; known: fma", store(Intrinsic("f", (half, true), F32)))
+    program_refused("dtype", "fma takes 3 operands, got 1", store(Intrinsic("fma", (X0,), F32)))
+    program_refused("dtype", "fma of float32, float32, float16 giving", store(Intrinsic("fma", (X0, X0, half), F32)))
+    byte = Literal(1, "uint8")
+    bad = Intrinsic("dot4_u8s8", (Literal(0, "int32"), *(byte,) * 8), "int32")
+    program_refused("dtype", "it takes int32, uint8, uint8, uint8, uint8, int8", store(Cast(bad, F32)))
     accepted(Seq((Check(OK[0], "m"), Store(OK, (ZERO,), Compare("lt", X0, X0)))), attrs=Attrs({"inplace": True}))
     program_refused("dtype", "a float16 is stored into b, which is float32", store(half))
     program_refused("dtype", "a bool is stored into b, which is float32", store(true))

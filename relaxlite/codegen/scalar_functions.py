@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, type_error
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -177,10 +178,19 @@ def apply_combine(op: str, a: Array, b: Array) -> Array:
 
 
 def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
-    """ "fma"(a, b, c) = a*b + c, with one rounding or two."""
-    if name == "fma" and len(args) == 3:
+    """One of ir/intrinsics.py, whose docstring says what each computes and how it rounds."""
+    args = tuple(np.asarray(a) for a in args)
+    problem = type_error(name, tuple(_dtype_of(a) for a in args), _dtype_of(args[0]) if args else "")
+    if problem is not None:
+        raise TypeError(problem)
+    if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
-    raise TypeError(f"intrinsic {name!r} with {len(args)} operands is not known; there is: fma(a, b, c)")
+    dot = DOT_PRODUCTS[name]
+    total, wide = args[0], dtypes.to_numpy(dot.total)
+    with np.errstate(all="ignore"):
+        for k in reversed(range(dot.length)):
+            total = total + args[1 + k].astype(wide) * args[1 + dot.length + k].astype(wide)
+    return np.asarray(total)
 
 
 def cast(x: Array, dtype: DType) -> Array:

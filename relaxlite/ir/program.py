@@ -18,7 +18,10 @@ from relaxlite.dtypes import DType
 from relaxlite.ir.expr import NO_ATTRS, Attrs
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, sym, syms
 
-LoopKind: TypeAlias = OneOf["serial", "parallel", "vectorized", "unrolled"]
+GpuAxis: TypeAlias = OneOf["block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"]
+LoopKind: TypeAlias = OneOf[
+    "serial", "parallel", "vectorized", "unrolled", "block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"
+]
 Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
 
 UNARY = (
@@ -136,7 +139,8 @@ class IndexValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intrinsic:
-    """A function of several operands that targets may have in hardware: "fma"(a, b, c) = a*b + c."""
+    """A function of several operands that targets may have in hardware, one of ir/intrinsics.py:
+    "fma"(a, b, c) = a*b + c."""
 
     name: str
     args: tuple[Value, ...]
@@ -148,7 +152,8 @@ Value: TypeAlias = "Literal | Load | Unary | Binary | Compare | Select | Cast | 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class For:
-    """for var in range(extent). Iterations of a "parallel" loop are independent; "vectorized" has a constant extent."""
+    """for var in range(extent). Iterations of a "parallel" loop, and of one on a GPU's axis, are independent;
+    "vectorized" has a constant extent."""
 
     var: SymVar
     extent: SymExpr

@@ -10,6 +10,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import VerifyError
+from relaxlite.ir.intrinsics import INTRINSICS, type_error
 from relaxlite.ir.printer import excerpt
 from relaxlite.ir.program import (
     BINARY,
@@ -52,7 +53,7 @@ PROGRAM_RULES = {
     "rank": "an element is named by one index per dimension",
     "bounds": "a constant index lies inside the buffer, unless a condition guards it",
     "dtype": "operands of an operation, and a buffer and what is stored, have one known dtype; conditions are bool",
-    "operation": "only the operations of ir/program.py",
+    "operation": "only the operations of ir/program.py and the intrinsics of ir/intrinsics.py",
     "extent": "a vectorized loop has a constant extent, a local buffer a constant size",
 }
 
@@ -236,6 +237,10 @@ class _ProgramVerifier:
             self._same("select", value.then, value.other)
         elif isinstance(value, IndexValue):
             self._exprs((value.index,))
+        elif isinstance(value, Intrinsic):
+            problem = type_error(value.name, tuple(arg.dtype for arg in value.args), value.dtype)
+            if problem is not None:
+                self._fail("operation" if value.name not in INTRINSICS else "dtype", problem)
         if isinstance(value, Literal | Cast | IndexValue | Intrinsic):
             self._dtype(value.dtype)
 

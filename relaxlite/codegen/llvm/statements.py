@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from relaxlite import dtypes
 from relaxlite.codegen.llvm import memory, scalars
@@ -24,6 +24,7 @@ from relaxlite.ir.program import (
     Buffer,
     Check,
     For,
+    GpuAxis,
     IfThenElse,
     IndexValue,
     LetIndex,
@@ -50,6 +51,11 @@ def _seq(k: Kernel, stmt: Seq) -> None:
 
 
 def _for(k: Kernel, stmt: For) -> None:
+    if stmt.kind in get_args(GpuAxis):
+        raise CodegenError(
+            f"loop {stmt.var} is bound to {stmt.kind}, an axis of a GPU, which a CPU does not have; parallelize it "
+            f"instead"
+        )
     extent = k.ix.resolve(stmt.extent)
     count = as_int(extent)
     if count is not None and (count <= 1 or stmt.kind == "unrolled"):

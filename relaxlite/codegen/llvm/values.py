@@ -12,10 +12,12 @@ from typing import Any
 from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.dots import emit_dot
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, type_error
 from relaxlite.ir.program import Binary, Cast, Compare, IndexValue, Intrinsic, Literal, Load, Select, Unary, Value
 from relaxlite.ir.symbolic import SymExpr, as_int
 
@@ -57,10 +59,13 @@ def _index(k: Kernel, value: IndexValue) -> Val:
 
 
 def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
-    if value.name == "fma" and len(value.args) == 3:
-        a, b, c = (emit_value(k, arg) for arg in value.args)
-        return k.e.fma(a, b, c)
-    raise CodegenError(f"intrinsic {value.name!r} with {len(value.args)} operands is not known; there is: fma(a, b, c)")
+    problem = type_error(value.name, tuple(arg.dtype for arg in value.args), value.dtype)
+    if problem is not None:
+        raise CodegenError(problem)
+    if value.name in DOT_PRODUCTS:
+        return emit_dot(k, value, emit_value)
+    a, b, c = (emit_value(k, arg) for arg in value.args)
+    return k.e.fma(a, b, c)
 
 
 def _compare(k: Kernel, value: Compare) -> Val:

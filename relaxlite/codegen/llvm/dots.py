@@ -1,0 +1,135 @@
+"""Dot products of a few narrow elements per lane (ir/intrinsics.py), as the instruction that the target has for them.
+
+The operands of one lane that lie beside each other in memory, four bytes or two 16-bit floats, are loaded as one 32-bit
+element: a vector of them for an operand that moves with the lanes, one that is broadcast for an operand that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from relaxlite.codegen.llvm import memory
+from relaxlite.codegen.llvm.context import Access, Kernel
+from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const, mangle
+from relaxlite.codegen.llvm.types import convert, from_memory
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, DotProduct
+from relaxlite.ir.program import Intrinsic, Load, Value
+from relaxlite.ir.symbolic import as_int
+from relaxlite.target import Target
+
+_WIDTHS = (512, 256, 128)  # bits of the instructions, widest first
+
+
+def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+    """The accumulator plus the dot product, by the target's instruction or widened, multiplied and added."""
+    e, dot = k.e, DOT_PRODUCTS[value.name]
+    total, *factors = value.args
+    sides = factors[: dot.length], factors[dot.length :]
+    packed = [_packed(k, side) for side in sides]
+    if packed[0] is not None and packed[1] is not None:
+        a, b = packed[0], packed[1]
+        c = emit_value(k, total)
+        width = _instruction_lanes(e.target, value.name, k.lanes)
+        if width and (a.lanes or b.lanes):
+            operands = [e.cast("bitcast", e.splat(c, k.lanes), "i32"), e.splat(a, k.lanes), e.splat(b, k.lanes)]
+            result = e.by_parts(operands, width, lambda *parts: _INSTRUCTIONS[value.name](e, *parts))
+            return e.cast("bitcast", result, c.elem)
+        return _portable(e, dot, c, _elements(e, a, dot.a, dot), _elements(e, b, dot.b, dot))
+    c = emit_value(k, total)
+    a_parts, b_parts = ([emit_value(k, x) for x in side] for side in sides)
+    return _portable(
+        e,
+        dot,
+        c,
+        [convert(e, x, dot.a, dot.total) for x in a_parts],
+        [convert(e, x, dot.b, dot.total) for x in b_parts],
+    )
+
+
+def _packed(k: Kernel, side: Sequence[Value]) -> Val | None:
+    """The elements of one operand as one i32 per lane, if they lie beside each other."""
+    found = [memory.classify(k, x.buffer, x.indices) for x in side if isinstance(x, Load)]
+    if len(found) != len(side) or any(access.buffer is not found[0].buffer for access in found):
+        return None
+    first = found[0]
+    if any(as_int(access.offset - first.offset) != n for n, access in enumerate(found)):
+        return None
+    if first.kind == "uniform" and (k.mask is None or k.some_active):
+        return _load_uniform(k, first)
+    stride = None if first.stride is None else as_int(first.stride)
+    if first.kind == "strided" and stride == len(side):
+        return _load_lanes(k, first)
+    return None
+
+
+def _load_uniform(k: Kernel, access: Access) -> Val:
+    key = (access.buffer, access.offset, 0, "dot")
+    if key not in k.loads:
+        pointer = k.ix.pointer(access.buffer, access.base)
+        k.loads[key] = k.e.op(f"load i32, {pointer}, align {access.align}", "i32", 0, access.buffer.name)
+    return k.loads[key]
+
+
+def _load_lanes(k: Kernel, access: Access) -> Val:
+    e, lanes = k.e, k.lanes
+    key = (access.buffer, access.offset, lanes, "dot" + (k.mask.text if k.mask is not None else ""))
+    if key in k.loads:
+        return k.loads[key]
+    pointer = k.ix.pointer(access.buffer, access.base)
+    if k.mask is None:
+        found = e.op(f"load <{lanes} x i32>, {pointer}, align {access.align}", "i32", lanes, access.buffer.name)
+    else:
+        arguments = [pointer, int_const(access.align, "i32"), k.mask, e.splat(int_const(0, "i32"), lanes)]
+        found = e.call(f"llvm.masked.load.{mangle('i32', lanes)}.p0", arguments, "i32", lanes, access.buffer.name)
+    k.loads[key] = found
+    return found
+
+
+def _elements(e: Emitter, packed: Val, dtype: str, dot: DotProduct) -> list[Val]:
+    """The parts of 32-bit elements, first byte first, each in the accumulator's type."""
+    bits = 32 // dot.length
+    parts = []
+    for n in range(dot.length):
+        shifted = e.binary("lshr", packed, int_const(bits * n, "i32")) if n else packed
+        raw = e.cast("trunc", shifted, f"i{bits}")
+        parts.append(convert(e, from_memory(e, raw, dtype), dtype, dot.total))
+    return parts
+
+
+def _portable(e: Emitter, dot: DotProduct, total: Val, a: Sequence[Val], b: Sequence[Val]) -> Val:
+    """The last pair first, as the reference does."""
+    for x, y in reversed(list(zip(a, b, strict=True))):
+        is_float = dot.total == "float32"
+        total = e.fma(x, y, total) if is_float else e.binary("add", total, e.binary("mul", x, y))
+    return total
+
+
+def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
+    """How many 32-bit lanes the target's instruction takes, of the widest that divides `lanes`; 0: it has none."""
+    if not target.is_x86 or not lanes:
+        return 0
+    if name == "dot2_bf16":
+        has, has_narrow = target.has("avx512bf16"), target.has("avx512vl")
+    else:
+        has = target.has("avx512vnni") or target.has("avxvnni")
+        has_narrow = target.has("avx512vl") or target.has("avxvnni")
+    for bits in _WIDTHS:
+        fits = lanes % (bits // 32) == 0 and bits <= target.vector_bits
+        if has and fits and (has_narrow or bits == 512):
+            return bits // 32
+    return 0
+
+
+def _vpdpbusd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
+    bytes_of = [e.op(f"bitcast {x} to <{4 * x.lanes} x i8>", "i8", 4 * x.lanes) for x in (a, b)]
+    return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * c.lanes}", [c, *bytes_of], "i32", c.lanes, "dot")
+
+
+def _vdpbf16ps(e: Emitter, c: Val, a: Val, b: Val) -> Val:
+    pairs = [e.op(f"bitcast {x} to <{2 * x.lanes} x bfloat>", "bfloat", 2 * x.lanes) for x in (a, b)]
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * c.lanes}"
+    sums = e.call(name, [e.cast("bitcast", c, "float"), *pairs], "float", c.lanes, "dot")
+    return e.cast("bitcast", sums, "i32")
+
+
+_INSTRUCTIONS: dict[str, Callable[..., Val]] = {"dot4_u8s8": _vpdpbusd, "dot2_bf16": _vdpbf16ps}

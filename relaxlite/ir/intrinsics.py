@@ -1,0 +1,69 @@
+"""The intrinsics: functions of several scalar operands that processors have in hardware, for one vector lane each.
+
+    fma(a, b, c) = a*b + c                                                  floats; one rounding or two
+    dot4_u8s8(c, a0..a3, b0..b3) = c + a0*b0 + a1*b1 + a2*b2 + a3*b3        int32 of uint8 and int8; wraps, exact
+    dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
+
+dot2_bf16 adds a1*b1 and then a0*b0, each product exact and each of the two sums rounded to float32, to nearest even.
+vdpbf16ps does just this (found on Zen 4), but takes numbers below 2**-126, operands and sums, as zeros of their sign,
+whatever the mode of the thread; a product beyond the range of float32 is infinite in one and may cancel in the other.
+The code generator uses the hardware's instruction where the target has it and the operands of one lane lie beside each
+other in memory; elsewhere it widens, multiplies and adds, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relaxlite import dtypes
+from relaxlite.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class IntrinsicType:
+    """dtypes of the operands and the result; None: any float, the same for all."""
+
+    args: tuple[DType | None, ...]
+    result: DType | None
+
+
+@dataclass(frozen=True, slots=True)
+class DotProduct:
+    """A dot product of `length` elements of a and b, added to an accumulator."""
+
+    length: int
+    a: DType
+    b: DType
+    total: DType
+
+
+DOT_PRODUCTS: Mapping[str, DotProduct] = {
+    "dot4_u8s8": DotProduct(4, "uint8", "int8", "int32"),
+    "dot2_bf16": DotProduct(2, "bfloat16", "bfloat16", "float32"),
+}
+
+INTRINSICS: Mapping[str, IntrinsicType] = {
+    "fma": IntrinsicType((None, None, None), None),
+    **{
+        name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
+        for name, dot in DOT_PRODUCTS.items()
+    },
+}
+
+
+def type_error(name: str, args: tuple[DType, ...], result: DType) -> str | None:
+    """What is wrong with an intrinsic of these dtypes; None: nothing."""
+    known = INTRINSICS.get(name)
+    if known is None:
+        return f"unknown intrinsic {name!r}; known: {', '.join(INTRINSICS)}"
+    if len(args) != len(known.args):
+        return f"{name} takes {len(known.args)} operands, got {len(args)}"
+    if known.result is None:
+        if not dtypes.is_float(result) or set(args) != {result}:
+            return f"{name} of {', '.join(args)} giving {result}; it takes and gives one float dtype"
+        return None
+    if args != known.args or result != known.result:
+        wanted = ", ".join(map(str, known.args))
+        return f"{name} of {', '.join(args)} giving {result}; it takes {wanted} and gives {known.result}"
+    return None
