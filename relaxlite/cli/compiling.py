@@ -18,7 +18,7 @@ from relaxlite.target import Target
 
 
 def make_context(args: argparse.Namespace) -> PassContext:
-    return PassContext(Target.parse(args.target or "llvm"))
+    return PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", "float32"))
 
 
 def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:

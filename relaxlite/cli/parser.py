@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from relaxlite.version import __version__
 
 Number = int | float
+PRECISIONS = ("float32", "bf16")  # those of passes/lower_precision.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
@@ -210,6 +211,9 @@ def _add_import_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--bound", action=Named, parse=_bound, metavar="SYMBOL=1..512", help="what sizes a symbol may have"
+    )
+    group.add_argument(
+        "--precision", choices=PRECISIONS, default=PRECISIONS[0], help="bf16: round operands of large products (faster)"
     )
     _add_target(group)
 

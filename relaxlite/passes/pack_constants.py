@@ -5,13 +5,16 @@ P[n / width, k, width] (zeros fill up the last panel) the kernel streams through
 
     B[k, j]   =>   P[j // width, k, j % width]
 
-A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`).
+Rows that a dot product takes several at a time lie beside each other: P[j // width, k // group, j % width, k % group].
+
+A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
+width; attribute `groups`: input, group).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +22,7 @@ from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Let, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Buffer, Compare, IndexValue, Literal, Load, Select, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
-from relaxlite.ir.symbolic import as_int, ceildiv, sym
+from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, bodies
 
 
@@ -40,11 +43,45 @@ def pack_constants(module: IRModule) -> IRModule:
     return module.updated(definitions)
 
 
-def _panels(program: TensorProgram) -> dict[int, int]:
-    """Input -> panel width."""
-    panels = program.attrs.get("panels", ())
-    assert isinstance(panels, tuple)
-    return dict(panels)  # type: ignore[arg-type]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """B[..., k, n] as P[n / width, ..., k / group, width, group]; without the last dimension for groups of 1."""
+
+    width: int
+    group: int = 1
+
+    def shape(self, old: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
+        panels, inner = ceildiv(old[-1], self.width), sym(self.width)
+        if self.group == 1:
+            return (panels, *old[:-1], inner)
+        return (panels, *old[:-2], old[-2] // self.group, inner, sym(self.group))
+
+    def indices(self, old: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
+        *outer, column = old
+        panel, inner = column // self.width, column % self.width
+        if self.group == 1:
+            return (panel, *outer, inner)
+        return (panel, *outer[:-1], outer[-1] // self.group, inner, outer[-1] % self.group)
+
+    def packed(self, value: np.ndarray) -> np.ndarray:
+        columns = value.shape[-1]
+        panels = -(-columns // self.width)
+        padded = np.zeros((*value.shape[:-1], panels * self.width), value.dtype)
+        padded[..., :columns] = value
+        if self.group == 1:
+            return np.moveaxis(padded.reshape(*value.shape[:-1], panels, self.width), -2, 0)
+        rows = value.shape[-2] // self.group
+        split = padded.reshape(*value.shape[:-2], rows, self.group, panels, self.width)
+        return np.moveaxis(np.moveaxis(split, -2, 0), -2, -1)
+
+
+def _panels(program: TensorProgram) -> dict[int, _Layout]:
+    """Input -> layout."""
+    widths, groups = program.attrs.get("panels", ()), program.attrs.get("groups", ())
+    assert isinstance(widths, tuple) and isinstance(groups, tuple)
+    width_of: dict[int, int] = dict(widths)  # type: ignore[arg-type]
+    group_of: dict[int, int] = dict(groups)  # type: ignore[arg-type]
+    return {k: _Layout(width, group_of.get(k, 1)) for k, width in width_of.items()}
 
 
 def _calls(module: IRModule) -> list[Call]:
@@ -53,20 +90,19 @@ def _calls(module: IRModule) -> list[Call]:
     return [v for v in values if isinstance(v, Call) and isinstance(v.callee, GlobalVar)]
 
 
-def _pack_program(program: TensorProgram, panels: Mapping[int, int]) -> TensorProgram:
-    attrs = Attrs({name: value for name, value in program.attrs.items() if name != "panels"})
-    packed: dict[Buffer, tuple[Buffer, int]] = {}
-    for k, width in panels.items():
+def _pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
+    attrs = Attrs({name: value for name, value in program.attrs.items() if name not in ("panels", "groups")})
+    packed: dict[Buffer, tuple[Buffer, _Layout]] = {}
+    for k, layout in panels.items():
         old = program.params[k]
-        shape = (ceildiv(old.shape[-1], width), *old.shape[:-1], sym(width))
-        packed[old] = (replace(old, name=f"{old.name}_packed", shape=shape), width)
+        packed[old] = (replace(old, name=f"{old.name}_packed", shape=layout.shape(old.shape)), layout)
     params = tuple(packed[b][0] if b in packed else b for b in program.params)
     body = _PackLoads(packed).stmt(program.body)
     return replace(program, params=params, body=body, attrs=attrs)
 
 
 class _PackLoads(ProgramRewriter):
-    def __init__(self, packed: Mapping[Buffer, tuple[Buffer, int]]) -> None:
+    def __init__(self, packed: Mapping[Buffer, tuple[Buffer, _Layout]]) -> None:
         super().__init__()
         self._packed = packed
 
@@ -75,9 +111,8 @@ class _PackLoads(ProgramRewriter):
             return self.value(value.then)  # what the panel holds beyond the last column is the zero of `other`
         if not isinstance(value, Load) or value.buffer not in self._packed:
             return super()._value(value)
-        buffer, width = self._packed[value.buffer]
-        *outer, column = value.indices
-        return Load(buffer, (column // width, *outer, column % width))
+        buffer, layout = self._packed[value.buffer]
+        return Load(buffer, layout.indices(value.indices))
 
     def _is_guarded(self, value: Select) -> bool:
         """b[..., j] if j < columns else 0"""
@@ -100,27 +135,20 @@ class _Packer:
     """Packs each constant once."""
 
     def __init__(self) -> None:
-        self._done: dict[tuple[int, int], tuple[Constant, Constant]] = {}
+        self._done: dict[tuple[int, _Layout], tuple[Constant, Constant]] = {}
 
-    def pack(self, constant: Constant, width: int) -> Constant:
-        key = (id(constant.value), width)
+    def pack(self, constant: Constant, layout: _Layout) -> Constant:
+        key = (id(constant.value), layout)
         if key not in self._done:
-            self._done[key] = (constant, _packed(constant, width))  # keeps the source alive, and so its id its own
+            self._done[key] = (
+                constant,
+                Constant.of(layout.packed(constant.value), name=constant.name),
+            )  # keeps the source alive, and so its id its own
         return self._done[key][1]
 
 
-def _packed(constant: Constant, width: int) -> Constant:
-    value = constant.value
-    columns = value.shape[-1]
-    panels = -(-columns // width)
-    padded = np.zeros((*value.shape[:-1], panels * width), value.dtype)
-    padded[..., :columns] = value
-    split = padded.reshape(*value.shape[:-1], panels, width)
-    return Constant.of(np.moveaxis(split, -2, 0), name=constant.name)
-
-
 class _PackCalls(Rewriter):
-    def __init__(self, wanted: Mapping[str, Mapping[int, int]], packer: _Packer) -> None:
+    def __init__(self, wanted: Mapping[str, Mapping[int, _Layout]], packer: _Packer) -> None:
         super().__init__()
         self._wanted, self._packer = wanted, packer
 
@@ -131,8 +159,8 @@ class _PackCalls(Rewriter):
         if not panels:
             return None
         args = list(value.args)
-        for k, width in panels.items():
+        for k, layout in panels.items():
             constant = args[k]
             assert isinstance(constant, Constant) and as_int(constant.ty.shape[-1] if constant.ty.shape else 0)
-            args[k] = self._packer.pack(constant, width)
+            args[k] = self._packer.pack(constant, layout)
         return replace(value, args=tuple(args))

@@ -50,7 +50,8 @@ from relaxlite.passes.schedule import (
     split_reduction,
     when_positive,
 )
-from relaxlite.passes.schedule_reduction import Block, panel_widths, reduction_block, tiled
+from relaxlite.passes.schedule_dots import dot_products
+from relaxlite.passes.schedule_reduction import Block, panel_width, panel_widths, reduction_block, tiled
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
@@ -66,10 +67,12 @@ def schedule_program(program: TensorProgram, target: Target) -> TensorProgram:
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
-    rules = _Rules(program, target, {})
+    rules = _Rules(program, target, {}, {})
     body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
-    attrs = Attrs({**program.attrs, "panels": panels}) if panels else program.attrs
+    groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
+    packing = {name: value for name, value in (("panels", panels), ("groups", groups)) if value}
+    attrs = Attrs({**program.attrs, **packing}) if packing else program.attrs
     return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
 
 
@@ -78,6 +81,7 @@ class _Rules:
     program: TensorProgram
     target: Target
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
+    groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
 
     def lanes(self, stmt: Stmt) -> int:
         """Vector lanes for the widest element that the statement computes with."""
@@ -161,9 +165,13 @@ class _Rules:
         block = block.fused()
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
+            dots = dot_products(block, column, self.target) if packs else None
             if packs:
                 self.panels.update(panel_widths(block, column, lanes, registers))
-            return tiled(block, column, lanes, registers)
+            if dots is not None:
+                self.panels[dots.operand] = panel_width(block, column, lanes, registers)
+                self.groups[dots.operand] = dots.group
+            return tiled(block, column, lanes, registers, None if dots is None else dots.body)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         return parallel_nest(block.spatial, body)
 

@@ -28,11 +28,12 @@ ENOUGH_PARALLEL = 8  # row blocks that are worth sharing out on their own
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
-def tiled(block: Block, column: For, lanes: int, registers: int = 32) -> Stmt:
-    """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles."""
+def tiled(block: Block, column: For, lanes: int, registers: int = 32, body: Allocate | None = None) -> Stmt:
+    """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
+    the block's, where that does not add term by term any more."""
     row = block.row_loop(column)
     vectors = _vectors(row, column, lanes, registers)
-    tile = Tile(block.body, row, column, lanes, 1 if row is None else _rows(row, vectors, registers))
+    tile = Tile(body or block.body, row, column, lanes, 1 if row is None else _rows(row, vectors, registers))
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -40,10 +41,15 @@ def tiled(block: Block, column: For, lanes: int, registers: int = 32) -> Stmt:
         _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0))),
         _counter("row" if row is None else f"{row.var.name}o", tile.rows.count),
     )
-    body = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
+    tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     many_rows = row is not None and (as_int(row.extent) or 0) // tile.most_rows >= ENOUGH_PARALLEL
-    return grid([*others, down, across] if many_rows else [*others, across, down], body)
+    return grid([*others, down, across] if many_rows else [*others, across, down], tiles)
+
+
+def panel_width(block: Block, column: For, lanes: int, registers: int = 32) -> int:
+    """How many columns a tile has."""
+    return _vectors(block.row_loop(column), column, lanes, registers) * lanes
 
 
 def panel_widths(block: Block, column: For, lanes: int, registers: int = 32) -> dict[Buffer, int]:
@@ -51,7 +57,7 @@ def panel_widths(block: Block, column: For, lanes: int, registers: int = 32) -> 
 
     Packed into panels of that width (pack_constants.py) they are read from one end to the other.
     """
-    width = _vectors(block.row_loop(column), column, lanes, registers) * lanes
+    width = panel_width(block, column, lanes, registers)
     if (as_int(column.extent) or 0) <= width:
         return {}
     found: dict[Buffer, int] = {}

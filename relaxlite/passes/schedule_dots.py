@@ -1,0 +1,72 @@
+"""Reductions of narrow numbers by the target's dot products: several terms of a sum in one instruction.
+
+    for k in n: e += float32(a[i, k]) * float32(b[k, j])
+        =>  for ko in n/2: e = dot2_bf16(e, a[i, 2*ko], a[i, 2*ko + 1], b[2*ko, j], b[2*ko + 1, j])
+
+The terms of `a` lie beside each other in memory; those of `b`, a constant, are laid so (pack_constants.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from relaxlite.ir.intrinsics import DOT_PRODUCTS
+from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
+from relaxlite.ir.symbolic import as_int
+from relaxlite.passes.access import stride
+from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.schedule import split
+from relaxlite.passes.schedule_reduction import Block
+from relaxlite.passes.scheduling.tensorize import tensorize
+from relaxlite.target import Target
+
+_FEATURES = {"dot2_bf16": "avx512bf16"}  # of x86 processors
+
+
+@dataclass(frozen=True, slots=True)
+class Dots:
+    body: Allocate  # the block's, with the dot product
+    operand: Buffer  # that has to be packed in groups
+    group: int
+
+
+def dot_products(block: Block, column: For, target: Target) -> Dots | None:
+    """The block, its innermost reduced loop in steps of a dot product; None: none fits or the target has none."""
+    update, reduced = block.update, perfect_nest(block.stmts[1]).loops
+    value, loop = update.value, reduced[-1]
+    if not isinstance(value, Binary) or value.op != "mul" or update.combine != "add":
+        return None
+    for left, right in ((value.a, value.b), (value.b, value.a)):
+        if not (isinstance(left, Cast) and isinstance(right, Cast)):
+            continue
+        a, b = left.x, right.x
+        if not (isinstance(a, Load) and isinstance(b, Load)):
+            continue
+        is_matrix = len(b.indices) > 1 and b.indices[-1] is column.var and b.indices[-2] is loop.var
+        if not is_matrix or stride(a, loop.var) != 1 or stride(a, column.var) != 0:
+            continue
+        for name, feature in _FEATURES.items():
+            dot = DOT_PRODUCTS[name]
+            length = as_int(loop.extent)
+            kinds = (a.dtype, b.dtype, update.buffer.dtype) == (dot.a, dot.b, dot.total)
+            if kinds and length and length % dot.length == 0 and target.has(feature):
+                return Dots(_tensorized(block, loop, name, dot.length), b.buffer, dot.length)
+    return None
+
+
+def _tensorized(block: Block, loop: For, name: str, length: int) -> Allocate:
+    """The block with `loop` split by the length of the dot product and its inner part made one."""
+
+    def change(stmt: For) -> For:
+        if stmt is not loop:
+            assert isinstance(stmt.body, For)
+            return replace(stmt, body=change(stmt.body))
+        main, _, _, _ = split(stmt, length)
+        assert isinstance(main.body, For)
+        made = tensorize(main, main.body, name)
+        assert isinstance(made, For)
+        return made
+
+    init, reduced, *final = block.stmts
+    assert isinstance(reduced, For)
+    return replace(block.body, body=Seq((init, change(reduced), *final)))
