@@ -17,7 +17,7 @@ import numpy as np
 
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Let, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import Buffer, Load, TensorProgram, Value
+from relaxlite.ir.program import Buffer, Compare, IndexValue, Literal, Load, Select, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, bodies
@@ -71,11 +71,29 @@ class _PackLoads(ProgramRewriter):
         self._packed = packed
 
     def _value(self, value: Value) -> Value:
+        if isinstance(value, Select) and self._is_guarded(value):
+            return self.value(value.then)  # what the panel holds beyond the last column is the zero of `other`
         if not isinstance(value, Load) or value.buffer not in self._packed:
             return super()._value(value)
         buffer, width = self._packed[value.buffer]
         *outer, column = value.indices
         return Load(buffer, (column // width, *outer, column % width))
+
+    def _is_guarded(self, value: Select) -> bool:
+        """b[..., j] if j < columns else 0"""
+        cond, load, other = value.cond, value.then, value.other
+        return (
+            isinstance(load, Load)
+            and load.buffer in self._packed
+            and isinstance(cond, Compare)
+            and cond.op == "lt"
+            and isinstance(cond.a, IndexValue)
+            and isinstance(cond.b, IndexValue)
+            and cond.a.index is load.indices[-1]
+            and cond.b.index is load.buffer.shape[-1]
+            and isinstance(other, Literal)
+            and not other.value
+        )
 
 
 class _Packer:

@@ -157,13 +157,13 @@ class _Rules:
     # Reductions
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-        lanes = self.lanes(block.body)
+        lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         block = block.fused()
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
             if packs:
-                self.panels.update(panel_widths(block, column, lanes))
-            return tiled(block, column, lanes)
+                self.panels.update(panel_widths(block, column, lanes, registers))
+            return tiled(block, column, lanes, registers)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         return parallel_nest(block.spatial, body)
 

@@ -6,8 +6,8 @@ becomes, with j along vectors of 16 lanes (the column) and i down the tile (the 
 
     for jo: for io: { e[6, 4, 16] = 0; for k: e[r, u, l] += a[io*6 + r, k] * b[k, jo*64 + u*16 + l]; out[...] = f(e) }
 
-The tile's loops are unrolled and vectorized, so `e` lives in registers. Rows that are left get lower tiles, columns
-that are left single masked vectors: every shape is exact.
+The tile's loops are unrolled and vectorized, so `e` lives in registers. Here the tile's size and the order of tiles are
+chosen; register_tile.py makes their code. Every shape is exact.
 """
 
 from __future__ import annotations
@@ -15,44 +15,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from relaxlite.ir.program import Allocate, Buffer, For, Seq, Stmt, Store, seq
-from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
+from relaxlite.ir.program_visitor import loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
-from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
-from relaxlite.passes.schedule import distribute, fuse, less, when_positive
+from relaxlite.passes.parallel_loops import writes_apart
+from relaxlite.passes.register_tile import Tile, by_piece, column_pieces, grid
+from relaxlite.passes.schedule import fuse
 
-ACCUMULATORS = 24  # vector registers of a tile, of 32; the rest hold operands
 MOST_ROWS = 8
-ROW_TAILS = (4, 2, 1)  # lower tiles for the rows that are left
-ENOUGH_PARALLEL = 8  # iterations of known loops that are worth sharing out on their own
+ENOUGH_PARALLEL = 8  # row blocks that are worth sharing out on their own
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
-def tiled(block: Block, column: For, lanes: int) -> Stmt:
-    """The block in register tiles, its outer loops and one loop over tiles in parallel."""
+def tiled(block: Block, column: For, lanes: int, registers: int = 32) -> Stmt:
+    """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles."""
     row = block.row_loop(column)
-    vectors = _vectors(row, column, lanes)
-    rows = 1 if row is None else _rows(row, vectors)
-    others = [loop for loop in block.spatial if loop is not column and loop is not row]
-    tile = _Tile(block, row, column, lanes)
-    across, down = _column_pieces(column, lanes, vectors), _row_pieces(row, rows)
-    known = 1
-    for loop in others:
-        known *= as_int(loop.extent) or 1
-    if known >= ENOUGH_PARALLEL:
-        return parallel_nest(others, seq(*(c.loop(seq(*(r.loop(tile(r, c)) for r in down))) for c in across)))
-    if row is not None and (as_int(row.extent) or 0) // rows >= ENOUGH_PARALLEL:
-        return seq(*(r.parallel(others, seq(*(c.loop(tile(r, c)) for c in across))) for r in down))
-    return seq(*(c.parallel(others, seq(*(r.loop(tile(r, c)) for r in down))) for c in across))
+    vectors = _vectors(row, column, lanes, registers)
+    tile = Tile(block.body, row, column, lanes, 1 if row is None else _rows(row, vectors, registers))
+    pieces = column_pieces(column.extent, lanes, vectors)
+    if not pieces:
+        return Seq(())
+    across, down = (
+        _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0))),
+        _counter("row" if row is None else f"{row.var.name}o", tile.rows.count),
+    )
+    body = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
+    others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
+    many_rows = row is not None and (as_int(row.extent) or 0) // tile.most_rows >= ENOUGH_PARALLEL
+    return grid([*others, down, across] if many_rows else [*others, across, down], body)
 
 
-def panel_widths(block: Block, column: For, lanes: int) -> dict[Buffer, int]:
+def panel_widths(block: Block, column: For, lanes: int, registers: int = 32) -> dict[Buffer, int]:
     """Operands that a tile streams through by rows of `width` columns, `width` being the tile's: weights of a matmul.
 
     Packed into panels of that width (pack_constants.py) they are read from one end to the other.
     """
-    width = _vectors(block.row_loop(column), column, lanes) * lanes
+    width = _vectors(block.row_loop(column), column, lanes, registers) * lanes
     if (as_int(column.extent) or 0) <= width:
         return {}
     found: dict[Buffer, int] = {}
@@ -63,96 +62,30 @@ def panel_widths(block: Block, column: For, lanes: int) -> dict[Buffer, int]:
     return found
 
 
-def _vectors(row: For | None, column: For, lanes: int) -> int:
-    """How many vectors wide a tile is: few beside rows that are many and known (channels), else four."""
+def _accumulators(registers: int) -> int:
+    """How many vector registers hold sums; the others hold operands."""
+    return registers * 3 // 4
+
+
+def _vectors(row: For | None, column: For, lanes: int, registers: int) -> int:
+    """How many vectors wide a tile is: few beside rows that are many and known (channels), else as many as leave
+    accumulators for six rows."""
+    most = max(1, _accumulators(registers) // 6)
     width = as_int(column.extent)
-    if width is not None:
-        return max(1, min(4, -(-width // lanes)))
-    return 2 if row is not None and row.extent.is_const else 4
+    if width is None:
+        return min(most, 2) if row is not None and row.extent.is_const else most
+    return max(1, min(most, -(-width // lanes)))
 
 
-def _rows(row: For, vectors: int) -> int:
-    most = max(1, min(MOST_ROWS, ACCUMULATORS // vectors))
+def _rows(row: For, vectors: int, registers: int) -> int:
+    most = max(1, min(MOST_ROWS, _accumulators(registers) // vectors))
     extent = as_int(row.extent)
-    if extent is None:
-        return most
-    divisors = [r for r in range(most, most // 2, -1) if extent % r == 0]
-    return min(divisors[0] if divisors else most, max(extent, 1))
+    return most if extent is None else min(most, max(extent, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A loop over tiles of one size: `count` of them, the first at `start`, each `step` long."""
-
-    var: SymVar
-    count: SymExpr
-    start: SymExpr
-    step: int
-    masked: bool = False
-
-    @property
-    def at(self) -> SymExpr:
-        return self.start + self.var * self.step
-
-    def loop(self, body: Stmt) -> Stmt:
-        return seq(*when_positive(self.count, For(self.var, self.count, body)))
-
-    def parallel(self, others: list[For], body: Stmt) -> Stmt:
-        """The loop over these tiles, run in parallel together with other independent loops round it."""
-        return parallel_nest([*others, For(self.var, self.count, Seq(()))], body)
-
-
-def _column_pieces(column: For, lanes: int, vectors: int) -> list[_Piece]:
-    """Full tiles of several vectors, then single masked vectors."""
-    width, name = vectors * lanes, column.var.name
-    full, rest = column.extent // width, column.extent % width
-    tails = (rest + lanes - 1) // lanes
-    pieces = [
-        _Piece(_counter(f"{name}o", full), full, sym(0), width),
-        _Piece(_counter(f"{name}t", tails), tails, full * width, lanes, masked=True),
-    ]
-    return [p for p in pieces if as_int(p.count) != 0]
-
-
-def _counter(name: str, count: SymExpr) -> SymVar:
+def _counter(name: str, count: SymExpr) -> tuple[SymVar, SymExpr]:
     known = as_int(count)
-    return SymVar(name, upper=None if known is None else max(known - 1, 0))
-
-
-def _row_pieces(row: For | None, most: int) -> list[_Piece]:
-    """Tiles of the greatest height, then lower ones for the rows that are left."""
-    if row is None:
-        return [_Piece(SymVar("row"), sym(1), sym(0), 1)]
-    pieces: list[_Piece] = []
-    start, left = sym(0), row.extent
-    for rows in dict.fromkeys((most, *(t for t in ROW_TAILS if t < most))):
-        pieces.append(_Piece(SymVar(f"{row.var.name}o"), left // rows, start, rows))
-        start, left = start + left // rows * rows, left % rows
-    return [p for p in pieces if as_int(p.count) != 0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Makes the code of one tile."""
-
-    block: Block
-    row: For | None
-    column: For
-    lanes: int
-
-    def __call__(self, down: _Piece, across: _Piece) -> Stmt:
-        vectors = across.step // self.lanes
-        part, lane = SymVar("u", upper=vectors - 1), SymVar("l", upper=self.lanes - 1)
-        inner = [For(part, sym(vectors), Seq(()), "unrolled"), For(lane, sym(self.lanes), Seq(()), "vectorized")]
-        column = across.at + part * self.lanes + lane
-        at: dict[SymVar, SymExpr] = {self.column.var: column}
-        if self.row is not None:
-            row = SymVar("r", upper=down.step - 1)
-            inner.insert(0, For(row, sym(down.step), Seq(()), "unrolled"))
-            at[self.row.var] = down.at + row
-        block = Substitute(at, fresh=True).stmt(self.block.body)
-        assert isinstance(block, Allocate)
-        return distribute(inner, block, less(column, self.column.extent) if across.masked else None)
+    return SymVar(name, upper=None if known is None else max(known - 1, 0)), count
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,13 @@ from relaxlite.ir.program import (
     Check,
     For,
     IfThenElse,
+    IndexValue,
     LetIndex,
     Seq,
     Stmt,
     Store,
 )
-from relaxlite.ir.symbolic import as_int, product
+from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 MAX_LANES = 256
 _MAX_STACK_BYTES = 64 * 1024  # of one local buffer; larger ones come from the heap
@@ -203,8 +204,19 @@ def _masked(k: Kernel, cond: Val, body: Stmt) -> None:
 def _let_index(k: Kernel, stmt: LetIndex) -> None:
     """The variable's own bounds are not believed: a check of the data must not be optimized away by them."""
     k.values.clear()
+    if isinstance(stmt.value, IndexValue) and not k.is_checked:
+        _let_expression(k, stmt, k.ix.resolve(stmt.value.index))
+        return
     value = convert(k.e, emit_value(k, stmt.value), stmt.value.dtype, "int64")
     with k.ix.scope(), k.ix.bound(stmt.var, value, (None, None), is_data=True):
+        emit_statement(k, stmt.body)
+    k.loads = {key: loaded for key, loaded in k.loads.items() if stmt.var not in key[1].free_vars()}
+
+
+def _let_expression(k: Kernel, stmt: LetIndex, expr: SymExpr) -> None:
+    """A name for an expression, which is as good an index as those that it is made of."""
+    is_data = any(k.ix.variables[v].is_data for v in expr.free_vars())
+    with k.ix.scope(), k.ix.bound(stmt.var, k.ix.value(expr), k.ix.bounds(expr), is_data=is_data):
         emit_statement(k, stmt.body)
     k.loads = {key: loaded for key, loaded in k.loads.items() if stmt.var not in key[1].free_vars()}
 

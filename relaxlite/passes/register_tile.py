@@ -1,0 +1,239 @@
+"""The code of register tiles: a grid of tiles, each of rows x vectors of sums, shared out among threads.
+
+    for jo: for io: { e[6, 4, 16] = 0; for k: e[r, u, l] += a[i0 + r, k] * b[k, jo*64 + u*16 + l]; out[...] = f(e) }
+
+**Rows** are split evenly: ceil(m / most) blocks whose heights differ by at most one, a body for each height that can
+occur. 16 rows are 6 + 5 + 5, not 6 + 6 + 4, and no tile is so low that it cannot hide the latency of its sums.
+**Columns** that are left over get a tile of as many vectors as they need, the last of them masked.
+**All tiles form one loop**, so that threads get equal shares, however many panels or blocks there are.
+**An epilogue** of more than a few operations is a loop over the finished tile, which is stored to the stack for it: its
+code exists once, whatever the number of heights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    For,
+    IfThenElse,
+    IndexValue,
+    LetIndex,
+    Load,
+    Seq,
+    Stmt,
+    Store,
+    Value,
+    seq,
+)
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
+from relaxlite.passes.schedule import distribute, less
+
+FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
+
+
+@dataclass(frozen=True, slots=True)
+class RowSplit:
+    """`extent` rows in blocks of at most `most` whose heights differ by at most one."""
+
+    extent: SymExpr
+    most: int
+
+    @property
+    def count(self) -> SymExpr:
+        return ceildiv(self.extent, self.most)
+
+    def start(self, block: SymExpr) -> SymExpr:
+        """The first row of a block: the first `extent % count` blocks are one higher than the others."""
+        return block * (self.extent // self.count) + smin(block, self.extent % self.count)
+
+    def height(self, block: SymExpr) -> SymExpr:
+        return self.start(block + 1) - self.start(block)
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Every height that can occur, greatest first."""
+        lower, upper = Analyzer().bounds(self.extent)
+        regular = self.most * self.most  # from here on, only `most` and `most - 1` occur
+        first, last = max(lower or 0, 1), regular if upper is None else upper
+        found: set[int] = set()
+        for rows in range(min(first, regular), min(last, regular + self.most) + 1):
+            low, more = divmod(rows, -(-rows // self.most))
+            found.update((low, low + 1) if more else (low,))
+        return tuple(sorted(found, reverse=True)) or (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPiece:
+    """`count` tiles of `vectors` vectors from column `start` on; `masked`: their last vector may be a part of one."""
+
+    count: SymExpr
+    start: SymExpr
+    vectors: int
+    masked: bool = False
+
+
+def column_pieces(extent: SymExpr, lanes: int, vectors: int) -> tuple[ColumnPiece, ...]:
+    """Tiles of the full width; then one of as many vectors as are left, or where that is not known single vectors."""
+    width = vectors * lanes
+    full, left = extent // width, as_int(extent % width)
+    pieces = [ColumnPiece(full, sym(0), vectors)]
+    if left is None:
+        pieces.append(ColumnPiece(ceildiv(extent % width, lanes), full * width, 1, masked=True))
+    elif left:
+        pieces.append(ColumnPiece(sym(1), full * width, -(-left // lanes), masked=left % lanes > 0))
+    return tuple(piece for piece in pieces if as_int(piece.count) != 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Makes the code of tiles of a block { element[]; init; reduced loops: combine; epilogue }."""
+
+    block: Allocate
+    row: For | None
+    column: For
+    lanes: int
+    most_rows: int
+
+    @property
+    def rows(self) -> RowSplit:
+        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows)
+
+    @property
+    def _final(self) -> Stmt:
+        """What follows the reduction."""
+        assert isinstance(self.block.body, Seq)
+        return seq(*self.block.body.stmts[2:])
+
+    def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
+        """The tile of column tile `number` of a piece and row block `block`."""
+        first = piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
+        make = self._staged if self._is_long() else self._direct
+        if self.row is None:
+            return make(piece, first, sym(0), sym(1))
+        top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
+        body = LetIndex(height, IndexValue(self.rows.height(block)), make(piece, first, top, height))
+        return LetIndex(top, IndexValue(self.rows.start(block)), body)
+
+    def _is_long(self) -> bool:
+        """Whether the epilogue is more than a few operations."""
+        work = sum(not isinstance(v, Load | IndexValue) for v in all_values(self._final))
+        return work > FEW_OPERATIONS
+
+    def _direct(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
+        def body(rows: int) -> Stmt:
+            loops, at = self._loops(piece, rows, first, top)
+            guard = self._guard(at) if piece.masked else None
+            return distribute(loops, self._at(at), guard)
+
+        return self._by_height(height, body)
+
+    def _staged(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
+        """The sums in registers, stored to a tile on the stack; then the epilogue in a loop over its vectors."""
+        width = piece.vectors * self.lanes
+        tile = Buffer(
+            f"{self.block.buffer.name}_tile", (sym(self.most_rows), sym(width)), self.block.buffer.dtype, "local"
+        )
+
+        def body(rows: int) -> Stmt:
+            loops, at = self._loops(piece, rows, first, top)
+            block = self._at(at)
+            assert isinstance(block.body, Seq)
+            sums = replace(block, body=Seq(block.body.stmts[:2]))
+            made = distribute(loops, sums, self._guard(at) if piece.masked else None)
+            row, part, lane = (loop.var for loop in loops)
+            copy = Store(tile, (row, part * self.lanes + lane), Load(made.buffer, (row, part, lane)))
+            return replace(made, body=seq(made.body, Substitute(fresh=True).stmt(_nested(loops, copy))))
+
+        return Allocate(tile, seq(self._by_height(height, body), self._epilogue(piece, first, top, height, tile)))
+
+    def _epilogue(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr, tile: Buffer) -> Stmt:
+        loops, at = self._loops(piece, self.most_rows, first, top)
+        row, part, lane = loops
+        final = _Element(self.block.buffer, tile, (row.var, part.var * self.lanes + lane.var)).stmt(self._final)
+        final = Substitute(at, fresh=True).stmt(final)
+        if piece.masked:
+            final = IfThenElse(self._guard(at), final)
+        return _nested([replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane], final)
+
+    def _loops(
+        self, piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr
+    ) -> tuple[tuple[For, For, For], dict[SymVar, SymExpr]]:
+        """Loops over the rows, vectors and lanes of a tile, and what the block's own variables are in them."""
+        row, part, lane = (
+            SymVar(name, upper=count - 1) for name, count in (("r", rows), ("u", piece.vectors), ("l", self.lanes))
+        )
+        at = {self.column.var: first + part * self.lanes + lane}
+        if self.row is not None:
+            at[self.row.var] = top + row
+        nothing = Seq(())
+        loops = (
+            For(row, sym(rows), nothing, "unrolled"),
+            For(part, sym(piece.vectors), nothing, "unrolled"),
+            For(lane, sym(self.lanes), nothing, "vectorized"),
+        )
+        return loops, at
+
+    def _guard(self, at: dict[SymVar, SymExpr]) -> Value:
+        return less(at[self.column.var], self.column.extent)
+
+    def _at(self, at: dict[SymVar, SymExpr]) -> Allocate:
+        block = Substitute(at, fresh=True).stmt(self.block)
+        assert isinstance(block, Allocate)
+        return block
+
+    def _by_height(self, height: SymExpr, body: Callable[[int], Stmt]) -> Stmt:
+        """The body for the number of rows that this block has."""
+        *higher, lowest = self.rows.heights
+        stmt = body(lowest)
+        for rows in reversed(higher):
+            stmt = IfThenElse(less(rows - 1, height), body(rows), stmt)
+        return stmt
+
+
+class _Element(ProgramRewriter):
+    """e[] becomes tile[at]."""
+
+    def __init__(self, element: Buffer, tile: Buffer, at: tuple[SymExpr, ...]) -> None:
+        super().__init__()
+        self._element, self._load = element, Load(tile, at)
+
+    def _value(self, value: Value) -> Value:
+        return self._load if isinstance(value, Load) and value.buffer is self._element else super()._value(value)
+
+
+def _nested(loops: Sequence[For], body: Stmt) -> Stmt:
+    for loop in reversed(loops):
+        body = replace(loop, body=body)
+    return body
+
+
+def by_piece(pieces: Sequence[ColumnPiece], number: SymExpr, make: Callable[[ColumnPiece, SymExpr], Stmt]) -> Stmt:
+    """The code of column tile `number` of all of them."""
+    piece, *others = pieces
+    if not others:
+        return make(piece, number)
+    return IfThenElse(less(number, piece.count), make(piece, number), by_piece(others, number - piece.count, make))
+
+
+def grid(axes: Sequence[tuple[SymVar, SymExpr]], body: Stmt) -> Stmt:
+    """One parallel loop over all points of a grid whose points are independent, the last axis fastest."""
+    body = Substitute({var: 0 for var, extent in axes if as_int(extent) == 1}).stmt(body)
+    axes = [(var, extent) for var, extent in axes if as_int(extent) != 1]
+    if any(as_int(extent) == 0 for _, extent in axes):
+        return Seq(())
+    if not axes:
+        return body
+    if len(axes) == 1:
+        return For(axes[0][0], axes[0][1], body, "parallel")
+    point = SymVar("tile")
+    for k, (var, extent) in reversed(list(enumerate(axes))):
+        inner = product(e for _, e in axes[k + 1 :])
+        at = point // inner if k == 0 else point // inner % extent
+        body = LetIndex(var, IndexValue(at), body)
+    return For(point, product(extent for _, extent in axes), body, "parallel")
