@@ -189,10 +189,10 @@ class Tile:
 
     def _by_height(self, height: SymExpr, body: Callable[[int], Stmt]) -> Stmt:
         """The body for the number of rows that this block has."""
-        *higher, lowest = self.rows.heights
-        stmt = body(lowest)
-        for rows in reversed(higher):
-            stmt = IfThenElse(less(rows - 1, height), body(rows), stmt)
+        highest, *lower = self.rows.heights
+        stmt = body(highest)
+        for rows in lower:
+            stmt = IfThenElse(less(height, rows + 1), body(rows), stmt)
         return stmt
 
 
