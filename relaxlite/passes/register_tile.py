@@ -12,10 +12,13 @@ code exists once, whatever the number of heights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
     Allocate,
     Buffer,
@@ -23,6 +26,7 @@ from relaxlite.ir.program import (
     IfThenElse,
     IndexValue,
     LetIndex,
+    Literal,
     Load,
     Seq,
     Stmt,
@@ -32,8 +36,12 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
-from relaxlite.passes.schedule import distribute, less
+from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.schedule import distribute, less, nest
 
+_Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
+
+ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 
 
@@ -105,10 +113,10 @@ class Tile:
         return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows)
 
     @property
-    def _final(self) -> Stmt:
-        """What follows the reduction."""
+    def _stmts(self) -> tuple[Stmt, ...]:
+        """The initial value, the reduced loops, the epilogue."""
         assert isinstance(self.block.body, Seq)
-        return seq(*self.block.body.stmts[2:])
+        return self.block.body.stmts
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
@@ -122,48 +130,77 @@ class Tile:
 
     def _is_long(self) -> bool:
         """Whether the epilogue is more than a few operations."""
-        work = sum(not isinstance(v, Load | IndexValue) for v in all_values(self._final))
+        work = sum(not isinstance(v, Load | IndexValue) for v in all_values(seq(*self._stmts[2:])))
         return work > FEW_OPERATIONS
 
     def _direct(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         def body(rows: int) -> Stmt:
             loops, at = self._loops(piece, rows, first, top)
-            guard = self._guard(at) if piece.masked else None
-            return distribute(loops, self._at(at), guard)
+            sums, load = self._sums(loops, at, masked=piece.masked)
+            return replace(sums, body=seq(sums.body, self._epilogue(loops, at, load, masked=piece.masked)))
 
         return self._by_height(height, body)
 
     def _staged(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         """The sums in registers, stored to a tile on the stack; then the epilogue in a loop over its vectors."""
-        width = piece.vectors * self.lanes
-        tile = Buffer(
-            f"{self.block.buffer.name}_tile", (sym(self.most_rows), sym(width)), self.block.buffer.dtype, "local"
-        )
+        width, element = piece.vectors * self.lanes, self.block.buffer
+        tile = Buffer(f"{element.name}_tile", (sym(self.most_rows), sym(width)), element.dtype, "local")
 
         def body(rows: int) -> Stmt:
             loops, at = self._loops(piece, rows, first, top)
-            block = self._at(at)
-            assert isinstance(block.body, Seq)
-            sums = replace(block, body=Seq(block.body.stmts[:2]))
-            made = distribute(loops, sums, self._guard(at) if piece.masked else None)
+            sums, load = self._sums(loops, at, masked=piece.masked)
             row, part, lane = (loop.var for loop in loops)
-            copy = Store(tile, (row, part * self.lanes + lane), Load(made.buffer, (row, part, lane)))
-            return replace(made, body=seq(made.body, Substitute(fresh=True).stmt(_nested(loops, copy))))
+            copy = nest(loops, Store(tile, (row, part * self.lanes + lane), load))
+            return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(copy)))
 
-        return Allocate(tile, seq(self._by_height(height, body), self._epilogue(piece, first, top, height, tile)))
-
-    def _epilogue(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr, tile: Buffer) -> Stmt:
         loops, at = self._loops(piece, self.most_rows, first, top)
         row, part, lane = loops
-        final = _Element(self.block.buffer, tile, (row.var, part.var * self.lanes + lane.var)).stmt(self._final)
-        final = Substitute(at, fresh=True).stmt(final)
-        if piece.masked:
-            final = IfThenElse(self._guard(at), final)
-        return _nested([replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane], final)
+        load = Load(tile, (row.var, part.var * self.lanes + lane.var))
+        loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
+        epilogue = self._epilogue(loops, at, load, masked=piece.masked)
+        return Allocate(tile, seq(self._by_height(height, body), epilogue))
+
+    def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], *, masked: bool) -> tuple[Allocate, Load]:
+        """The reduction of a tile, and one of its sums in the tile's loops."""
+        init, update = self._stmts[:2]
+        times = self._interleaved(loops)
+        copy = SymVar("s", upper=times - 1)
+        if times > 1:
+            update = _every(update, times, copy)
+        copies = [For(copy, sym(times), Seq(()), "unrolled")] if times > 1 else []
+        block = Substitute(at, fresh=True).stmt(Allocate(self.block.buffer, seq(init, update)))
+        assert isinstance(block, Allocate)
+        sums = distribute([*copies, *loops], block, self._guard(at) if masked else None)
+        place = tuple(loop.var for loop in loops)
+        if times == 1:
+            return sums, Load(sums.buffer, place)
+        added = Store(sums.buffer, (sym(0), *place), Load(sums.buffer, (copy + 1, *place)), _combination(update))
+        total = nest([For(copy, sym(times - 1), Seq(()), "unrolled"), *loops], added)
+        total = Substitute(fresh=True).stmt(total)
+        return replace(sums, body=seq(sums.body, total)), Load(sums.buffer, (sym(0), *place))
+
+    def _interleaved(self, loops: _Loops) -> int:
+        """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
+        innermost = perfect_nest(self._stmts[1]).loops[-1]
+        own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
+        times = max(1, ENOUGH_SUMS // own)
+        return times if as_int(innermost.extent % times) == 0 and self._starts_neutral() else 1
+
+    def _starts_neutral(self) -> bool:
+        """Whether combining the initial value in once more changes nothing."""
+        init, update = self._stmts[:2]
+        assert isinstance(init, Store)
+        neutral = identity(_combination(update), init.buffer.dtype)
+        return isinstance(init.value, Literal) and isinstance(neutral, Literal) and init.value.value == neutral.value
+
+    def _epilogue(self, loops: _Loops, at: dict[SymVar, SymExpr], load: Load, *, masked: bool) -> Stmt:
+        final = Substitute(at, fresh=True).stmt(seq(*self._stmts[2:]))
+        final = _Element(self.block.buffer, load).stmt(final)
+        return Substitute(fresh=True).stmt(nest(loops, IfThenElse(self._guard(at), final) if masked else final))
 
     def _loops(
         self, piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr
-    ) -> tuple[tuple[For, For, For], dict[SymVar, SymExpr]]:
+    ) -> tuple[_Loops, dict[SymVar, SymExpr]]:
         """Loops over the rows, vectors and lanes of a tile, and what the block's own variables are in them."""
         row, part, lane = (
             SymVar(name, upper=count - 1) for name, count in (("r", rows), ("u", piece.vectors), ("l", self.lanes))
@@ -182,35 +219,41 @@ class Tile:
     def _guard(self, at: dict[SymVar, SymExpr]) -> Value:
         return less(at[self.column.var], self.column.extent)
 
-    def _at(self, at: dict[SymVar, SymExpr]) -> Allocate:
-        block = Substitute(at, fresh=True).stmt(self.block)
-        assert isinstance(block, Allocate)
-        return block
-
     def _by_height(self, height: SymExpr, body: Callable[[int], Stmt]) -> Stmt:
         """The body for the number of rows that this block has."""
-        *higher, lowest = self.rows.heights
-        stmt = body(lowest)
-        for rows in reversed(higher):
-            stmt = IfThenElse(less(rows - 1, height), body(rows), stmt)
+        highest, *lower = self.rows.heights
+        stmt = body(highest)
+        for rows in lower:
+            stmt = IfThenElse(less(height, rows + 1), body(rows), stmt)
         return stmt
 
 
-class _Element(ProgramRewriter):
-    """e[] becomes tile[at]."""
+def _combination(update: Stmt) -> str:
+    """How the innermost store of a reduction combines; a dot product adds."""
+    store = perfect_nest(update).body
+    assert isinstance(store, Store)
+    return store.combine or "add"
 
-    def __init__(self, element: Buffer, tile: Buffer, at: tuple[SymExpr, ...]) -> None:
+
+def _every(stmt: Stmt, times: int, copy: SymVar) -> Stmt:
+    """Of the innermost loop of a nest, the steps that leave `copy` when divided by `times`."""
+    assert isinstance(stmt, For)
+    if isinstance(stmt.body, For):
+        return replace(stmt, body=_every(stmt.body, times, copy))
+    outer = SymVar(f"{stmt.var.name}o")
+    body = Substitute({stmt.var: outer * times + copy}).stmt(stmt.body)
+    return For(outer, stmt.extent // times, body, stmt.kind)
+
+
+class _Element(ProgramRewriter):
+    """e[] becomes another load."""
+
+    def __init__(self, element: Buffer, load: Load) -> None:
         super().__init__()
-        self._element, self._load = element, Load(tile, at)
+        self._element, self._load = element, load
 
     def _value(self, value: Value) -> Value:
         return self._load if isinstance(value, Load) and value.buffer is self._element else super()._value(value)
-
-
-def _nested(loops: Sequence[For], body: Stmt) -> Stmt:
-    for loop in reversed(loops):
-        body = replace(loop, body=body)
-    return body
 
 
 def by_piece(pieces: Sequence[ColumnPiece], number: SymExpr, make: Callable[[ColumnPiece, SymExpr], Stmt]) -> Stmt:

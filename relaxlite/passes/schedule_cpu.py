@@ -105,7 +105,7 @@ class _Rules:
             return self.reduction(block)
         stage = mark_parallel(stage)
         outer = perfect_nest(stage)
-        if _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
+        if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
             return parallel_nest(outer.loops, serial(self.inner(outer.body)))
         return outermost_parallel(self.inner(self.fused(stage)))
 

@@ -1,6 +1,7 @@
 """Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
 
-There are as many chunks as threads, contiguous and of equal size (measured best). What the body needs of its
+There are as many chunks as threads, contiguous and of equal size (measured best); fewer where a chunk would be so small
+that starting a thread for it takes longer, down to one, which the caller runs on its own. What the body needs of its
 surroundings, pointers and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the
 first time that the body mentions something.
 """
@@ -13,8 +14,11 @@ from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
 from relaxlite.codegen.llvm.indices import Base, Indices, Variable
 from relaxlite.codegen.llvm.loops import branch, count_loop
+from relaxlite.codegen.llvm.work import work_of
 from relaxlite.ir.program import Buffer, For, Stmt
 from relaxlite.ir.symbolic import SymVar
+
+ENOUGH_WORK = 8192  # instructions of a chunk, some 2 to 4 us
 
 
 class _Captures:
@@ -67,7 +71,9 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
     e = k.e
     e.comment(f"for {stmt.var} in range({stmt.extent}), parallel")
     extent = k.ix.value(stmt.extent)
-    chunks = e.intrinsic("smin", extent, e.call("relaxlite_num_threads", [], "i64", 0, "threads"), hint="chunks")
+    threads = e.call("relaxlite_num_threads", [], "i64", 0, "threads")
+    worth = k.ix.value(work_of(stmt) // ENOUGH_WORK + 1)
+    chunks = e.intrinsic("smin", e.intrinsic("smin", extent, threads), worth, hint="chunks")
     name = f"{k.name}.{e.fresh(f'{stmt.var.name}_chunk')}"
     captured = _outline(k, stmt, name, extent, chunks, emit_statement)
 
