@@ -67,10 +67,11 @@ class RowSplit:
     def heights(self) -> tuple[int, ...]:
         """Every height that can occur, greatest first."""
         lower, upper = Analyzer().bounds(self.extent)
-        regular = self.most * self.most  # from here on, only `most` and `most - 1` occur
-        first, last = max(lower or 0, 1), regular if upper is None else upper
+        first, window = max(lower or 0, 1), self.most * (self.most + 1)
+        if upper is None or upper > first + window:  # from most*most rows on, only `most` and `most - 1` occur
+            first = min(first, self.most * self.most)
         found: set[int] = set()
-        for rows in range(min(first, regular), min(last, regular + self.most) + 1):
+        for rows in range(first, first + window if upper is None else min(upper, first + window) + 1):
             low, more = divmod(rows, -(-rows // self.most))
             found.update((low, low + 1) if more else (low,))
         return tuple(sorted(found, reverse=True)) or (1,)
