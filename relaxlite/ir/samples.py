@@ -9,7 +9,8 @@ from relaxlite.ir.intervals import Interval
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 
 _STEPS = (2, 3, 5, 7, 11, 13, 17, 19)
-_STYLES = 4
+_STYLES = range(4)
+_MAX_ALONE = 4  # variables that are tried at their least value while the others are not: an empty tensor
 
 
 def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:
@@ -36,8 +37,10 @@ def has_counterexample(
     """
     variables = dict.fromkeys(v for expr in (claim, *facts, *zeros) for v in expr.free_vars())
     domains = {v: domain(v) for v in variables}
-    for style in range(_STYLES):
-        values = {v: _pick(*domains[v], style, position) for position, v in enumerate(variables)}
+    styles = [{v: _pick(*domains[v], style, position) for position, v in enumerate(variables)} for style in _STYLES]
+    least, others = styles[0], styles[1]
+    alone = [{**others, v: least[v]} for v in claim.free_vars()[:_MAX_ALONE] if others[v] != least[v]]
+    for values in (*styles, *alone):
         try:
             if (
                 evaluate(claim, values) < 0

@@ -64,7 +64,7 @@ class _Walk:
             if id(node) in self._numbers:
                 stack.pop()
                 continue
-            names = _field_names(type(node))
+            names = _field_names(type(node))  # type: ignore[arg-type]
             items = [getattr(node, name) for name in names]
             below = [child for child in _nodes(tuple(items)) if id(child) not in self._numbers]
             if below:
