@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +11,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 
 _STEPS = (2, 3, 5, 7, 11, 13, 17, 19)
 _STYLES = range(4)
-_MAX_ALONE = 4  # variables that are tried at their least value while the others are not: an empty tensor
+_MAX_ALONE = 4  # variables that are tried at their least and at a large value while the others are at neither
 
 
 def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:
@@ -38,9 +39,11 @@ def has_counterexample(
     variables = dict.fromkeys(v for expr in (claim, *facts, *zeros) for v in expr.free_vars())
     domains = {v: domain(v) for v in variables}
     styles = [{v: _pick(*domains[v], style, position) for position, v in enumerate(variables)} for style in _STYLES]
-    least, others = styles[0], styles[1]
-    alone = [{**others, v: least[v]} for v in claim.free_vars()[:_MAX_ALONE] if others[v] != least[v]]
-    for values in (*styles, *alone):
+    least, others, *_, large = styles
+    alone = (
+        {**others, v: odd[v]} for v in claim.free_vars()[:_MAX_ALONE] for odd in (least, large) if odd[v] != others[v]
+    )
+    for values in itertools.chain(styles, alone):
         try:
             if (
                 evaluate(claim, values) < 0
