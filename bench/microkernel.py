@@ -34,7 +34,7 @@ from relaxlite.ir.program import (
     TensorProgram,
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.runtime.native import NativeLibrary, load_object
+from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
 LANES, COLUMNS = 16, 64
@@ -90,7 +90,7 @@ def fma_peak(chains: int = 24) -> TensorProgram:
 
 def load_kernel(program: TensorProgram, target: Target) -> tuple[Callable[..., int], NativeLibrary]:
     code = compile_programs({"kernel": program}, target)
-    library = load_object(code.object_code)
+    library = load_objects(code.objects)
     prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
     function = prototype(library.address(code.kernels["kernel"].symbol))
 

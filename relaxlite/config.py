@@ -10,9 +10,11 @@ The value of a knob: what `set` or `override` said, else the environment variabl
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
@@ -47,6 +49,12 @@ MAX_THREADS = 1024
 _TABLE = (
     Knob("num_threads", int, None, "Threads that work on one loop; None: one per usable core.", (1, MAX_THREADS)),
     Knob("cache", str, "", "Folder of fetched models; empty: this platform's cache folder."),
+    Knob("kernel_cache", str, "", "Folder of compiled kernels; empty: this platform's cache folder."),
+    Knob(
+        "kernel_cache_mb", int, 1000, "Megabytes of compiled kernels to keep; 0: none, and none are used.", (0, 10**6)
+    ),
+    Knob("compile_threads", int, None, "Threads that make machine code; None: one per usable core.", (1, MAX_THREADS)),
+    Knob("isolate_codegen", bool, False, "Run LLVM in child processes: where it aborts, the kernel is named."),
     Knob("verify_passes", bool, False, "Run the IR verifier after every compiler pass."),
     Knob("dump_dir", str, "", "Folder for the IR after every pass, as text; empty: no dumps."),
     Knob("poison_memory", bool, False, "Fill fresh arenas and tensors with 0xFF (NaN), to show reads of garbage."),
@@ -92,6 +100,17 @@ def override(**values: Any) -> Iterator[None]:
         yield
     finally:
         set(**before)
+
+
+def user_cache_folder() -> Path:
+    """Where this platform keeps what can be made or fetched again, for this user and relaxlite."""
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "relaxlite"
 
 
 def describe() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from relaxlite.codegen.bytecode import compile_functions
-from relaxlite.codegen.llvm import compile_programs
+from relaxlite.codegen.llvm import ObjectCode, compile_programs
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
 from relaxlite.ir.builder import result_types
@@ -71,10 +71,10 @@ def build(
         functions=functions,
         signature=signature_of(module[ENTRY]),  # type: ignore[arg-type]
         kernels=code.kernels,
-        object_code=code.object_code,
+        objects=code.objects,
         constants=constants,
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
-        metadata=_metadata(module, lowered, context),
+        metadata=_metadata(module, lowered, context, code),
     )
 
 
@@ -115,11 +115,13 @@ def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
     return text[1:-1] if isinstance(dim, FloorDiv | FloorMod) else text  # an atom brings its own parentheses
 
 
-def _metadata(module: IRModule, lowered: IRModule, context: PassContext) -> Metadata:
+def _metadata(module: IRModule, lowered: IRModule, context: PassContext, code: ObjectCode) -> Metadata:
     info: dict[str, Any] = {
         "ops": _count_ops(module),
         "passes_s": {name: round(seconds, 4) for name, seconds in context.timings},
+        "codegen_s": {name: round(seconds, 4) for name, seconds in code.timings.items()},
         "kernels": len(lowered.programs()),
+        "kernels_compiled": code.num_compiled,
     }
     main = lowered[ENTRY]
     plan = {"arena_bytes": main.attrs.get("arena_bytes", "0")} if isinstance(main, Function) else {}

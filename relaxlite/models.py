@@ -82,13 +82,7 @@ def cache_folder() -> Path:
     """The folder that fetched models live in: RELAXLITE_CACHE, or this platform's cache folder."""
     if chosen := config.get("cache"):
         return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "relaxlite" / "models"
+    return config.user_cache_folder() / "models"
 
 
 @cache

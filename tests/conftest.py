@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +16,9 @@ from relaxlite import models
 from relaxlite.errors import FetchError
 
 os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of every test proves its IR after each pass
+if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the cache of whoever runs them
+    os.environ["RELAXLITE_KERNEL_CACHE"] = tempfile.mkdtemp(prefix="relaxlite-kernels-")
+    atexit.register(shutil.rmtree, os.environ["RELAXLITE_KERNEL_CACHE"], ignore_errors=True)
 
 SLOW_FAILURE_SECONDS = 20.0
 """A registry that takes this long to fail does not answer: it is not asked again in the same session."""

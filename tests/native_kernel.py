@@ -10,7 +10,7 @@ import numpy as np
 
 from relaxlite.codegen.llvm import compile_programs
 from relaxlite.ir.program import TensorProgram
-from relaxlite.runtime.native import NativeLibrary, load_object
+from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
 
@@ -20,7 +20,7 @@ class NativeKernel:
     def __init__(self, program: TensorProgram, target: Target | None = None, name: str = "kernel") -> None:
         code = compile_programs({name: program}, target or Target.host())
         self.info = code.kernels[name]
-        self.library: NativeLibrary = load_object(code.object_code)
+        self.library: NativeLibrary = load_objects(code.objects)
         prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
         self._function = prototype(self.library.address(self.info.symbol))
 

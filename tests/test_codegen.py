@@ -35,7 +35,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, floordiv, floormod, smax, smin, sym
 from relaxlite.runtime import threadpool
-from relaxlite.runtime.native import load_object
+from relaxlite.runtime.native import load_objects
 from relaxlite.target import Target
 from tests.native_kernel import NativeKernel, run
 
@@ -448,16 +448,16 @@ def test_unknown_symbol_is_an_error_that_names_it() -> None:
 def test_loader_names_missing_symbols() -> None:
     out = Buffer.of("out", (1,), "int32")
     code = compile_programs({"k": TensorProgram((out,), (), Store(out, (sym(0),), Literal(1, "int32")))}, Target.host())
-    library = load_object(code.object_code)
+    library = load_objects(code.objects)
     with pytest.raises(ArtifactError, match="no function 'nonsense'"):
         library.address("nonsense")
     library.close()
     with pytest.raises(ArtifactError, match="closed"):
-        library.address("kernel_k")
+        library.address(code.kernels["k"].symbol)
     with pytest.raises(ArtifactError, match="not object code"):
-        load_object(b"not an object file")
+        load_objects([b"not an object file"])
     with pytest.raises(ArtifactError, match="truncated"):
-        load_object(code.object_code[:100])
+        load_objects([code.objects[0][:100]])
 
 
 def test_loader_lists_undefined_functions() -> None:
@@ -468,7 +468,7 @@ def test_loader_lists_undefined_functions() -> None:
     )
     machine = llvm.Target.from_default_triple().create_target_machine(reloc="pic")
     with pytest.raises(ArtifactError, match="needs nobody_has_this"):
-        load_object(machine.emit_object(module))
+        load_objects([machine.emit_object(module)])
 
 
 def test_ceildiv_loop_with_load() -> None:

@@ -59,7 +59,7 @@ programs["scatter"] = over(n, 16, lambda i: Store(out, (i * 3,), a[i]), a, out)
 programs["parallel"] = TensorProgram((a, out), (n,), For(i, n, Store(out, (i,), a[i]), "parallel"))
 code = compile_programs(programs, target)
 assert len(code.kernels) == len(programs)
-print(len(programs), code.object_code[:4].hex())
+print(len(programs), code.objects[0][:4].hex())
 """
 
 

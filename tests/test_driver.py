@@ -610,7 +610,7 @@ def test_times_and_notes_are_kept() -> None:
 
 def test_code_for_another_processor_is_made_but_not_run() -> None:
     data = driver.build(model(), "llvm -mtriple=aarch64-unknown-linux-gnu")
-    assert data.target.triple == "aarch64-unknown-linux-gnu" and data.object_code[:4] == b"\x7fELF"
+    assert data.target.triple == "aarch64-unknown-linux-gnu" and data.objects[0][:4] == b"\x7fELF"
 
 
 def test_passes_may_be_chosen(bb: BlockBuilder) -> None:

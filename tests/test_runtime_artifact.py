@@ -54,7 +54,7 @@ def sample(**fields: object) -> ExecutableData:
         functions={"main": VMFunction("main", ("x",), 3, code)},
         signature=Signature((x,), (TensorSpec("y", "bool", ()),)),
         kernels={"k": KernelInfo("k", "rl_k", ("index out of range",), 2, 1)},
-        object_code=bytes(range(256)),
+        objects=(bytes(range(256)), b"another"),
         constants=(np.arange(6.0).reshape(2, 3), bfloat16, np.zeros((0, 4), np.int8), np.array(True)),
         target=HOST,
         metadata=Metadata(
@@ -80,7 +80,7 @@ def refused(path: Path) -> str:
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
     before, after = sample(), load(saved)
-    for field in ("functions", "signature", "kernels", "object_code", "target", "metadata"):
+    for field in ("functions", "signature", "kernels", "objects", "target", "metadata"):
         assert getattr(after, field) == getattr(before, field)
     assert disassemble(after) == disassemble(before)
     for old, new in zip(before.constants, after.constants, strict=True):
@@ -162,7 +162,7 @@ def test_another_format_version_names_both_versions(saved: Path) -> None:
     content[12:32] = b"9.8.7".ljust(20, b"\0")
     saved.write_bytes(content)
     assert refused(saved).startswith("it has format version 7, written by relaxlite 9.8.7; relaxlite ")
-    assert "reads version 1; compile the model again" in refused(saved)
+    assert "reads version 2; compile the model again" in refused(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:
@@ -189,7 +189,7 @@ def test_flipped_bytes_are_found_or_lie_between_sections(saved: Path) -> None:
             found += 1
             continue
         assert (disassemble(data), [array.tobytes() for array in data.constants]) == good
-        assert data.object_code == sample().object_code
+        assert data.objects == sample().objects
     assert found > 100
 
 

@@ -151,7 +151,7 @@ def program(
         functions={function.name: function for function in (main, *functions)},
         signature=Signature(tuple(TensorSpec(name, "float32", ()) for name in names), ()),
         kernels=KERNELS if object_code else {},
-        object_code=object_code,
+        objects=(object_code,) if object_code else (),
         constants=constants,
     )
 

@@ -47,7 +47,7 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "source": provenance,
         "target": {"triple": data.target.triple, "cpu": data.target.cpu, "llvm": data.metadata.llvm},
         "weights": {"tensors": len(data.constants), "bytes": sum(c.nbytes for c in data.constants)},
-        "object_code_bytes": len(data.object_code),
+        "object_code_bytes": sum(map(len, data.objects)),
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
         "ops": dict(data.metadata.info.get("ops", {})),
         "kernels": _calls_of_kernels(data),

@@ -114,6 +114,10 @@ def _fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DIR", help="the folder to keep models in (default: the cache)")
 
 
+def _cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
+
+
 def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
     parser.add_argument(
@@ -174,6 +178,16 @@ Prints the path of each model, which is downloaded if it is not in the cache ($R
 
   relaxlite compile "$(relaxlite fetch ppocrv4-rec)" -o reader.rlx""",
         _fetch,
+    ),
+    "cache": Command(
+        "show or clear the compiled kernels that are kept on disk",
+        """\
+Compiling looks for each kernel there first: a model that was compiled before, or shares layers with one, compiles in a
+fraction of the time. $RELAXLITE_KERNEL_CACHE sets the folder, $RELAXLITE_KERNEL_CACHE_MB the limit (0 switches it off).
+
+  relaxlite cache
+  relaxlite cache clear""",
+        _cache,
     ),
     "bench": Command(
         "time a model, beside onnxruntime where that is installed",

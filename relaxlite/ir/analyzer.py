@@ -331,14 +331,22 @@ class Analyzer:
         zeros = [left - right for left, right in self._equal.items() if isinstance(left, Pair)]
         if has_counterexample(simple, self._facts, zeros, self._domain):
             return False
-        quotient = without_common_factor(simple, self)
-        if quotient is not None and self.can_prove_nonneg(quotient):
-            return True
+        common, quotient = without_common_factor(simple, self)
+        if common:
+            if self.can_prove_nonneg(quotient):
+                return True
+            if self._is_independent(common, quotient):
+                return False  # it is not easier with the factor
         if is_nonneg((self._lower_bound(simple, 0, _MAX_CASES), None)):
             return True
         if any(all(map(self.can_prove_nonneg, gaps)) for gaps in match_factors(simple, self)):
             return True
         return any(self.can_prove_nonneg(other) for other in without_quotient(simple, self))
+
+    def _is_independent(self, monomial: Monomial, expr: SymExpr) -> bool:
+        """Nothing that the expression or a fact mentions says anything about the product."""
+        variables = {v for atom in monomial for v in atom.free_vars()}
+        return variables.isdisjoint(v for other in (expr, *self._facts) for v in other.free_vars())
 
     def _lower_bound(self, expr: SymExpr, goal: int | None, cases: int) -> int | None:
         """By elimination; where that misses the goal and a min or max is left, by cases: it is one of its operands."""

@@ -154,12 +154,12 @@ def _remainder_bounds(a: SymExpr, b: SymExpr, facts: Facts) -> tuple[IntLike, In
     return rest % modulus, b - modulus + rest % modulus
 
 
-def without_common_factor(expr: SymExpr, facts: Facts) -> SymExpr | None:
-    """What is >= 0 only where the expression is: b*s*x - b*s*y for x - y, with b*s >= 0."""
+def without_common_factor(expr: SymExpr, facts: Facts) -> tuple[Monomial, SymExpr]:
+    """(f, q) with expr == f*q and f >= 0, so that q >= 0 is enough: b*s and x - y for b*s*x - b*s*y. Else f is ()."""
     common = _common_monomial(expr)
     if not common or not is_nonneg(facts.monomial_interval(common)):
-        return None
-    return sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
+        return (), expr
+    return common, sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
 
 
 def match_factors(expr: SymExpr, facts: Facts) -> Iterator[list[SymExpr]]:

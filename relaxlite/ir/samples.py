@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,7 +10,8 @@ from relaxlite.ir.intervals import Interval
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 
 _STEPS = (2, 3, 5, 7, 11, 13, 17, 19)
-_STYLES = 4
+_STYLES = range(4)
+_MAX_ALONE = 4  # variables that are tried at their least and at a large value while the others are at neither
 
 
 def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:
@@ -36,8 +38,12 @@ def has_counterexample(
     """
     variables = dict.fromkeys(v for expr in (claim, *facts, *zeros) for v in expr.free_vars())
     domains = {v: domain(v) for v in variables}
-    for style in range(_STYLES):
-        values = {v: _pick(*domains[v], style, position) for position, v in enumerate(variables)}
+    styles = [{v: _pick(*domains[v], style, position) for position, v in enumerate(variables)} for style in _STYLES]
+    least, others, *_, large = styles
+    alone = (
+        {**others, v: odd[v]} for v in claim.free_vars()[:_MAX_ALONE] for odd in (least, large) if odd[v] != others[v]
+    )
+    for values in itertools.chain(styles, alone):
         try:
             if (
                 evaluate(claim, values) < 0

@@ -186,6 +186,7 @@ def _by_definition(atom: FloorDiv | FloorMod, factor: SymExpr, facts: Facts) -> 
     return (a - _apply_to_atoms(floormod(a, b), facts)) * floordiv(factor, b)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _size(expr: SymExpr) -> int:
     """How much there is to read."""
     atoms = [atom for monomial, _ in expr.terms for atom in monomial]

@@ -31,6 +31,8 @@ Monomial: TypeAlias = "tuple[SymExpr, ...]"
 Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], SymExpr] = weakref.WeakValueDictionary()
+_references: dict[tuple[object, ...], weakref.ref[SymExpr]] = _interned.data  # type: ignore[attr-defined]
+# WeakValueDictionary.get is written in Python, and half of what _intern would cost
 _serial = itertools.count()
 
 
@@ -67,16 +69,13 @@ class SymExpr:
     def _find_vars(self) -> tuple[SymVar, ...]:
         return tuple(dict.fromkeys(v for monomial, _ in self.terms for atom in monomial for v in atom.free_vars()))
 
-    def __eq__(self, other: object) -> bool:
-        """Written the same; that `n == m` is False does not say that the two differ at run time."""
-        if isinstance(other, SymExpr):
-            return self is other
-        return self.is_const and self.const == other if isinstance(other, int) else NotImplemented
-
-    def __hash__(self) -> int:
-        return object.__hash__(self) if self.terms else hash(self.const)
+    # Written the same is the same object, at the speed of C; that `n == m` is False does not say that the two differ at
+    # run time. Only a constant also equals its int: SymConst.
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __add__(self, other: IntLike) -> SymExpr:
+        if type(other) is int:
+            return _intern(self.const + other, self.terms)
         if not isinstance(other, (int, SymExpr)):
             return NotImplemented
         return _add(self, sym(other), 1)
@@ -85,6 +84,8 @@ class SymExpr:
         return self + other
 
     def __sub__(self, other: IntLike) -> SymExpr:
+        if type(other) is int:
+            return _intern(self.const - other, self.terms)
         if not isinstance(other, (int, SymExpr)):
             return NotImplemented
         return _add(self, sym(other), -1)
@@ -165,7 +166,19 @@ class SymVar(SymExpr):
         self.const, self.terms, self._key = 0, (((self,), 1),), (0, name, self.serial)
         self._vars = (self,)
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # identity, at the speed of C
+
+class SymConst(SymExpr):
+    """An integer; equal to it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, SymExpr):
+            return self is other
+        return self.const == other if isinstance(other, int) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.const)
 
 
 class Pair(SymExpr):
@@ -176,8 +189,6 @@ class Pair(SymExpr):
     symbol: ClassVar[str]
     a: SymExpr
     b: SymExpr
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def _make_key(self) -> tuple[object, ...]:
         return (self.rank, self.a.key, self.b.key)
@@ -243,9 +254,10 @@ def product(values: Iterable[IntLike]) -> SymExpr:
 def _intern(const: int, terms: Terms) -> SymExpr:
     if const == 0 and len(terms) == 1 and terms[0][1] == 1 and len(terms[0][0]) == 1:
         return terms[0][0][0]  # the sum of one atom is that atom
-    found = _interned.get((const, terms))
+    reference = _references.get((const, terms))
+    found = reference() if reference is not None else None
     if found is None:
-        found = SymExpr()
+        found = SymExpr() if terms else SymConst()
         found.const, found.terms, found._vars, found._key = const, terms, None, None
         _interned[const, terms] = found
     return found
@@ -261,14 +273,16 @@ def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
     return found
 
 
-def _monomial_key(monomial: Monomial) -> tuple[object, ...]:
-    return (len(monomial), tuple(a.key for a in monomial))
+def _term_key(term: tuple[Monomial, int]) -> tuple[object, ...]:
+    """The order of terms: by degree, then by the atoms. Multiplying terms by one monomial keeps it."""
+    monomial = term[0]
+    return (len(monomial), [atom._key or atom.key for atom in monomial])
 
 
 def _from_dict(const: int, coefs: Mapping[Monomial, int]) -> SymExpr:
     kept = [item for item in coefs.items() if item[1] != 0]
     if len(kept) > 1:
-        kept.sort(key=lambda item: _monomial_key(item[0]))
+        kept.sort(key=_term_key)
     return _intern(const, tuple(kept))
 
 
@@ -278,7 +292,10 @@ def _add(a: SymExpr, b: SymExpr, sign: int) -> SymExpr:
     coefs = dict(a.terms)
     for monomial, coef in b.terms:
         coefs[monomial] = coefs.get(monomial, 0) + sign * coef
-    return _from_dict(a.const + sign * b.const, coefs)
+    const = a.const + sign * b.const
+    if len(coefs) == len(a.terms):  # still in order
+        return _intern(const, tuple([item for item in coefs.items() if item[1]]))
+    return _from_dict(const, coefs)
 
 
 def _scale(a: SymExpr, factor: int) -> SymExpr:
@@ -294,12 +311,32 @@ def _multiply(a: SymExpr, b: SymExpr) -> SymExpr:
         return _scale(a, b.const)
     if not a.terms:
         return _scale(b, a.const)
+    if len(b.terms) == 1 and not b.const:
+        return _multiply_by_term(a, *b.terms[0])
+    if len(a.terms) == 1 and not a.const:
+        return _multiply_by_term(b, *a.terms[0])
     coefs: dict[Monomial, int] = {}
     for left, cl in (*a.terms, ((), a.const)):
         for right, cr in (*b.terms, ((), b.const)):
-            monomial = tuple(sorted(left + right, key=lambda atom: atom.key))
+            monomial = _join(left, right)
             coefs[monomial] = coefs.get(monomial, 0) + cl * cr
     return _from_dict(coefs.pop((), 0), coefs)
+
+
+def _multiply_by_term(a: SymExpr, monomial: Monomial, coef: int) -> SymExpr:
+    terms = [(_join(m, monomial), c * coef) for m, c in a.terms]
+    if a.const:
+        terms.insert(0, (monomial, a.const * coef))  # of the lowest degree
+    return _intern(0, tuple(terms))
+
+
+def _join(left: Monomial, right: Monomial) -> Monomial:
+    """The product, sorted."""
+    return tuple(sorted(left + right, key=_atom_key)) if left and right else left or right
+
+
+def _atom_key(atom: SymExpr) -> tuple[object, ...]:
+    return atom._key or atom.key
 
 
 def _split_multiple(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr]:
@@ -463,10 +500,24 @@ def map_atoms(expr: SymExpr, change: Callable[[SymExpr], SymExpr]) -> SymExpr:
     changed = {atom: change(atom) for monomial, _ in expr.terms for atom in monomial}
     if all(new is atom for atom, new in changed.items()):
         return expr
-    total = sym(expr.const)
+    const, coefs = expr.const, dict[Monomial, int]()
     for monomial, coef in expr.terms:
-        total += product(changed[atom] for atom in monomial) * coef
-    return total
+        if all(changed[atom] is atom for atom in monomial):
+            coefs[monomial] = coefs.get(monomial, 0) + coef
+            continue
+        part = product(changed[atom] for atom in monomial)
+        const += part.const * coef
+        for new, factor in part.terms:
+            coefs[new] = coefs.get(new, 0) + factor * coef
+    return _from_dict(const, coefs)
+
+
+def from_terms(const: int, terms: Iterable[tuple[Monomial, int]]) -> SymExpr:
+    """const + the terms, of which some may have one monomial, which may be empty; each monomial is sorted."""
+    coefs: dict[Monomial, int] = {}
+    for monomial, coef in terms:
+        coefs[monomial] = coefs.get(monomial, 0) + coef
+    return _from_dict(const + coefs.pop((), 0), coefs)
 
 
 def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:

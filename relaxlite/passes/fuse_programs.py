@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from relaxlite.errors import PassError
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
@@ -36,8 +38,8 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, program_symbols, stores
-from relaxlite.ir.symbolic import sym
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, program_symbols, stores, walk_stmts
+from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.legalize import ProgramTable
@@ -45,25 +47,41 @@ from relaxlite.passes.loop_pattern import injective_store, perfect_nest, reducti
 
 _ANALYZER = Analyzer()
 
+_Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...]]  # the program, and which of the passed symbols are its symbols
+
 
 def fuse_programs(module: IRModule) -> IRModule:
     composites = {n: f for n, f in module.functions().items() if f.attrs.get("composite")}
     definitions: dict[str, Definition] = {n: d for n, d in module.items() if n not in composites}
     table = ProgramTable(definitions)
-    fused: dict[str, tuple[GlobalVar, TensorProgram]] = {}
+    fused: dict[str, _Fused] = {}
+    by_hash: dict[str, _Fused] = {}  # a layer that a model repeats is merged once
     for name, function in composites.items():
-        program = merge(function, module)
-        fused[name] = (table.add(name, program), program)
+        digest = structural_hash(function)
+        if digest in by_hash:
+            fused[name] = by_hash[digest]
+            continue
+        program, declared = merge(function, module), _declared_symbols(function)
+        fused[name] = table.add(name, program), tuple(declared.index(s) for s in program.symbols)
+        if not any(isinstance(s, Check) for s in walk_stmts(program.body)):  # whose messages name tensors
+            by_hash[digest] = fused[name]
     for name, function in module.functions().items():
         if name not in composites:
-            definitions[name] = _CallFused(composites, fused).function(function)
+            definitions[name] = _CallFused(fused).function(function)
     return module.updated({**{n: None for n in composites if n not in definitions}, **definitions})
 
 
+def _declared_symbols(composite: Function) -> tuple[SymExpr, ...]:
+    """The symbols that a composite function is passed, as its last parameter."""
+    ty = composite.params[-1].ty
+    assert isinstance(ty, ShapeType) and ty.values is not None
+    return ty.values
+
+
 class _CallFused(Rewriter):
-    def __init__(self, composites: dict[str, Function], fused: dict[str, tuple[GlobalVar, TensorProgram]]) -> None:
+    def __init__(self, fused: dict[str, _Fused]) -> None:
         super().__init__()
-        self._composites, self._fused = composites, fused
+        self._fused = fused
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if (
@@ -72,12 +90,10 @@ class _CallFused(Rewriter):
             or value.callee.name not in self._fused
         ):
             return None
-        callee, program = self._fused[value.callee.name]
+        callee, order = self._fused[value.callee.name]
         *args, shape = value.args
-        declared = self._composites[value.callee.name].params[-1].ty
-        assert isinstance(shape, ShapeValue) and isinstance(declared, ShapeType) and declared.values is not None
-        bound = dict(zip(declared.values, shape.values, strict=True))
-        sym_args = tuple(bound[s] for s in program.symbols)
+        assert isinstance(shape, ShapeValue)
+        sym_args = tuple(shape.values[position] for position in order)
         return Call(callee, tuple(args), value.attrs, sym_args, value.ty, value.loc)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from relaxlite.errors import PassError
-from relaxlite.ir.equality import structural_equal, structural_hash
+from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
@@ -19,27 +19,29 @@ RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins la
 
 
 class ProgramTable:
-    """Programs by content: adding one that is there already gives the name it has."""
+    """Programs by content: adding one that is there already gives the name it has.
+
+    Equal hashes (128 bits of SHA-256) are taken for equal programs.
+    """
 
     def __init__(self, definitions: dict[str, Definition]) -> None:
         self._definitions = definitions
-        self._by_hash: dict[object, list[str]] = {}
+        self._by_hash: dict[str, tuple[str, TensorProgram]] = {}
         for name, definition in definitions.items():
             if isinstance(definition, TensorProgram):
-                self._by_hash.setdefault(structural_hash(definition), []).append(name)
+                self._by_hash.setdefault(structural_hash(definition), (name, definition))
 
     def add(self, hint: str, program: TensorProgram) -> GlobalVar:
-        same = self._by_hash.setdefault(structural_hash(program), [])
-        for name in same:
-            other = self._definitions[name]
-            if isinstance(other, TensorProgram) and structural_equal(other, program):
-                return GlobalVar(name)
+        digest = structural_hash(program)
+        same = self._by_hash.get(digest)
+        if same is not None and self._definitions.get(same[0]) is same[1]:
+            return GlobalVar(same[0])
         name, count = hint, 0
         while name in self._definitions:
             count += 1
             name = f"{hint}_{count}"
         self._definitions[name] = program
-        same.append(name)
+        self._by_hash[digest] = (name, program)
         return GlobalVar(name)
 
 

@@ -2,7 +2,7 @@
 
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
     64       manifest, JSON: signature, target, kernels, metadata, and where every section lies with its crc32
-    4096 k   payload: bytecode (JSON), object code, then weights: the first on a page, each 64-byte aligned
+    4096 k   payload: bytecode (JSON), all objects, then weights: the first on a page, each 64-byte aligned
 
 Weights are memory-mapped read-only, so that processes share them and loading does not read them.
 
@@ -14,6 +14,7 @@ hashes find accidents; they are no protection against an attacker, whose object 
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -52,7 +53,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
-FORMAT = 1
+FORMAT = 2
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
@@ -106,7 +107,7 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableDat
 def _write(data: ExecutableData, file: BinaryIO) -> None:
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
     weights = [_bytes_of(array) for array in data.constants]
-    blobs: list[bytes | memoryview] = [bytecode, data.object_code, *weights]
+    blobs: list[bytes | memoryview] = [bytecode, b"".join(data.objects), *weights]
     sections, size = _layout(blobs)
     manifest = _to_json({**_manifest(data), "sections": sections})
     payload = _align(_HEADER_SIZE + len(manifest), _PAGE)
@@ -155,6 +156,7 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "signature": asdict(data.signature),
         "target": asdict(data.target),
         "kernels": [asdict(kernel) for kernel in data.kernels.values()],
+        "objects": [len(item) for item in data.objects],
         "metadata": asdict(data.metadata),
         "constants": [(array.dtype.name, array.shape) for array in data.constants],
     }
@@ -234,8 +236,8 @@ def _read_manifest(content: np.ndarray) -> dict[str, Any]:
 
 def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> ExecutableData:
     target = TargetInfo(**{**manifest["target"], "features": tuple(manifest["target"]["features"])})
-    bytecode, object_code, *weights = _read_sections(content, manifest, verify=verify)
-    if len(object_code):
+    bytecode, code, *weights = _read_sections(content, manifest, verify=verify)
+    if len(code):
         _check_host(target)
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
@@ -245,7 +247,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
         functions={function.name: function for function in functions},
         signature=Signature(_specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"])),
         kernels={kernel.name: kernel for kernel in kernels},
-        object_code=object_code.tobytes(),
+        objects=_split(code.tobytes(), manifest["objects"]),
         constants=tuple(
             weight.view(dtypes.to_numpy(dtype)).reshape(shape)
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)
@@ -255,6 +257,14 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     )
     validate(data)
     return data
+
+
+def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
+    """The object files that lie one behind the other."""
+    if sum(sizes) != len(code):
+        raise ArtifactError(f"it is malformed: objects of {sum(sizes)} bytes in all, where there are {len(code)}")
+    ends = list(itertools.accumulate(sizes))
+    return tuple(code[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
 def _read_sections(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> list[np.ndarray]:

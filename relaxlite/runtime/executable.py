@@ -163,7 +163,7 @@ class ExecutableData:
     functions: Mapping[str, VMFunction]  # must hold ENTRY, whose params are the signature's inputs
     signature: Signature
     kernels: Mapping[str, KernelInfo] = field(default_factory=dict)
-    object_code: bytes = b""
+    objects: tuple[bytes, ...] = ()  # files in the format of the target, which hold the kernels
     constants: tuple[np.ndarray, ...] = ()
     target: TargetInfo = TargetInfo()
     metadata: Metadata = Metadata()

@@ -13,7 +13,7 @@ import platform
 import struct
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -79,9 +79,10 @@ _lock = threading.Lock()
 class NativeLibrary:
     """Loaded object code. Its addresses are valid until `close`, or until the object is collected."""
 
-    def __init__(self, jit: llvm.orcjit.LLJIT, tracker: llvm.orcjit.ResourceTracker, name: str) -> None:
-        self._jit, self._tracker, self._name = jit, tracker, name
-        self._addresses: dict[str, int] = {}
+    def __init__(
+        self, jit: llvm.orcjit.LLJIT, tracker: llvm.orcjit.ResourceTracker, name: str, addresses: dict[str, int]
+    ) -> None:
+        self._jit, self._tracker, self._name, self._addresses = jit, tracker, name, addresses
 
     def address(self, symbol: str) -> int:
         """Where a function starts. ArtifactError when there is no such symbol."""
@@ -104,21 +105,30 @@ class NativeLibrary:
             self._addresses.clear()
 
 
-def load_object(object_code: bytes, symbols: Mapping[str, int] | None = None) -> NativeLibrary:
-    """Link object code into this process. `symbols`: names and addresses that it may use beside the usual ones.
+def load_objects(
+    objects: Sequence[bytes], symbols: Mapping[str, int] | None = None, *, exports: Iterable[str] = ()
+) -> NativeLibrary:
+    """Link object files into this process as one library. `symbols`: names and addresses that they may use beside the
+    usual ones. `exports`: what will be asked for, looked up at once, which is faster than one by one.
 
     ArtifactError when the bytes are not object code for this machine, or need a symbol that is not there.
     """
     known = {**_imports(), **(symbols or {})}
-    needed = undefined_symbols(object_code)
+    lists = [undefined_symbols(code) for code in objects]
+    needed = None if None in lists else dict.fromkeys(name for names in lists for name in names or ())
     missing = [name for name in needed or () if name not in known]
     if missing:
         raise ArtifactError(
             f"the object code needs {', '.join(missing)}, which neither the runtime nor the C library has"
         )
-    builder = llvm.JITLibraryBuilder().add_object_img(object_code)
+    builder = llvm.JITLibraryBuilder()
+    for code in objects:
+        builder.add_object_img(code)
     for name in known if needed is None else needed:
         builder.import_symbol(name, known[name])
+    wanted = tuple(dict.fromkeys(exports))
+    for name in wanted:
+        builder.export_symbol(name)
     with _lock:
         jit = _jit()
         library = f"relaxlite.{next(_numbers)}"
@@ -126,7 +136,7 @@ def load_object(object_code: bytes, symbols: Mapping[str, int] | None = None) ->
             tracker = builder.link(jit, library)
         except RuntimeError as error:
             raise ArtifactError(f"object code could not be linked: {error}") from error
-    return NativeLibrary(jit, tracker, library)
+    return NativeLibrary(jit, tracker, library, {name: int(tracker[name]) for name in wanted})
 
 
 def undefined_symbols(object_code: bytes) -> tuple[str, ...] | None:

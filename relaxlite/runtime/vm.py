@@ -141,7 +141,7 @@ def _link(data: ExecutableData) -> tuple[object, dict[str, Kernel]]:
     """The kernels, and what keeps their code in memory."""
     if not data.kernels:
         return None, {}
-    library = native.load_object(data.object_code)
+    library = native.load_objects(data.objects, exports=[kernel.symbol for kernel in data.kernels.values()])
     return library, {name: _KERNEL_TYPE(library.address(kernel.symbol)) for name, kernel in data.kernels.items()}
 
 

@@ -1,6 +1,8 @@
 """Tensor programs to machine code through LLVM: `compile_programs`; `emit_program` and `emit_assembly` are to look at.
 
-module.py      programs to one LLVM module to object code
+compile.py     programs to objects, through the cache on disk and on all cores; fingerprint.py: what a program's key is
+machine_code.py LLVM IR to an object; isolated.py: the same in a child process
+module.py      a program to LLVM IR
 statements.py  loops, stores, conditions, scratch memory; parallel.py, loops.py
 values.py      expressions over data; scalars.py: each scalar function; math.py, math_double.py: exp, sin, ...
 memory.py      loads and stores of one element, of a vector, under a mask; types.py: conversions
@@ -8,6 +10,7 @@ indices.py     symbolic integers, computed where their variables are; checked.py
 emitter.py     the builder of IR text
 """
 
-from relaxlite.codegen.llvm.module import ObjectCode, compile_programs, emit_assembly, emit_program
+from relaxlite.codegen.llvm.compile import ObjectCode, compile_programs, emit_assembly
+from relaxlite.codegen.llvm.module import emit_program
 
 __all__ = ["ObjectCode", "compile_programs", "emit_assembly", "emit_program"]

@@ -25,8 +25,9 @@ from relaxlite.ir.symbolic import (
     Monomial,
     SymExpr,
     SymVar,
+    from_terms,
+    map_atoms,
     monomial_expr,
-    product,
     substitute,
     sym,
 )
@@ -110,13 +111,7 @@ class Indices:
         """With the variables of unrolled loops replaced, and divisions whose result is known to be constant removed."""
         if self.constants and expr.terms:
             expr = _with_constants(expr, self.constants)
-        return self._fold(expr) if any(isinstance(a, FloorDiv | FloorMod) for m, _ in expr.terms for a in m) else expr
-
-    def _fold(self, expr: SymExpr) -> SymExpr:
-        total = sym(expr.const)
-        for monomial, coef in expr.terms:
-            total = total + product([coef, *(self._fold_atom(atom) for atom in monomial)])
-        return total
+        return map_atoms(expr, self._fold_atom)
 
     def _fold_atom(self, atom: SymExpr) -> SymExpr:
         if isinstance(atom, FloorDiv | FloorMod) and atom.b.is_const:
@@ -221,11 +216,10 @@ class Indices:
 
     def _split(self, expr: SymExpr, depth: int) -> tuple[SymExpr, SymExpr]:
         """(outer, inner): the terms whose variables all belong to scopes outside `depth`, and the others."""
-        parts = {False: sym(0), True: sym(0)}
-        for monomial, coef in expr.terms:
-            is_inner = any(self._depth(atom) == depth for atom in monomial)
-            parts[is_inner] = parts[is_inner] + monomial_expr(monomial, coef)
-        return parts[False], parts[True]
+        parts: tuple[list[tuple[Monomial, int]], list[tuple[Monomial, int]]] = [], []
+        for term in expr.terms:
+            parts[any(self._depth(atom) == depth for atom in term[0])].append(term)
+        return from_terms(0, parts[0]), from_terms(0, parts[1])
 
     def _sum(self, expr: SymExpr) -> Val:
         if not expr.terms:
@@ -352,7 +346,7 @@ def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
     """`substitute` for numbers, several times faster: unrolled bodies need it for every index of every copy."""
     if not any(v in constants for v in expr.free_vars()):
         return expr
-    total = sym(expr.const)
+    terms: list[tuple[Monomial, int]] = []
     for monomial, coef in expr.terms:
         rest: list[SymExpr] = []
         for atom in monomial:
@@ -362,21 +356,22 @@ def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
                 return substitute(expr, constants)
             else:
                 rest.append(atom)
-        total = total + (monomial_expr(tuple(rest), coef) if rest else coef)
-    return total
+        terms.append((tuple(rest), coef))
+    return from_terms(expr.const, terms)
 
 
 def split_lane(expr: SymExpr, lane: SymVar, varies: Mapping[SymVar, bool]) -> tuple[SymExpr, SymExpr] | None:
     """(base, stride) with expr == base + stride*lane, both the same in all lanes; None when it is not of that form."""
-    base, stride = sym(expr.const), sym(0)
+    base: list[tuple[Monomial, int]] = []
+    stride: list[tuple[Monomial, int]] = []
     for monomial, coef in expr.terms:
         varying = [a for a in monomial if any(varies.get(v, False) for v in a.free_vars())]
         if not varying:
-            base = base + monomial_expr(monomial, coef)
+            base.append((monomial, coef))
         elif varying == [lane]:
             rest = list(monomial)
             rest.remove(lane)
-            stride = stride + monomial_expr(tuple(rest), coef)
+            stride.append((tuple(rest), coef))
         else:
             return None
-    return base, stride
+    return from_terms(expr.const, base), from_terms(0, stride)

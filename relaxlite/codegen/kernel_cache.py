@@ -1,0 +1,178 @@
+"""Compiled kernels on disk, so that the next process need not make them again.
+
+    FOLDER/ab/cdef...    one entry: MAGIC, 16 bytes of blake2b over key and content, content
+    FOLDER/size          about how many bytes the entries have: what was found when they were last counted and what
+                         has been written since
+
+Keys are 64 hexadecimal digits that say everything that the content depends on, so that an entry is never replaced by
+another: two processes that write one entry write the same bytes. An entry comes into being in one step (a temporary
+file that is renamed), one that is damaged counts as missing. When the entries are more than the limit, those that were
+not used for the longest time go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from relaxlite import config
+
+MAGIC = b"RLK1"
+_DIGEST_BYTES = 16
+_TEMPORARY = ".tmp"
+_ABANDONED_SECONDS = 3600.0  # a temporary file this old belongs to no running process
+_ROOM = 0.8  # of the limit is left full when entries are removed, so that it is not done at every compilation
+
+_warned: set[Path] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCache:
+    """Entries below `folder`, in all about `limit` bytes at most. Any number of processes and threads may use it."""
+
+    folder: Path
+    limit: int
+
+    def get(self, key: str) -> bytes | None:
+        """The content of an entry; None when there is none that is whole."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        start = len(MAGIC) + _DIGEST_BYTES
+        content = data[start:]
+        if data[:start] != MAGIC + _digest(key, content):
+            return None
+        with contextlib.suppress(OSError):  # a folder that may only be read serves too
+            os.utime(path)
+        return content
+
+    def put(self, entries: Mapping[str, bytes]) -> None:
+        """Keep contents by key, if that can be done: a folder that cannot be written is warned of, once."""
+        written = 0
+        try:
+            for key, content in entries.items():
+                written += self._write(self._path(key), MAGIC + _digest(key, content) + content)
+            if written:
+                self._count(written)
+        except OSError as error:
+            if self.folder not in _warned:
+                _warned.add(self.folder)
+                warnings.warn(
+                    f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so each process "
+                    "compiles them again; set RELAXLITE_KERNEL_CACHE to a folder that can be written, or "
+                    "RELAXLITE_KERNEL_CACHE_MB to 0",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def size(self) -> CacheSize:
+        """Counted now."""
+        found = [size for _, size, _ in self._entries()]
+        return CacheSize(len(found), sum(found))
+
+    def clear(self) -> CacheSize:
+        """Remove every entry, and nothing else that may lie in the folder; says what that was."""
+        found = list(self._entries())
+        for _, _, path in found:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        self._remove_abandoned(age=0)
+        (self.folder / "size").unlink(missing_ok=True)
+        for shard in self._shards():
+            with contextlib.suppress(OSError):  # another process has just put an entry there
+                shard.rmdir()
+        return CacheSize(len(found), sum(size for _, size, _ in found))
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / key[2:]
+
+    def _write(self, path: Path, data: bytes) -> int:
+        """Write a file in one step; how many bytes it has."""
+        if not self.folder.is_dir():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # code from here is run: it is the user's own
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return len(data)
+
+    def _count(self, written: int) -> None:
+        """Add to the known size; where it exceeds the limit, count, and remove what was not used for longest."""
+        file = self.folder / "size"
+        try:
+            total = int(file.read_text()) + written
+        except (OSError, ValueError):
+            total = self.limit + 1  # not known: count
+        if total > self.limit:
+            total = self._evict()
+        self._write(file, str(total).encode())
+
+    def _evict(self) -> int:
+        """Remove the entries that were not used for longest until there is room; the size of the others."""
+        found = sorted(self._entries())
+        total = sum(size for _, size, _ in found)
+        if total > self.limit:
+            for _, size, path in found:
+                if total <= self.limit * _ROOM:
+                    break
+                with contextlib.suppress(OSError):  # another process has been faster, or has it open (Windows)
+                    path.unlink()
+                total -= size
+        self._remove_abandoned(age=_ABANDONED_SECONDS)
+        return total
+
+    def _shards(self) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            yield from (item for item in self.folder.iterdir() if re.fullmatch("[0-9a-f]{2}", item.name))
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """When an entry was last used, its bytes, where it is."""
+        for shard in self._shards():
+            with contextlib.suppress(OSError), os.scandir(shard) as items:
+                for item in items:
+                    if re.fullmatch("[0-9a-f]{62}", item.name):
+                        with contextlib.suppress(OSError):  # removed meanwhile
+                            status = item.stat()
+                            yield status.st_mtime, status.st_size, Path(item.path)
+
+    def _remove_abandoned(self, *, age: float) -> None:
+        """Temporary files of processes that were killed while they wrote."""
+        for path in (*self.folder.glob(f"size.*{_TEMPORARY}"), *self.folder.glob(f"[0-9a-f][0-9a-f]/*{_TEMPORARY}")):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime >= age:
+                    path.unlink()
+
+
+def open_cache() -> KernelCache | None:
+    """The cache that the knobs `kernel_cache` and `kernel_cache_mb` describe; None when it is switched off."""
+    limit = config.get("kernel_cache_mb") * 1_000_000
+    return KernelCache(cache_folder(), limit) if limit else None
+
+
+def cache_folder() -> Path:
+    """The folder of compiled kernels: RELAXLITE_KERNEL_CACHE, or this platform's cache folder."""
+    chosen = config.get("kernel_cache")
+    return Path(chosen).expanduser() if chosen else config.user_cache_folder() / "kernels"
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=key.encode()[:64]).digest()

@@ -1,0 +1,94 @@
+"""LLVM IR as text to machine code, on any number of threads at once.
+
+Schedules have decided about loops, vectors and unrolling, so that only a few light LLVM passes run: more would cost
+time and change nothing. Each call has an LLVM context of its own. llvmlite holds one lock round every call of LLVM;
+the three calls that take long go past it where this llvmlite lets them (see `_unlocked`), else threads take turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite.binding import ffi
+
+from relaxlite.errors import CodegenError
+from relaxlite.target import Target
+
+
+def to_object(text: str, target: Target) -> bytes:
+    """A relocatable object file. CodegenError holds LLVM's words when it rejects the text.
+
+    What LLVM does not reject but cannot do, as an instruction that the target lacks, ends the process: isolated.py.
+    """
+    machine = _target_machine(target)
+    module = _optimized(text, machine)
+    with ffi.OutputString() as error:
+        buffer = _unlocked("LLVMPY_TargetMachineEmitToMemory")(machine, module, 1, error)
+        if not buffer:
+            raise CodegenError(f"LLVM makes no machine code of it: {error}")
+    try:
+        return ctypes.string_at(ffi.lib.LLVMPY_GetBufferStart(buffer), ffi.lib.LLVMPY_GetBufferSize(buffer))
+    finally:
+        ffi.lib.LLVMPY_DisposeMemoryBuffer(buffer)
+
+
+def to_assembly(text: str, target: Target) -> str:
+    """The machine code as text, for people."""
+    machine = _target_machine(target)
+    return str(machine.emit_assembly(_optimized(text, machine)))
+
+
+def llvm_version() -> str:
+    """As "20.1.8"."""
+    return ".".join(map(str, llvm.llvm_version_info))
+
+
+@cache
+def _initialize() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def _target_machine(target: Target) -> llvm.TargetMachine:
+    _initialize()
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.feature_string, opt=2, reloc="pic", codemodel="small"
+    )
+
+
+def _optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+    module = _parse(text)
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_simplify_cfg_pass()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=0))
+    _unlocked("LLVMPY_RunNewModulePassManager")(passes, module, builder)
+    return module
+
+
+def _parse(text: str) -> llvm.ModuleRef:
+    context = llvm.create_context()
+    with ffi.OutputString() as error:
+        pointer = _unlocked("LLVMPY_ParseAssembly")(context, ctypes.c_char_p(text.encode()), error)
+        if error or not pointer:
+            raise CodegenError(f"LLVM cannot read the code: {error}")
+        module = llvm.ModuleRef(pointer, context)
+    try:
+        module.verify()
+    except RuntimeError as error:
+        raise CodegenError(f"LLVM rejects the code: {error}") from error
+    return module
+
+
+def _unlocked(name: str) -> Callable[..., Any]:
+    """A function of LLVM without llvmlite's lock, or with it where llvmlite has another inside than we know.
+
+    Only for what touches nothing but the caller's own context, module and target machine.
+    """
+    function = getattr(ffi.lib, name)
+    return getattr(function, "_cfn", function)
