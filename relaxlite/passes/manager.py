@@ -13,12 +13,14 @@ from relaxlite.errors import PassError, RelaxliteError
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.ir.verifier import verify
+from relaxlite.passes.cost import Cost
 from relaxlite.target import Target
 
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`, `precision`) and what they leave behind (`timings` in seconds, `notes`)."""
+    """What passes may ask (`target`, `precision`) and what they leave behind: `timings` in seconds, `notes` on
+    decisions, `costs` of programs by name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
@@ -26,6 +28,7 @@ class PassContext:
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     timings: list[tuple[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    costs: dict[str, Cost] = field(default_factory=dict)
 
 
 def _path(value: object) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relaxlite.ir.module import IRModule
+from relaxlite.passes.cost import estimate_costs
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
 from relaxlite.passes.fold_constants import fold_constants
@@ -16,7 +17,7 @@ from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_precision import lower_precision
 from relaxlite.passes.lower_shapes import lower_shapes
-from relaxlite.passes.manager import Pass
+from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
@@ -27,6 +28,12 @@ from relaxlite.passes.simplify_algebra import simplify_algebra
 def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
     """A pass that needs nothing but the module."""
     return Pass(name, lambda module, context: run(module), stage, (run.__doc__ or "").strip().split("\n")[0])
+
+
+def _note_costs(module: IRModule, context: PassContext) -> IRModule:
+    """Note what each program costs; the module stays as it is."""
+    context.costs.update(estimate_costs(module))
+    return module
 
 
 def default_pipeline() -> tuple[Pass, ...]:
@@ -53,6 +60,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
+        Pass("estimate_costs", _note_costs, "lowered"),
         # D
         Pass("schedule", schedule_cpu, "lowered"),
         _pure("pack_constants", pack_constants, "lowered"),

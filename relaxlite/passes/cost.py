@@ -1,0 +1,367 @@
+"""What a tensor program costs at least: arithmetic, and bytes that must move, as symbolic expressions of its symbols.
+
+    for i, j: { e[]; e = 0; for k: e += a[i, k] * b[k, j]; c[i, j] = e }
+    flops = 2*m*k*n      bytes_read = 4*(m*k + k*n)      bytes_written = 4*m*n
+
+Meant for programs as they are before they are scheduled: a schedule changes neither the work nor the traffic that no
+cache can save (each element of a parameter once). Traffic of workspaces and of outputs that are read again is left out.
+
+For sizes at which every loop runs they are upper bounds of what the program does, exact for affine loops without
+branches: both branches of a Select are counted (vector code computes both) and the dearer one of an IfThenElse; a
+guarded access touches no more than its buffer; a gather reads one element per index, or the whole table where that is
+less. A loop whose extent nobody can bound, as it is data, counts as one iteration, and the cost says so (`is_bound`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from relaxlite import dtypes
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import (
+    Allocate,
+    Binary,
+    Buffer,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Load,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
+)
+from relaxlite.ir.program_visitor import bound_symbols, stmt_values, walk_stmts, walk_values
+from relaxlite.ir.symbolic import (
+    FloorDiv,
+    FloorMod,
+    Max,
+    Min,
+    Pair,
+    SymExpr,
+    SymVar,
+    floordiv,
+    product,
+    smax,
+    smin,
+    sym,
+)
+
+# FLOPs of one operation. What hardware does in one instruction counts 1, division and square root 4 as is customary, a
+# fused multiply-add 2; functions count what our own float32 code for them takes (codegen/llvm/math.py), about. What
+# moves, compares, chooses or converts counts nothing. Operations on integers count like those on floats, bools nothing.
+FLOPS: Mapping[str, int] = {
+    **dict.fromkeys(("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1),
+    **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
+    **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
+    "fma": 2,
+    "isnan": 0,
+    "isinf": 0,
+    "exp": 20,
+    **dict.fromkeys(("log", "tanh", "erf"), 30),
+    **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan"), 50),
+    **dict.fromkeys(("asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow"), 70),
+}
+
+_ZERO, _ONE = sym(0), sym(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one run of a program, in its symbols: operations, bytes of inputs read, bytes of outputs written."""
+
+    flops: SymExpr
+    bytes_read: SymExpr
+    bytes_written: SymExpr
+    is_bound: bool = True  # False: a loop whose extent is data counts as one iteration
+
+
+def estimate_costs(module: IRModule) -> dict[str, Cost]:
+    """What each program of the module costs."""
+    return {name: cost_of(program) for name, program in module.programs().items()}
+
+
+def cost_of(program: TensorProgram) -> Cost:
+    """What one run of the program costs."""
+    found = _Walk(set(program.params))
+    flops = found.flops(program.body, _Scope(_every_loop_runs(program)))
+    return Cost(
+        flops=flops,
+        bytes_read=_total(found.touched(b) for b in program.inputs if b in found.read),
+        bytes_written=_total(found.touched(b, written=True) for b in program.params if b in found.written),
+        is_bound=found.is_bound,
+    )
+
+
+def _every_loop_runs(program: TensorProgram) -> Analyzer:
+    """Knows that each extent which the program's symbols decide is at least 1."""
+    analyzer, inner = Analyzer(), bound_symbols(program.body)
+    for extent in dict.fromkeys(s.extent for s in walk_stmts(program.body) if isinstance(s, For)):
+        if not extent.is_const and inner.isdisjoint(extent.free_vars()):
+            analyzer = analyzer.assume_le(1, extent)
+    return analyzer
+
+
+def _total(values: Iterable[SymExpr]) -> SymExpr:
+    return sum(values, _ZERO)
+
+
+def value_flops(*values: Value) -> int:
+    """FLOPs to compute the values; a part that they share counts once."""
+    parts = {id(part): part for value in values for part in walk_values(value)}
+    return sum(_operation_flops(part) for part in parts.values())
+
+
+def _operation_flops(value: Value) -> int:
+    if isinstance(value, Unary):
+        return 0 if value.x.dtype == "bool" else FLOPS[value.op]
+    if isinstance(value, Binary):
+        return 0 if value.dtype == "bool" else FLOPS[value.op]
+    return FLOPS[value.name] if isinstance(value, Intrinsic) else 0
+
+
+# Ranges: what values indices take while the loops run
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """low <= expression <= high, in terms of the program's symbols alone."""
+
+    low: SymExpr
+    high: SymExpr
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.low is self.high
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What is bound where a statement stands."""
+
+    analyzer: Analyzer
+    extents: Mapping[SymVar, SymExpr] = field(default_factory=dict)  # of loops, in the program's symbols alone
+    data: Mapping[SymVar, frozenset[SymVar]] = field(default_factory=dict)  # LetIndex -> the loops that it depends on
+    guarded: bool = False  # inside a branch: accesses are what lies within their buffers
+
+    def inside(self, var: SymVar, extent: SymExpr) -> _Scope:
+        return replace(self, extents={**self.extents, var: extent})
+
+    def roots(self, expr: SymExpr) -> frozenset[SymVar]:
+        """The loops on which the expression depends, also through data."""
+        found = [self.data.get(v, frozenset((v,)) if v in self.extents else frozenset()) for v in expr.free_vars()]
+        return frozenset().union(*found)
+
+    def range_of(self, expr: SymExpr) -> _Range | None:
+        """None: not known."""
+        low = high = sym(expr.const)
+        for monomial, coef in expr.terms:
+            part = self._product(monomial)
+            if part is None:
+                return None
+            first, last = (part.low, part.high) if coef > 0 else (part.high, part.low)
+            low, high = low + first * coef, high + last * coef
+        return _Range(low, high)
+
+    def _product(self, atoms: tuple[SymExpr, ...]) -> _Range | None:
+        ranges = [self._atom(atom) for atom in atoms]
+        known = [r for r in ranges if r is not None]
+        if len(known) < len(ranges):
+            return None
+        signed = [r for r in known if not self.analyzer.can_prove_nonneg(r.low)]
+        others = known if len(signed) > 1 else [r for r in known if r not in signed]
+        if signed and not all(r.is_fixed for r in others):
+            return None
+        return _Range(product(r.low for r in known), product(r.high for r in known))
+
+    def _atom(self, atom: SymExpr) -> _Range | None:
+        if isinstance(atom, SymVar):
+            if atom in self.extents:
+                return _Range(_ZERO, self.extents[atom] - 1)
+            return None if atom in self.data else _Range(atom, atom)
+        assert isinstance(atom, Pair)
+        a, b = self.range_of(atom.a), self.range_of(atom.b)
+        if isinstance(atom, Min | Max):
+            if a is None or b is None:
+                return None
+            pick = self.least if isinstance(atom, Min) else self.greatest
+            return _Range(pick(a.low, b.low), pick(a.high, b.high))
+        if b is None or not b.is_fixed or not self.analyzer.can_prove_le(1, b.low):
+            return None
+        if isinstance(atom, FloorMod):
+            if a is None or not self.analyzer.can_prove_nonneg(a.low):
+                return _Range(_ZERO, b.low - 1)
+            return _Range(_ZERO, self.least(a.high, b.low - 1))
+        assert isinstance(atom, FloorDiv)
+        return None if a is None else _Range(a.low // b.low, a.high // b.low)
+
+    def least(self, *values: SymExpr) -> SymExpr:
+        return reduce(self._min, values)
+
+    def _min(self, a: SymExpr, b: SymExpr) -> SymExpr:
+        if a is b or self.analyzer.can_prove_le(a, b):
+            return a
+        return b if self.analyzer.can_prove_le(b, a) else smin(a, b)
+
+    def greatest(self, *values: SymExpr) -> SymExpr:
+        return -self.least(*(-value for value in values))
+
+    def count(self, loops: Iterable[SymVar]) -> SymExpr:
+        """How often the innermost of these loops runs, at most."""
+        return product(self.extents[v] for v in self.extents if v in set(loops))
+
+
+# Accesses: which elements of a buffer are touched
+
+
+@dataclass(frozen=True, slots=True)
+class _Footprint:
+    """The elements that one access touches: at most `count`, inside the box of one range per dimension."""
+
+    scope: _Scope
+    count: SymExpr
+    box: tuple[_Range, ...]
+
+
+def _footprint(access: Load | Store, scope: _Scope) -> _Footprint:
+    """Dimensions whose indices depend on the same loops move together: there are no more of them than iterations."""
+    groups: list[tuple[frozenset[SymVar], SymExpr]] = []
+    box = []
+    for dim, index in zip(access.buffer.shape, access.indices, strict=True):
+        roots, found = scope.roots(index), scope.range_of(index)
+        whole = _Range(_ZERO, dim - 1)
+        if found is None:
+            found = whole
+        elif scope.guarded:
+            found = _Range(scope.greatest(found.low, _ZERO), scope.least(found.high, whole.high))
+        box.append(found)
+        count = scope.least(found.high - found.low + 1, scope.count(roots)) if roots else _ONE
+        together = [group for group in groups if group[0] & roots]
+        groups = [group for group in groups if not group[0] & roots]
+        groups.append((roots.union(*(g[0] for g in together)), product((count, *(g[1] for g in together)))))
+    total = product(scope.least(count, scope.count(roots)) if roots else count for roots, count in groups)
+    return _Footprint(scope, total, tuple(box))
+
+
+def _union(buffer: Buffer, parts: list[_Footprint]) -> SymExpr:
+    """How many elements several accesses touch together: no more than the sum, than the box round all, or than all."""
+    distinct = list({(part.count, part.box): part for part in parts}.values())
+    if len(distinct) == 1:
+        return distinct[0].count
+    least, greatest = distinct[0].scope.least, distinct[0].scope.greatest
+    size = product(buffer.shape)
+    largest = next((p.count for p in distinct if distinct[0].scope.analyzer.can_prove_le(size, p.count)), None)
+    if largest is not None:
+        return size
+    sides = zip(*(part.box for part in distinct), strict=True)
+    box = product(greatest(*(r.high for r in side)) - least(*(r.low for r in side)) + 1 for side in sides)
+    return least(size, box, _total(part.count for part in distinct))
+
+
+class _Walk:
+    """One pass over a program's statements: sums up FLOPs, and collects the accesses to its parameters."""
+
+    def __init__(self, params: set[Buffer]) -> None:
+        self._params = params
+        self.read: dict[Buffer, list[_Footprint]] = {}
+        self.written: dict[Buffer, list[_Footprint]] = {}
+        self.is_bound = True
+
+    def touched(self, buffer: Buffer, *, written: bool = False) -> SymExpr:
+        """Bytes."""
+        parts = (self.written if written else self.read)[buffer]
+        return _union(buffer, parts) * dtypes.itemsize(buffer.dtype)
+
+    def flops(self, stmt: Stmt, scope: _Scope) -> SymExpr:
+        values = stmt_values(stmt)
+        for value in values:
+            self._accesses(value, scope)
+        flops = sym(value_flops(*values))
+        if isinstance(stmt, Store):
+            self._note(self.written, stmt, scope)
+            combines = stmt.combine is not None and stmt.buffer.dtype != "bool"
+            return flops + (FLOPS[stmt.combine or "add"] if combines else 0)
+        if isinstance(stmt, For):
+            return self._loop(stmt, scope)
+        if isinstance(stmt, Seq):
+            return _total(self.flops(s, scope) for s in stmt.stmts)
+        if isinstance(stmt, Allocate):
+            return self.flops(stmt.body, scope)
+        if isinstance(stmt, LetIndex):
+            roots = self._roots_of(stmt.value, scope)
+            return flops + self.flops(stmt.body, replace(scope, data={**scope.data, stmt.var: roots}))
+        if isinstance(stmt, IfThenElse):
+            branches = [self.flops(s, replace(scope, guarded=True)) for s in (stmt.then, stmt.other) if s is not None]
+            return flops + scope.greatest(*branches)
+        return flops
+
+    def _loop(self, loop: For, scope: _Scope) -> SymExpr:
+        times = scope.range_of(loop.extent)
+        if times is None:
+            self.is_bound = False
+            times = _Range(_ONE, _ONE)
+        is_known = all(v not in scope.data for v in loop.extent.free_vars()) and not times.is_fixed
+        extent = loop.extent if is_known else times.high
+        if not scope.analyzer.can_prove_nonneg(times.low):
+            extent = smax(extent, 0)
+        inside = scope.inside(loop.var, times.high)
+        return self._sum_over(loop.var, extent, self.flops(loop.body, inside), inside)
+
+    def _sum_over(self, var: SymVar, extent: SymExpr, body: SymExpr, scope: _Scope) -> SymExpr:
+        """The sum of body over var in range(extent): exact where the body is quadratic in var, as in triangular loops;
+        else at most its greatest value, each time."""
+        if var not in body.free_vars():
+            return body * extent
+        powers = _quadratic(body, var)
+        if powers is None:
+            most = scope.range_of(body)
+            self.is_bound = self.is_bound and most is not None
+            return scope.extents[var] * (most.high if most is not None else 1)
+        constant, linear, square = powers
+        first = floordiv(extent * (extent - 1), 2)
+        second = floordiv(extent * (extent - 1) * (extent * 2 - 1), 6)
+        return constant * extent + linear * first + square * second
+
+    def _accesses(self, value: Value, scope: _Scope) -> None:
+        selects = [part for part in walk_values(value) if isinstance(part, Select)]
+        lazy = {id(part) for s in selects for branch in (s.then, s.other) for part in walk_values(branch)}
+        for part in walk_values(value):
+            if isinstance(part, Load):
+                self._note(self.read, part, replace(scope, guarded=True) if id(part) in lazy else scope)
+
+    def _note(self, found: dict[Buffer, list[_Footprint]], access: Load | Store, scope: _Scope) -> None:
+        if access.buffer in self._params:
+            found.setdefault(access.buffer, []).append(_footprint(access, scope))
+
+    def _roots_of(self, value: Value, scope: _Scope) -> frozenset[SymVar]:
+        """The loops on which a value depends; on all of them where it reads what the program itself computes."""
+        found: frozenset[SymVar] = frozenset()
+        for part in walk_values(value):
+            if isinstance(part, Load):
+                if part.buffer not in self._params or part.buffer in self.written:
+                    return frozenset(scope.extents)
+                found = found.union(*map(scope.roots, part.indices))
+            elif isinstance(part, IndexValue):
+                found |= scope.roots(part.index)
+        return found
+
+
+def _quadratic(expr: SymExpr, var: SymVar) -> tuple[SymExpr, SymExpr, SymExpr] | None:
+    """(a, b, c) with expr == a + b*var + c*var*var."""
+    powers = [_ZERO, _ZERO, _ZERO]
+    powers[0] += expr.const
+    for monomial, coef in expr.terms:
+        others = [atom for atom in monomial if atom is not var]
+        degree = len(monomial) - len(others)
+        if degree > 2 or any(var in atom.free_vars() for atom in others):
+            return None
+        powers[degree] += product(others) * coef
+    return powers[0], powers[1], powers[2]
