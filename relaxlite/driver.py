@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -19,9 +20,19 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
 from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
+from relaxlite.passes.cost import Cost
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.runtime.executable import ENTRY, ExecutableData, Metadata, Signature, TargetInfo, TensorSpec
+from relaxlite.runtime.executable import (
+    ENTRY,
+    ExecutableData,
+    KernelCost,
+    KernelInfo,
+    Metadata,
+    Signature,
+    TargetInfo,
+    TensorSpec,
+)
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
 
@@ -70,7 +81,7 @@ def build(
     return ExecutableData(
         functions=functions,
         signature=signature_of(module[ENTRY]),  # type: ignore[arg-type]
-        kernels=code.kernels,
+        kernels=_with_costs(code.kernels, lowered, context),
         objects=code.objects,
         constants=constants,
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
@@ -113,6 +124,25 @@ def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
 def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
     text = to_text(dim, names.__getitem__)
     return text[1:-1] if isinstance(dim, FloorDiv | FloorMod) else text  # an atom brings its own parentheses
+
+
+def _with_costs(kernels: Mapping[str, KernelInfo], module: IRModule, context: PassContext) -> dict[str, KernelInfo]:
+    """The kernels with what is known of their costs."""
+    programs, costs = module.programs(), context.costs
+    return {
+        name: replace(kernel, cost=_kernel_cost(costs[name], programs[name].symbols)) if name in costs else kernel
+        for name, kernel in kernels.items()
+    }
+
+
+def _kernel_cost(cost: Cost, symbols: tuple[SymVar, ...]) -> KernelCost | None:
+    """The cost in terms of the symbols that the program takes in the end; None where those do not say it."""
+    places = {symbol: f"s{k}" for k, symbol in enumerate(symbols)}
+    parts = (cost.flops, cost.bytes_read, cost.bytes_written)
+    if any(v not in places for part in parts for v in part.free_vars()):
+        return None
+    texts = [to_text(part, places.__getitem__) for part in parts]
+    return KernelCost(tuple(_unique_names(symbols).values()), *texts, is_bound=cost.is_bound)
 
 
 def _metadata(module: IRModule, lowered: IRModule, context: PassContext, code: ObjectCode) -> Metadata:

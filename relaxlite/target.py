@@ -74,8 +74,8 @@ class Target:
             triple=llvm.get_process_triple(),
             cpu=llvm.get_host_cpu_name(),
             features=features,
-            l1_bytes=_host_cache_bytes(1) or _DEFAULT_L1_BYTES,
-            l2_bytes=_host_cache_bytes(2) or _DEFAULT_L2_BYTES,
+            l1_bytes=host_cache_bytes(1) or _DEFAULT_L1_BYTES,
+            l2_bytes=host_cache_bytes(2) or _DEFAULT_L2_BYTES,
             cores=os.cpu_count() or 0,
         )
 
@@ -222,7 +222,7 @@ def _parse_count(text: str, options: Mapping[str, str], name: str, default: int)
     return int(value)
 
 
-def _host_cache_bytes(level: int) -> int | None:
+def host_cache_bytes(level: int) -> int | None:
     """The size of one core's data cache as Linux tells it; None elsewhere."""
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

@@ -39,6 +39,7 @@ from relaxlite.runtime.executable import (
     If,
     Imm,
     Instruction,
+    KernelCost,
     KernelInfo,
     Metadata,
     Operand,
@@ -241,7 +242,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
         _check_host(target)
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
-    kernels = [KernelInfo(**{**item, "checks": tuple(item["checks"])}) for item in manifest["kernels"]]
+    kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
     signature = manifest["signature"]
     data = ExecutableData(
         functions={function.name: function for function in functions},
@@ -297,6 +298,12 @@ def _check_host(target: TargetInfo) -> None:
             f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({llvm.get_host_cpu_name()}) "
             f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
         )
+
+
+def _kernel_from_json(item: dict[str, Any]) -> KernelInfo:
+    cost = item.get("cost")
+    known = None if cost is None else KernelCost(**{**cost, "symbols": tuple(cost["symbols"])})
+    return KernelInfo(**{**item, "checks": tuple(item["checks"]), "cost": known})
 
 
 def _specs_from_json(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -79,6 +79,18 @@ class VMFunction:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one call costs at least, as texts for `expression.parse_expression` in which s0, s1, ... are the values of
+    the kernel's symbols, in order: operations, bytes of inputs, bytes of outputs. Rules: passes/cost.py."""
+
+    symbols: tuple[str, ...]  # what the symbols are called
+    flops: str
+    bytes_read: str
+    bytes_written: str
+    is_bound: bool = True  # False: loops whose extent is data count as one iteration
+
+
+@dataclass(frozen=True, slots=True)
 class KernelInfo:
     """A compiled tensor program. `checks[k - 1]` is the message of status k. The counts guard calls, where known."""
 
@@ -87,6 +99,7 @@ class KernelInfo:
     checks: tuple[str, ...] = ()
     num_buffers: int | None = None
     num_symbols: int | None = None
+    cost: KernelCost | None = None
 
 
 @dataclass(frozen=True, slots=True)

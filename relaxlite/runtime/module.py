@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,10 @@ import numpy as np
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.runtime import artifact, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
+from relaxlite.runtime.profile import Profile, Recorder, measure
+from relaxlite.runtime.roofline import MachineLimits
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
-from relaxlite.runtime.vm import Kernel, VirtualMachine
+from relaxlite.runtime.vm import VirtualMachine
 
 _UNBOUNDED: Bound = (0, None, 1)
 
@@ -66,20 +67,21 @@ class Executable:
         """Write the model to one file, which `relaxlite.load` reads. Raises ArtifactError."""
         artifact.save(self.data, path)
 
-    def profile(self, inputs: Mapping[str, Any] | Sequence[Any], *, runs: int = 10) -> Profile:
-        """Run the model some times and say where the time went, kernel by kernel. The first run is not counted."""
+    def profile(
+        self, inputs: Mapping[str, Any] | Sequence[Any], *, runs: int = 10, limits: MachineLimits | None = None
+    ) -> Profile:
+        """Run the model some times and say where the time went, kernel by kernel, and with the `limits` of this machine
+        (relaxlite.machine.limits()) how much faster it could be. The first run is not counted."""
         if runs < 1:
             raise InvalidArgumentError(f"runs must be at least 1, got {runs}")
         by_name = isinstance(inputs, Mapping)
         values = self._by_position(() if by_name else inputs, inputs if by_name else {})  # type: ignore[arg-type]
-        clock = _KernelClock()
-        vm = VirtualMachine(self.data, kernels={n: clock.timed(n, k) for n, k in self._vm.kernels.items()})
-        self._run(vm, values)
-        clock.clear()
-        start = time.perf_counter_ns()
-        for _ in range(runs):
-            self._run(vm, values)
-        return clock.profile(runs, time.perf_counter_ns() - start)
+        recorder = Recorder(self.data.kernels)
+        vm = VirtualMachine(self.data, kernels={n: recorder.timed(n, k) for n, k in self._vm.kernels.items()})
+        threads = threadpool.num_threads()
+        profile = measure(lambda: self._run(vm, values), recorder, runs=runs, threads=threads, limits=limits)
+        shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=True)}
+        return replace(profile, inputs=shapes)
 
     def disassemble(self) -> str:
         """The bytecode as text."""
@@ -133,6 +135,11 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bo
     return Executable(artifact.load(path, verify=verify), threads=threads)
 
 
+def _describe(value: Any, spec: TensorSpec) -> str:
+    """ "float32[1, 128]" """
+    return f"{spec.dtype}[{', '.join(map(str, np.shape(value)))}]"
+
+
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
@@ -171,64 +178,3 @@ class _InputPlan:
 
     def _error(self, axis: int, shape: tuple[int, ...], problem: str) -> InputError:
         return InputError(f"{self.what}: dimension {axis} of shape {shape}: {problem}")
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRecord:
-    kernel: str
-    calls: int  # per run
-    total_us: float  # per run
-    share: float  # of the run's time
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Where the time of a run went, longest first. `str()` gives a table."""
-
-    records: list[KernelRecord]
-    run_us: float  # mean of the runs, with the clock's own cost of about 0.3 us per kernel call
-    runs: int
-
-    @property
-    def other_us(self) -> float:
-        """Time outside kernels: checks, interpretation, allocation."""
-        return self.run_us - sum(record.total_us for record in self.records)
-
-    def __str__(self) -> str:
-        width = max((len(record.kernel) for record in self.records), default=0)
-        width = max(width, len("(outside kernels)"))
-        lines = [f"{'kernel':<{width}}  {'calls':>6}  {'us':>12}  {'share':>6}"]
-        rows = [(r.kernel, str(r.calls), r.total_us) for r in self.records]
-        for name, calls, us in [*rows, ("(outside kernels)", "", self.other_us), ("total", "", self.run_us)]:
-            lines.append(f"{name:<{width}}  {calls:>6}  {us:>12.1f}  {us / self.run_us:>6.1%}")
-        return "\n".join(lines) + "\n"
-
-
-class _KernelClock:
-    """Counts and times kernel calls. Meant for one thread."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, list[int]] = {}  # name -> calls, nanoseconds
-
-    def timed(self, name: str, kernel: Kernel) -> Kernel:
-        entry = self._entries.setdefault(name, [0, 0])
-        now = time.perf_counter_ns
-
-        def call(buffers: bytes, symbols: int) -> int:
-            start = now()
-            status = kernel(buffers, symbols)
-            entry[1] += now() - start
-            entry[0] += 1
-            return status
-
-        return call
-
-    def clear(self) -> None:
-        for entry in self._entries.values():
-            entry[:] = 0, 0
-
-    def profile(self, runs: int, total_ns: int) -> Profile:
-        run_us = total_ns / runs / 1e3
-        used = [(name, calls, ns / runs / 1e3) for name, (calls, ns) in self._entries.items() if calls]
-        used.sort(key=lambda item: -item[2])
-        return Profile([KernelRecord(n, calls // runs, us, us / run_us) for n, calls, us in used], run_us, runs)

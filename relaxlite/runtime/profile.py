@@ -1,0 +1,423 @@
+"""Where the time of a run goes, kernel by kernel, beside what the machine could do.
+
+    profile = exe.profile(inputs, limits=relaxlite.machine.limits())
+    print(profile)                          # a table
+    profile.chrome_trace("trace.json")      # for chrome://tracing or https://ui.perfetto.dev
+    profile.html("profile.html")            # a page with a roofline plot, a table and a time line
+
+The interpreter of bytecode runs the model, with a clock round each kernel. The clock's own time is measured first and
+taken off. The slower half of the runs is left out: what disturbed them was not the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from relaxlite.errors import ArtifactError
+from relaxlite.runtime.executable import KernelCost, KernelInfo
+from relaxlite.runtime.expression import Expression, parse_expression
+from relaxlite.runtime.profile_html import page
+from relaxlite.runtime.roofline import Bound, MachineLimits, to_json
+
+Kernel: TypeAlias = Callable[[bytes, int], int]  # as in vm.py
+_Raw: TypeAlias = tuple[int, int, int, bytes]  # kernel's number, start and end in ns, the symbols' values in memory
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvent:
+    """One call. Times in microseconds since the run began; costs are None where the compiler has left none."""
+
+    kernel: str
+    start_us: float
+    us: float
+    symbols: Mapping[str, int]
+    flops: int | None = None
+    bytes_read: int | None = None
+    bytes_written: int | None = None
+    bound: Bound | None = None  # the least time it takes on this machine, if its limits are known
+
+    @property
+    def nbytes(self) -> int | None:
+        return None if self.bytes_read is None or self.bytes_written is None else self.bytes_read + self.bytes_written
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """All calls of one kernel in a run, on average over the runs that count."""
+
+    kernel: str
+    calls: float
+    total_us: float
+    share: float  # of the run's time
+    flops: float | None = None
+    nbytes: float | None = None
+    least_us: float | None = None  # by the roofline
+    limit: str | None = None  # what most of `least_us` comes from: "compute" or a memory level
+    is_bound: bool = True  # False: flops and nbytes leave out what only data could tell
+
+    @property
+    def gflops(self) -> float | None:
+        """GFLOP/s."""
+        return _rate(self.flops, self.total_us)
+
+    @property
+    def gb_per_s(self) -> float | None:
+        return _rate(self.nbytes, self.total_us)
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte."""
+        return self.flops / self.nbytes if self.flops is not None and self.nbytes else None
+
+    @property
+    def roofline(self) -> float | None:
+        """The share of what the machine could do: least time by time."""
+        return self.least_us / self.total_us if self.least_us is not None and self.total_us > 0 else None
+
+
+def _rate(amount: float | None, us: float) -> float | None:
+    return None if amount is None or us <= 0 else amount / us / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of a run went, longest first. `str()` gives a table."""
+
+    records: list[KernelRecord]
+    run_us: float  # mean of the runs that count, without the clock's own time
+    runs: int  # as asked for
+    counted: int = 1  # the runs that count: the faster half
+    threads: int = 1
+    clock_us: float = 0.0  # the clock's own time per kernel call, which is taken off
+    limits: MachineLimits | None = None
+    events: Sequence[KernelEvent] = field(default=(), repr=False)  # of the fastest run
+    inputs: Mapping[str, str] = field(default_factory=dict)  # name -> "float32[1, 128]"
+
+    @property
+    def other_us(self) -> float:
+        """Time outside kernels: checks, interpretation, allocation."""
+        return self.run_us - sum(record.total_us for record in self.records)
+
+    @property
+    def least_us(self) -> float | None:
+        """The least time of all kernels together, by the roofline."""
+        return _sum(record.least_us for record in self.records)
+
+    def __str__(self) -> str:
+        columns = _COLUMNS if self.limits is not None else _COLUMNS[:-2]
+        if all(record.nbytes is None for record in self.records):
+            columns = _COLUMNS[:4]
+        total = KernelRecord("total", 0, self.run_us, 1.0, *self._totals(), least_us=self.least_us)
+        outside = KernelRecord("(outside kernels)", 0, self.other_us, self.other_us / max(self.run_us, 1e-9))
+        rows = [[title for title, _ in columns]]
+        rows += [[show(record) for _, show in columns] for record in (*self.records, outside, total)]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        return "\n".join([*lines, "", *self.remarks()]) + "\n"
+
+    def _totals(self) -> tuple[float | None, float | None]:
+        return _sum(r.flops for r in self.records), _sum(r.nbytes for r in self.records)
+
+    def remarks(self) -> list[str]:
+        """What to know about the figures, a sentence each."""
+        said = [
+            f"{self.threads} thread{'s' if self.threads > 1 else ''}; mean of the faster {self.counted} of {self.runs} "
+            f"runs; the clock's {self.clock_us:.2f} us per kernel call are taken off."
+        ]
+        if any(not record.is_bound for record in self.records):
+            said.append("~: loops as long as data says are counted as one iteration.")
+        if self.limits is not None:
+            least = f"{self.limits.peak_gflops(self.threads):.0f} GFLOP/s in float32"
+            speeds = ", ".join(
+                f"{level.name} {level.gb_per_s[max(level.gb_per_s)]:.0f} GB/s ({max(level.gb_per_s)} threads)"
+                for level in self.limits.levels
+            )
+            said.append(f"roof: the share of what {self.limits.cpu} could do: {least}; {speeds}.")
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as plain data: one object per kernel."""
+        return {
+            "run_us": self.run_us,
+            "outside_kernels_us": self.other_us,
+            "least_us": self.least_us,
+            "runs": self.runs,
+            "counted_runs": self.counted,
+            "threads": self.threads,
+            "clock_us": self.clock_us,
+            "inputs": dict(self.inputs),
+            "machine": None if self.limits is None else to_json(self.limits),
+            "kernels": [record_json(record) for record in self.records],
+        }
+
+    def chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the fastest run as Chrome trace JSON, one event per kernel call. Raises OSError."""
+        named = {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "relaxlite"}}
+        trace = {
+            "traceEvents": [named, *map(_trace_event, self.events)],
+            "displayTimeUnit": "ns",
+            "otherData": {"threads": self.threads, "inputs": dict(self.inputs)},
+        }
+        Path(path).write_text(json.dumps(trace))
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page that needs nothing else: roofline plot, table, the fastest run's time line. Raises OSError."""
+        timeline = [(event.kernel, event.start_us, event.us) for event in self.events]
+        Path(path).write_text(page(self.to_json(), timeline, self.remarks()), "utf-8")
+
+
+def record_json(record: KernelRecord) -> dict[str, Any]:
+    return {
+        "kernel": record.kernel,
+        "calls": record.calls,
+        "us": record.total_us,
+        "share": record.share,
+        "flops": record.flops,
+        "bytes": record.nbytes,
+        "gflops": record.gflops,
+        "gb_per_s": record.gb_per_s,
+        "intensity": record.intensity,
+        "roofline": record.roofline,
+        "limit": record.limit,
+        "is_bound": record.is_bound,
+    }
+
+
+def _trace_event(event: KernelEvent) -> dict[str, Any]:
+    args: dict[str, Any] = {"symbols": dict(event.symbols)}
+    if event.nbytes is not None:
+        args |= {"flops": event.flops, "bytes_read": event.bytes_read, "bytes_written": event.bytes_written}
+        args |= {"GFLOP/s": _rounded(_rate(event.flops, event.us)), "GB/s": _rounded(_rate(event.nbytes, event.us))}
+    if event.bound is not None:
+        args |= {"least_us": _rounded(event.bound.seconds * 1e6), "limit": event.bound.limit}
+    return {
+        "name": event.kernel,
+        "cat": "kernel",
+        "ph": "X",
+        "ts": round(event.start_us, 3),
+        "dur": round(event.us, 3),
+        "pid": 0,
+        "tid": 0,
+        "args": args,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _sum(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+# The table's columns: title, and what it shows of a record.
+
+_Column: TypeAlias = tuple[str, Callable[[KernelRecord], str]]
+
+
+def _figure(value: float | None, scale: float = 1.0) -> str:
+    """Three digits, or a whole number."""
+    if value is None:
+        return "-"
+    scaled = value / scale
+    return f"{scaled:.0f}" if scaled >= 100 or scaled == 0 else f"{scaled:.1f}" if scaled >= 10 else f"{scaled:.2f}"
+
+
+def _calls(record: KernelRecord) -> str:
+    return f"{record.calls:g}" if record.calls else ""
+
+
+_COLUMNS: tuple[_Column, ...] = (
+    ("kernel", lambda r: r.kernel),
+    ("calls", _calls),
+    ("us", lambda r: f"{r.total_us:.1f}"),
+    ("share", lambda r: f"{r.share:.1%}"),
+    ("MB", lambda r: _figure(r.nbytes, 1e6)),
+    ("MFLOP", lambda r: ("" if r.is_bound else "~") + _figure(r.flops, 1e6)),
+    ("GFLOP/s", lambda r: _figure(r.gflops)),
+    ("GB/s", lambda r: _figure(r.gb_per_s)),
+    ("roof", lambda r: "-" if r.roofline is None else f"{r.roofline:.0%}"),
+    ("limit", lambda r: r.limit or "-"),
+)
+
+
+# Measuring
+
+
+class Recorder:
+    """Notes when each kernel runs, and the values of its symbols. Meant for one thread."""
+
+    def __init__(self, kernels: Mapping[str, KernelInfo]) -> None:
+        self.kernels = list(kernels.values())
+        self._numbers = {name: number for number, name in enumerate(kernels)}
+        self._calls: list[_Raw] = []
+
+    def timed(self, name: str, kernel: Kernel) -> Kernel:
+        """The kernel with a clock round it."""
+        number = self._numbers[name]
+        nbytes = 8 * (self.kernels[number].num_symbols or 0)
+        now, note, read = time.perf_counter_ns, self._calls.append, ctypes.string_at
+
+        def call(buffers: bytes, symbols: int) -> int:
+            start = now()
+            status = kernel(buffers, symbols)
+            end = now()
+            note((number, start, end, read(symbols, nbytes) if nbytes else b""))
+            return status
+
+        return call
+
+    def take(self) -> list[_Raw]:
+        """The calls since the last time."""
+        taken = self._calls.copy()
+        self._calls.clear()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class ClockCost:
+    """What noting a call costs, in nanoseconds: between the two readings of the clock, and in all."""
+
+    inside: float
+    total: float
+
+
+_BATCH, _BATCHES = 500, 7
+
+
+def clock_cost() -> ClockCost:
+    """Measured on a kernel that does nothing; takes about 2 ms."""
+    symbols = (ctypes.c_int64 * 2)()
+    address = ctypes.addressof(symbols)
+    recorder = Recorder({"nothing": KernelInfo("nothing", "nothing", num_symbols=2)})
+
+    def plain(buffers: bytes, symbols: int) -> int:
+        return 0
+
+    timed = recorder.timed("nothing", plain)
+    bare, clocked, inside = [], [], []
+    for _ in range(_BATCHES):
+        for kernel, times in ((plain, bare), (timed, clocked)):
+            start = time.perf_counter_ns()
+            for _ in range(_BATCH):
+                kernel(b"", address)
+            times.append((time.perf_counter_ns() - start) / _BATCH)
+        inside.append(statistics.median(end - start for _, start, end, _ in recorder.take()))
+    total = max(min(clocked) - min(bare), 0.0)
+    return ClockCost(inside=max(min(min(inside), total), 0.0), total=total)
+
+
+def measure(
+    run: Callable[[], object],
+    recorder: Recorder,
+    *,
+    runs: int,
+    threads: int,
+    limits: MachineLimits | None = None,
+) -> Profile:
+    """Profile `run`, whose kernels `recorder` has wrapped. One more run goes before, which does not count.
+
+    Raises ArtifactError where the costs that the executable states make no sense.
+    """
+    run()
+    recorder.take()
+    clock, timed = clock_cost(), []
+    for _ in range(runs):
+        start = time.perf_counter_ns()
+        run()
+        end = time.perf_counter_ns()
+        calls = recorder.take()
+        timed.append((end - start - clock.total * len(calls), start, calls))
+    timed.sort(key=lambda item: item[0])
+    kept = timed[: (runs + 1) // 2]
+    cost_of = _Costs(recorder.kernels, limits, threads)
+    by_run = [_events(calls, start, clock, cost_of) for _, start, calls in kept]
+    run_us = sum(ns for ns, _, _ in kept) / len(kept) / 1e3
+    return Profile(
+        records=_records(by_run, run_us, recorder.kernels),
+        run_us=run_us,
+        runs=runs,
+        counted=len(kept),
+        threads=threads,
+        clock_us=clock.total / 1e3,
+        limits=limits,
+        events=by_run[0],
+    )
+
+
+def _events(calls: list[_Raw], start: int, clock: ClockCost, cost_of: _Costs) -> list[KernelEvent]:
+    """One run's calls, with the clock's own time taken out of the time line."""
+    events = []
+    for position, (number, began, ended, symbols) in enumerate(calls):
+        offset = (began - start - clock.total * position) / 1e3
+        us = max(ended - began - clock.inside, 0.0) / 1e3
+        events.append(KernelEvent(cost_of.kernels[number].name, max(offset, 0.0), us, *cost_of(number, symbols)))
+    return events
+
+
+def _records(by_run: list[list[KernelEvent]], run_us: float, kernels: list[KernelInfo]) -> list[KernelRecord]:
+    groups: dict[str, list[KernelEvent]] = {}
+    for events in by_run:
+        for event in events:
+            groups.setdefault(event.kernel, []).append(event)
+    unbound = {kernel.name for kernel in kernels if kernel.cost is not None and not kernel.cost.is_bound}
+    count = len(by_run)
+    records = []
+    for name, events in groups.items():
+        us = sum(event.us for event in events) / count
+        bounds = [event.bound for event in events if event.bound is not None]
+        limits: dict[str, float] = {}
+        for bound in bounds:
+            limits[bound.limit] = limits.get(bound.limit, 0.0) + bound.seconds
+        totals = _sum(event.flops for event in events), _sum(event.nbytes for event in events)
+        amounts = [None if total is None else total / count for total in totals]
+        least = sum(limits.values()) * 1e6 / count if bounds else None
+        limit = max(limits, key=limits.__getitem__) if limits else None
+        calls = len(events) / count
+        records.append(
+            KernelRecord(name, calls, us, us / max(run_us, 1e-9), *amounts, least, limit, name not in unbound)
+        )
+    return sorted(records, key=lambda record: -record.total_us)
+
+
+class _Costs:
+    """What a call costs, by kernel and symbols; each combination is computed once."""
+
+    def __init__(self, kernels: list[KernelInfo], limits: MachineLimits | None, threads: int) -> None:
+        self.kernels, self._limits, self._threads = kernels, limits, threads
+        self._parsed: dict[int, tuple[Expression, ...]] = {}
+        self._known: dict[tuple[int, bytes], tuple[Any, ...]] = {}
+
+    def __call__(self, number: int, symbols: bytes) -> tuple[Any, ...]:
+        """symbols by name, flops, bytes read, bytes written, bound."""
+        key = (number, symbols)
+        if key not in self._known:
+            self._known[key] = self._compute(number, struct.unpack(f"={len(symbols) // 8}q", symbols))
+        return self._known[key]
+
+    def _compute(self, number: int, values: tuple[int, ...]) -> tuple[Any, ...]:
+        cost = self.kernels[number].cost
+        if cost is None:
+            return {f"s{k}": value for k, value in enumerate(values)}, None, None, None, None
+        if len(cost.symbols) != len(values):
+            raise ArtifactError(f"kernel '{self.kernels[number].name}': its cost names {len(cost.symbols)} symbols")
+        if number not in self._parsed:
+            self._parsed[number] = _parse(cost)
+        flops, read, written = (max(part(values), 0) for part in self._parsed[number])
+        bound = None if self._limits is None else self._limits.bound(flops, read + written, self._threads)
+        return dict(zip(cost.symbols, values, strict=True)), flops, read, written, bound
+
+
+def _parse(cost: KernelCost) -> tuple[Expression, ...]:
+    texts = (cost.flops, cost.bytes_read, cost.bytes_written)
+    return tuple(parse_expression(text, len(cost.symbols)) for text in texts)

@@ -1,0 +1,158 @@
+"""What a machine can do at best, and so how long a kernel must take at least: the roofline model.
+
+    seconds >= max(flops / peak, bytes / bandwidth of the innermost memory that holds the bytes)
+
+(S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009.) `relaxlite/machine.py` measures the limits; here
+they are kept in the user's cache folder, one entry per processor, and read back without the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from relaxlite import config
+from relaxlite.runtime import threadpool
+
+PEAK = "compute"  # the name of the limit that is no memory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLevel:
+    """A cache or the RAM. `gb_per_s`: read bandwidth by thread count, of all threads together."""
+
+    name: str
+    capacity: int | None  # bytes: of one core where `is_private`; None: no limit
+    is_private: bool
+    gb_per_s: Mapping[int, float]
+
+    def holds(self, nbytes: float, threads: int) -> bool:
+        return self.capacity is None or nbytes <= self.capacity * (threads if self.is_private else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time that a piece of work takes, and which limit says so: "compute", or a memory level's name."""
+
+    seconds: float
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """Measured peaks. `gflops`: float32 multiply-adds (2 FLOPs each) by thread count; `levels`: innermost first."""
+
+    cpu: str
+    gflops: Mapping[int, float]
+    levels: tuple[MemoryLevel, ...]
+
+    def peak_gflops(self, threads: int) -> float:
+        return _at(self.gflops, threads)
+
+    def level_for(self, nbytes: float, threads: int) -> MemoryLevel:
+        """The innermost level that holds this many bytes."""
+        return next((level for level in self.levels if level.holds(nbytes, threads)), self.levels[-1])
+
+    def bound(self, flops: float, nbytes: float, threads: int) -> Bound:
+        """The least time for this much arithmetic and traffic. Zero of both take no time."""
+        level = self.level_for(nbytes, threads)
+        compute = flops / (self.peak_gflops(threads) * 1e9)
+        traffic = nbytes / (_at(level.gb_per_s, threads) * 1e9)
+        return Bound(compute, PEAK) if compute >= traffic else Bound(traffic, level.name)
+
+
+def _at(measured: Mapping[int, float], threads: int) -> float:
+    """The figure for a thread count, in proportion between those that were measured."""
+    below = max((t for t in measured if t <= threads), default=min(measured))
+    above = min((t for t in measured if t >= threads), default=max(measured))
+    if above <= below:
+        return measured[below]
+    share = (threads - below) / (above - below)
+    return measured[below] + (measured[above] - measured[below]) * share
+
+
+def to_json(limits: MachineLimits) -> dict[str, Any]:
+    """Plain data; thread counts become text."""
+    return json.loads(json.dumps(asdict(limits)))
+
+
+def from_json(data: Any) -> MachineLimits:
+    """The inverse of `to_json`. Raises ValueError for what is none."""
+    try:
+        levels = tuple(
+            MemoryLevel(str(item["name"]), item["capacity"], bool(item["is_private"]), _by_threads(item["gb_per_s"]))
+            for item in data["levels"]
+        )
+        limits = MachineLimits(str(data["cpu"]), _by_threads(data["gflops"]), levels)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not the limits of a machine: {error!r}") from error
+    if not levels or any(not isinstance(level.capacity, int | None) for level in levels):
+        raise ValueError("not the limits of a machine: a memory level lacks its size")
+    return limits
+
+
+def _by_threads(data: Mapping[str, float]) -> dict[int, float]:
+    found = {int(threads): float(figure) for threads, figure in data.items()}
+    if not found or min(found) < 1 or not all(0 < figure < 1e9 for figure in found.values()):
+        raise ValueError(f"figures by thread count should be positive, got {found}")
+    return found
+
+
+# ---- the file that keeps them
+
+
+def limits_file() -> Path:
+    return config.user_cache_folder() / "machines.json"
+
+
+def load_limits() -> MachineLimits | None:
+    """What was measured on this machine before; None when there is nothing, or nothing that can be read."""
+    entry = _read(limits_file()).get(machine_key())
+    try:
+        return None if entry is None else from_json(entry)
+    except ValueError:
+        return None
+
+
+def save_limits(limits: MachineLimits) -> Path:
+    """Keep them for `load_limits`; says where. Raises OSError."""
+    path = limits_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_text(json.dumps({**_read(path), machine_key(): to_json(limits)}, indent=1))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def cpu_name() -> str:
+    """The processor as its maker calls it, where the system says so."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or llvm.get_host_cpu_name()
+
+
+def machine_key() -> str:
+    """What the limits depend on: the processor, and how many of its cores this process may use."""
+    return f"{cpu_name()} ({llvm.get_host_cpu_name()}), {threadpool.usable_cores()} cores"
