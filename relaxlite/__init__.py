@@ -29,7 +29,7 @@ _HOME = {
     "SymVar": "relaxlite.ir.symbolic",
     "RelaxliteError": "relaxlite.errors",
 }
-_SUBMODULES = ("ir", "errors", "config", "driver", "runtime", "frontend", "passes", "codegen", "models")
+_SUBMODULES = ("ir", "errors", "config", "driver", "runtime", "frontend", "passes", "codegen", "models", "machine")
 
 __all__ = ["__version__", *_HOME, "ops"]
 

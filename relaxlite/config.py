@@ -120,17 +120,6 @@ def describe() -> str:
     return "\n".join(lines) + "\n"
 
 
-def user_cache_folder() -> Path:
-    """This platform's folder for what relaxlite may keep and can make again."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "relaxlite"
-
-
 def _knob(name: str) -> Knob:
     if name not in KNOBS:
         raise InvalidArgumentError(f"there is no knob '{name}'; there are {', '.join(KNOBS)}")

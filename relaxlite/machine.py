@@ -36,7 +36,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.memory import MEMORY_LIMIT
 from relaxlite.runtime.module import Executable
-from relaxlite.runtime.roofline import MachineLimits, MemoryLevel, cpu_name, load_limits, save_limits
+from relaxlite.runtime.roofline import MachineLimits, MemoryLevel, best_of, cpu_name, load_limits, save_limits
 from relaxlite.target import Target, host_cache_bytes
 
 _ACCUMULATORS = 12  # enough to hide the latency of a multiply-add, few enough for 16 registers
@@ -49,11 +49,14 @@ _UNKNOWN_L3 = 16 << 20  # where the system does not say, the RAM is measured wit
 
 
 def limits(*, fresh: bool = False) -> MachineLimits:
-    """The limits of this machine: as measured before, or (`fresh`, or the first time) measured now and kept."""
-    known = None if fresh else load_limits()
-    if known is not None:
+    """The limits of this machine: as measured before, or (`fresh`, or the first time) measured now and kept.
+
+    Other work can only make a figure smaller: of a new one and the one that is known, the greater is kept.
+    """
+    known = load_limits()
+    if known is not None and not fresh:
         return known
-    found = measure_limits()
+    found = best_of(known, measure_limits())
     with contextlib.suppress(OSError):  # a folder that cannot be written: they are measured again next time
         save_limits(found)
     return found

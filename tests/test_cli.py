@@ -349,7 +349,8 @@ def test_run_compiles_an_onnx_file_first(run: Run) -> None:
 
 def test_run_profiles_kernels(run: Run) -> None:
     out = run("run", "toy.rlx", "--shape", "x:0=3x4", "--profile").out
-    assert re.search(r"^kernel +calls +us +share$", out, re.MULTILINE) and "(outside kernels)" in out
+    assert re.search(r"^kernel +calls +us +share +MB +MFLOP +GFLOP/s +GB/s$", out, re.MULTILINE)
+    assert "(outside kernels)" in out
 
 
 @pytest.mark.parametrize(

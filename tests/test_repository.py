@@ -40,13 +40,15 @@ LAYERS: dict[str, set[str]] = {
     "frontend": BASE | {"ir"},
     "codegen": BASE | {"ir", "runtime"},
     "driver": BASE | {"ir", "passes", "codegen", "runtime"},
-    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models"},
+    "machine": BASE | {"ir", "runtime", "driver"},
+    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {
     "relaxlite/cli/bench.py": {"onnxruntime"},
     "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
+    "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py
     "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
 }

@@ -129,6 +129,25 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _add_import_options(parser)
 
 
+def _profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
+    parser.add_argument("--shapes", type=_case, default=("", {}), metavar="A=1x2;B=3", help="of random inputs")
+    parser.add_argument("--input", action=Named, parse=str, split="first", metavar="NAME=FILE", help="a .npy file")
+    _add_range(parser)
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of random values (default 0)")
+    parser.add_argument(
+        "--runs", type=_at_least(1), default=10, metavar="N", help="timed runs, of which the faster half counts"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page: roofline plot, table, time line")
+    parser.add_argument("--trace", metavar="FILE", help="write the fastest run as Chrome trace JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the table, for programs")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure the machine again, which is best done while it is idle"
+    )
+    _add_threads(parser)
+    _add_import_options(parser)
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", help="lines of text to draw and read (default: a few of our own)")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture of one line; repeat")
@@ -197,6 +216,17 @@ Each case is run once to warm up, then timed; the table shows medians.
   relaxlite bench model.onnx --shapes x=1x3x224x224 --shapes x=8x3x224x224
   relaxlite bench model.onnx --shapes "ids=1x128;mask=1x128" --range ids=0..30000""",
         _bench,
+    ),
+    "profile": Command(
+        "say where the time of a model goes, and how fast the machine could be",
+        """\
+For each kernel: time, bytes that must move, FLOPs, and its share of the roofline, the least time that this machine's
+arithmetic and memory allow. The machine is measured the first time, in about a second; its figures are kept.
+FLOPs count multiply-adds twice, divisions and roots 4 times, exp 20, tanh and erf 30; see relaxlite/passes/cost.py.
+
+  relaxlite profile model.onnx --shapes "ids=1x128;mask=1x128" --html profile.html
+  relaxlite profile model.rlx --shapes x=1x3x224x224 --trace trace.json      for https://ui.perfetto.dev""",
+        _profile,
     ),
     "demo": Command(
         "read lines of text of every width with one compiled model",

@@ -337,7 +337,7 @@ def measure(
         run()
         end = time.perf_counter_ns()
         calls = recorder.take()
-        timed.append((end - start - clock.total * len(calls), start, calls))
+        timed.append((max(end - start - clock.total * len(calls), 0.0), start, calls))
     timed.sort(key=lambda item: item[0])
     kept = timed[: (runs + 1) // 2]
     cost_of = _Costs(recorder.kernels, limits, threads)
@@ -356,12 +356,13 @@ def measure(
 
 
 def _events(calls: list[_Raw], start: int, clock: ClockCost, cost_of: _Costs) -> list[KernelEvent]:
-    """One run's calls, with the clock's own time taken out of the time line."""
-    events = []
+    """One run's calls, with the clock's own time taken out of the time line; none begins before the last has ended."""
+    events, last = [], 0.0
     for position, (number, began, ended, symbols) in enumerate(calls):
-        offset = (began - start - clock.total * position) / 1e3
+        offset = max((began - start - clock.total * position) / 1e3, last)
         us = max(ended - began - clock.inside, 0.0) / 1e3
-        events.append(KernelEvent(cost_of.kernels[number].name, max(offset, 0.0), us, *cost_of(number, symbols)))
+        events.append(KernelEvent(cost_of.kernels[number].name, offset, us, *cost_of(number, symbols)))
+        last = offset + us
     return events
 
 

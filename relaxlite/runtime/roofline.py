@@ -14,7 +14,7 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,21 @@ def _at(measured: Mapping[int, float], threads: int) -> float:
         return measured[below]
     share = (threads - below) / (above - below)
     return measured[below] + (measured[above] - measured[below]) * share
+
+
+def best_of(known: MachineLimits | None, new: MachineLimits) -> MachineLimits:
+    """`new`, with figures of `known` where those are greater and the machine has the same memories."""
+    if known is None or [level.name for level in known.levels] != [level.name for level in new.levels]:
+        return new
+    levels = tuple(
+        replace(level, gb_per_s=_greater(old.gb_per_s, level.gb_per_s))
+        for old, level in zip(known.levels, new.levels, strict=True)
+    )
+    return replace(new, gflops=_greater(known.gflops, new.gflops), levels=levels)
+
+
+def _greater(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
+    return {threads: max(a.get(threads, 0.0), figure) for threads, figure in b.items()}
 
 
 def to_json(limits: MachineLimits) -> dict[str, Any]:
