@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,13 +18,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from relaxlite import cli
+from relaxlite import cli, config, machine
 from relaxlite.cli import parser as cli_parser
 from relaxlite.cli.inspect import summary
 from relaxlite.cli.run import file_names
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.passes.pipeline import PASSES
 from relaxlite.runtime import artifact
+from relaxlite.runtime.roofline import MachineLimits, MemoryLevel, save_limits
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHT = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
@@ -591,6 +593,72 @@ def test_bench_without_shapes_needs_a_model_that_leaves_none_open(run: Run) -> N
     assert "how large is 'batch'?" in run("bench", "toy.rlx").err
     options = ["--dynamic-shape", "x:0=2,4", "--dynamic-shape", "enc/ids=2"]
     assert run("bench", "toy.onnx", "--repeats", "1", *options).status == 0
+
+
+@pytest.fixture
+def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MachineLimits:
+    """A cache folder of our own, with the figures of a machine that is like no other."""
+    monkeypatch.setattr(config, "user_cache_folder", lambda: tmp_path / "cache")
+    limits = MachineLimits("Abacus 9", {1: 2.5}, (MemoryLevel("RAM", None, False, {1: 0.5}),))
+    save_limits(limits)
+    return limits
+
+
+def test_profile_compares_kernels_with_the_machine(run: Run, known_machine: MachineLimits) -> None:
+    options = ["--html", "p.html", "--trace", "t.json", "--json", "p.json", "--runs", "3", "--threads", "1"]
+    done = run("profile", "toy.rlx", "--shapes", "x:0=6x4", *options)
+    assert (done.status, done.err) == (0, "")
+    head = done.out.splitlines()[0].split()
+    assert head == ["kernel", "calls", "us", "share", "MB", "MFLOP", "GFLOP/s", "GB/s", "roof", "limit"]
+    assert "1 thread; mean of the faster 2 of 3 runs" in done.out
+    assert "Abacus 9 could do: 2.50 GFLOP/s in float32; RAM 0.50 GB/s" in done.out
+    assert done.out.endswith("-> p.html\n-> t.json\n-> p.json\n")
+    table = json.loads(Path("p.json").read_text())
+    product = next(kernel for kernel in table["kernels"] if "matmul" in kernel["kernel"])
+    assert (product["calls"], product["flops"], product["bytes"]) == (1, 6 * 3 * 4 * 2, (6 * 4 + 4 * 3 + 6 * 3) * 4)
+    assert product["limit"] == "RAM" and table["machine"]["cpu"] == "Abacus 9"
+    assert table["inputs"] == {"x:0": "float32[6, 4]", "enc/ids": "int64[6]"}
+    names = {event["name"] for event in json.loads(Path("t.json").read_text())["traceEvents"] if event["ph"] == "X"}
+    assert names == {kernel["kernel"] for kernel in table["kernels"]}
+    assert all(name in Path("p.html").read_text() for name in names)
+
+
+def test_profile_of_an_onnx_file_and_files_as_inputs(run: Run, known_machine: MachineLimits) -> None:
+    np.save("x.npy", np.ones((5, 4), np.float32))
+    done = run("profile", "toy.onnx", "--input", "x:0=x.npy", "--runs", "1")
+    assert done.status == 0 and "(outside kernels)" in done.out
+    assert not set(files()) - {"toy.onnx", "toy.rlx", "x.npy", "cache/machines.json"}
+
+
+def test_profile_measures_a_machine_that_is_not_known(
+    run: Run, known_machine: MachineLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster = dataclasses.replace(known_machine, gflops={1: 7000.0})
+    monkeypatch.setattr(machine, "measure_limits", lambda: faster)
+    assert "2.50 GFLOP/s" in run("profile", "toy.rlx", "--shapes", "x:0=6x4", "--threads", "1").out
+    done = run("profile", "toy.rlx", "--shapes", "x:0=6x4", "--threads", "1", "--measure")
+    assert "7000 GFLOP/s" in done.out and "measuring what this machine can do" in done.err
+    assert "7000 GFLOP/s" in run("profile", "toy.rlx", "--shapes", "x:0=6x4", "--threads", "1").out
+    Path("cache/machines.json").unlink()
+    assert "7000 GFLOP/s" in run("profile", "toy.rlx", "--shapes", "x:0=6x4", "--threads", "1").out
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ([], 1, "how large is 'batch'?"),
+        (["--shapes", "x:0=6x5"], 1, "argument 'x:0': dimension 1 of shape (6, 5): expects 4, got 5"),
+        (["--shapes", "x:0=6x4;y=1"], 1, "the model has no input 'y'"),
+        (["--shapes", "x:0=6x4", "--runs", "0"], 2, "'0' is not a whole number from 1"),
+        (["--shapes", "x:0=6x4", "--html", "no/such/p.html"], 1, "no/such/p.html: No such file or directory"),
+        (["--shapes", "x:0=6x4", "--target", "llvm"], 2, "--target needs an ONNX file"),
+    ],
+)
+def test_mistakes_of_profile(
+    run: Run, known_machine: MachineLimits, options: list[str], status: int, message: str
+) -> None:
+    done = run("profile", "toy.rlx", *options)
+    assert (done.status, message in done.err) == (status, True), done.err
 
 
 # Processes

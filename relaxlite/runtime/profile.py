@@ -136,12 +136,9 @@ class Profile:
         if any(not record.is_bound for record in self.records):
             said.append("~: loops as long as data says are counted as one iteration.")
         if self.limits is not None:
-            least = f"{self.limits.peak_gflops(self.threads):.0f} GFLOP/s in float32"
-            speeds = ", ".join(
-                f"{level.name} {level.gb_per_s[max(level.gb_per_s)]:.0f} GB/s ({max(level.gb_per_s)} threads)"
-                for level in self.limits.levels
-            )
-            said.append(f"roof: the share of what {self.limits.cpu} could do: {least}; {speeds}.")
+            peak = f"{_figure(self.limits.peak_gflops(self.threads))} GFLOP/s in float32"
+            speeds = [f"{level.name} {_figure(level.speed(self.threads))} GB/s" for level in self.limits.levels]
+            said.append(f"roof: the share of what {self.limits.cpu} could do: {peak}; {', '.join(speeds)}.")
         return said
 
     def to_json(self) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class _Axes:
     """Logarithmic: FLOPs per byte to the right, GFLOP/s upwards."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        self.left, self.right = _decades(xs)
-        self.low, self.high = _decades(ys)
+        self.left, self.right = math.log10(min(xs) / 1.5), math.log10(max(xs) * 1.5)
+        self.low, self.high = math.log10(min(ys) / 1.5), math.log10(max(ys) * 1.8)
 
     def x(self, value: float) -> float:
         share = (math.log10(value) - self.left) / (self.right - self.left)
@@ -124,21 +124,17 @@ class _Axes:
     def grid(self) -> Iterator[str]:
         top, bottom = self.y(10**self.high), self.y(10**self.low)
         left, right = self.x(10**self.left), self.x(10**self.right)
-        for power in range(self.left, self.right + 1):
+        for power in range(math.ceil(self.left), math.floor(self.right) + 1):
             at = self.x(10.0**power)
             yield _line(at, top, at, bottom, "grid")
             yield _text(at, bottom + 18, f"{10.0**power:g}", "middle")
-        for power in range(self.low, self.high + 1):
+        for power in range(math.ceil(self.low), math.floor(self.high) + 1):
             at = self.y(10.0**power)
             yield _line(left, at, right, at, "grid")
             yield _text(left - 8, at + 4, f"{10.0**power:g}", "end")
         yield _text((left + right) / 2, _HEIGHT - 6, "FLOPs per byte", "middle")
-        yield _text(14, 12, "GFLOP/s", "start")
-
-
-def _decades(values: Sequence[float]) -> tuple[int, int]:
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    return low, max(high, low + 1)
+        middle = (top + bottom) / 2
+        yield f'<text transform="translate(14 {middle:.1f}) rotate(-90)" text-anchor="middle">GFLOP/s</text>'
 
 
 def _roofline(profile: Json) -> str:
@@ -165,24 +161,28 @@ def _roofline(profile: Json) -> str:
 def _ceilings(axes: _Axes, machine: Json) -> Iterator[str]:
     """Peaks by thread count, and below the highest of them the bandwidth of each level with as many threads."""
     counts = sorted(map(int, machine["gflops"]))
-    right, bottom, left = 10.0**axes.right, 10.0**axes.low, 10.0**axes.left
+    left, right, bottom = 10.0**axes.left, 10.0**axes.right, 10.0**axes.low
     for count in counts:
         peak = machine["gflops"][str(count)]
         yield _line(axes.x(left), axes.y(peak), axes.x(right), axes.y(peak), "peak")
         label = f"{peak:.0f} GFLOP/s, {count} thread{'s' if count > 1 else ''}"
-        yield _text(axes.x(right) - 4, axes.y(peak) - 5, label, "end")
+        yield _text(axes.x(right) - 4, axes.y(peak) + (-6 if count == counts[-1] else 14), label, "end")
     peak = machine["gflops"][str(counts[-1])]
-    for level in machine["levels"]:
+    for number, level in enumerate(machine["levels"]):
         speed = level["gb_per_s"][max(level["gb_per_s"], key=int)]
-        start = max(left, bottom / speed)
-        end = min(peak / speed, right)
-        if start >= end:
-            continue
-        x1, y1, x2, y2 = axes.x(start), axes.y(start * speed), axes.x(end), axes.y(end * speed)
-        yield _line(x1, y1, x2, y2, "level")
-        angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
-        label = escape(f"{level['name']} {speed:.0f} GB/s")
-        yield f'<text transform="translate({x1 + 6:.1f} {y1 - 8:.1f}) rotate({angle:.1f})">{label}</text>'
+        start, end = max(left, bottom / speed), min(peak / speed, right)
+        if start < end:
+            line = axes.x(start), axes.y(start * speed), axes.x(end), axes.y(end * speed)
+            yield _line(*line, "level")
+            is_above = 2 * number < len(machine["levels"])  # the outer ones are written below their lines
+            yield _along(*line, 0.02 + 0.2 * number, f"{level['name']} {speed:.0f} GB/s", -6 if is_above else 14)
+
+
+def _along(x1: float, y1: float, x2: float, y2: float, share: float, text: str, down: int) -> str:
+    """Text beside a line, from this share of it on."""
+    x, y = x1 + (x2 - x1) * share, y1 + (y2 - y1) * share
+    angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
+    return f'<text transform="translate({x:.1f} {y:.1f}) rotate({angle:.1f})" dy="{down}">{escape(text)}</text>'
 
 
 def _point(axes: _Axes, number: int, kernel: Json) -> str:

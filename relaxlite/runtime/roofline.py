@@ -36,7 +36,12 @@ class MemoryLevel:
     gb_per_s: Mapping[int, float]
 
     def holds(self, nbytes: float, threads: int) -> bool:
+        """Whether as many bytes fit, shared out among the threads' cores."""
         return self.capacity is None or nbytes <= self.capacity * (threads if self.is_private else 1)
+
+    def speed(self, threads: int) -> float:
+        """GB/s."""
+        return _at(self.gb_per_s, threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class MachineLimits:
         """The least time for this much arithmetic and traffic. Zero of both take no time."""
         level = self.level_for(nbytes, threads)
         compute = flops / (self.peak_gflops(threads) * 1e9)
-        traffic = nbytes / (_at(level.gb_per_s, threads) * 1e9)
+        traffic = nbytes / (level.speed(threads) * 1e9)
         return Bound(compute, PEAK) if compute >= traffic else Bound(traffic, level.name)
 
 
