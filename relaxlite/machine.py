@@ -1,6 +1,6 @@
 """How fast this machine is at best: float32 multiply-adds, and reads from each cache and from RAM.
 
-Two small kernels are made by our own code generator and timed, for one thread and for all: about a second, once per
+Two small kernels are made by our own code generator and timed, for one thread up to all: about a second, once per
 machine (runtime/roofline.py keeps the figures in the user's cache folder).
 """
 
@@ -63,8 +63,9 @@ def limits(*, fresh: bool = False) -> MachineLimits:
 
 
 def measure_limits() -> MachineLimits:
-    """Measure now, with one thread and with as many as there are usable cores. Other work disturbs the figures."""
-    counts = sorted({1, threadpool.usable_cores()})
+    """Measure now, with 1, 2, 4, ... threads and with as many as there are usable cores. Other work disturbs it."""
+    cores = threadpool.usable_cores()
+    counts = sorted({cores, *(1 << k for k in range(cores.bit_length()))})
     lanes = Target.host().vector_lanes(4)
     peak, reader = _compiled(_multiply_adds(lanes)), _compiled(_reads(lanes))
     gflops: dict[int, float] = {}
