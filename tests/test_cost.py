@@ -17,6 +17,7 @@ from relaxlite.codegen.interpreter import Interpreter, run_program
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr
+from relaxlite.ir.intrinsics import INTRINSICS
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import (
     BINARY,
@@ -239,7 +240,7 @@ def test_what_counts_as_an_operation() -> None:
     assert value_flops(Intrinsic("fma", (a, b, c), "float32")) == 2
     assert value_flops(Binary("and", flag, Unary("not", flag))) == 0
     assert value_flops(Binary("mul", Literal(2, "int8"), Literal(3, "int8"))) == 1
-    assert {op for op in (*UNARY, *BINARY, *COMBINE)} <= set(FLOPS)
+    assert {*UNARY, *BINARY, *COMBINE, *INTRINSICS} <= set(FLOPS)
 
 
 def test_triangular_loops_are_summed() -> None:
@@ -248,6 +249,39 @@ def test_triangular_loops_are_summed() -> None:
     body = loops("i", (N,), lambda i: loops("j", (i + 1,), lambda j: Store(out, (i,), x[j], "add")))
     cost = cost_of(program([x], out, body))
     assert_cost(cost, N + N * (N - 1) // 2, N * 4, N * 4)
+
+
+def test_tiles_of_which_the_last_is_shorter() -> None:
+    """for t in ceil(n / 16): for j in min(16, n - 16*t): out[16*t + j] = x[16*t + j] * 2"""
+    x, out = Buffer.of("x", (N,), "float32"), Buffer.of("out", (N,), "float32")
+    two = Literal(2.0, "float32")
+
+    def tile(t: SymVar) -> Any:
+        at = t * 16
+        return loops("j", (smin(16, N - at),), lambda j: Store(out, (at + j,), Binary("mul", x[at + j], two)))
+
+    cost = cost_of(program([x], out, loops("t", ((N + 15) // 16,), tile)))
+    assert cost.flops is N
+    for n in (1, 15, 16, 17, 100):
+        assert values(cost, {N: n}) == (n, n * 4, n * 4)
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (5, 7), (17, 49), (64, 48), (80, 100)])
+def test_attention_reads_keys_and_values_once(m: int, n: int) -> None:
+    """Its loops take queries in blocks, of which the last computes for columns that it does not store."""
+    q, k, v = ("m", 8), ("n", 8), ("n", 4)
+    bb = BlockBuilder()
+    symbols = {name: bb.symbol(name) for name in "mn"}
+    types = [rl.TensorType.of((symbols[s[0]], s[1]), "float32") for s in (q, k, v)]
+    with bb.function("main", **{f"x{i}": ty for i, ty in enumerate(types)}) as variables:
+        bb.result(ops.attention(*variables))
+    cost = costs_of(bb.module())["attention"]
+    at = {s: {"m": m, "n": n}[s.name] for s in cost.bytes_read.free_vars()}
+    assert evaluate(cost.bytes_read, at) == 4 * (m * 8 + n * 8 + n * 4)
+    assert evaluate(cost.bytes_written, at) == 4 * m * 4
+    rows = m // 64 * 64 + -(-(m % 64) // 16) * 16
+    per_score = 2 * 8 + 2 * 4 + FLOPS["exp"] + 3
+    assert per_score * m * n <= evaluate(cost.flops, at) <= (per_score + 2) * rows * n + 400 * rows * -(-n // 48)
 
 
 def test_a_loop_that_may_not_run_never_costs_less_than_nothing() -> None:

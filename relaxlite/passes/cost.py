@@ -6,10 +6,10 @@
 Meant for programs as they are before they are scheduled: a schedule changes neither the work nor the traffic that no
 cache can save (each element of a parameter once). Traffic of workspaces and of outputs that are read again is left out.
 
-For sizes at which every loop runs they are upper bounds of what the program does, exact for affine loops without
-branches: both branches of a Select are counted (vector code computes both) and the dearer one of an IfThenElse; a
-guarded access touches no more than its buffer; a gather reads one element per index, or the whole table where that is
-less. A loop whose extent nobody can bound, as it is data, counts as one iteration, and the cost says so (`is_bound`).
+Where no size is 0 they are upper bounds of what the program does, exact for affine loops without branches: both
+branches of a Select are counted (vector code computes both) and the dearer one of an IfThenElse; no access touches
+more than its buffer; a gather reads one element per index, or the whole table where that is less. A loop whose extent
+nobody can bound, as it is data, counts as one iteration, and the cost says so (`is_bound`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import reduce
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import (
     Allocate,
@@ -31,7 +32,6 @@ from relaxlite.ir.program import (
     Intrinsic,
     LetIndex,
     Load,
-    Select,
     Seq,
     Stmt,
     Store,
@@ -39,7 +39,7 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
-from relaxlite.ir.program_visitor import bound_symbols, stmt_values, walk_stmts, walk_values
+from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.symbolic import (
     FloorDiv,
     FloorMod,
@@ -48,6 +48,7 @@ from relaxlite.ir.symbolic import (
     Pair,
     SymExpr,
     SymVar,
+    ceildiv,
     floordiv,
     product,
     smax,
@@ -63,6 +64,7 @@ FLOPS: Mapping[str, int] = {
     **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
+    **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,
     "exp": 20,
@@ -92,22 +94,13 @@ def estimate_costs(module: IRModule) -> dict[str, Cost]:
 def cost_of(program: TensorProgram) -> Cost:
     """What one run of the program costs."""
     found = _Walk(set(program.params))
-    flops = found.flops(program.body, _Scope(_every_loop_runs(program)))
+    flops = found.flops(program.body, found.anywhere)
     return Cost(
         flops=flops,
         bytes_read=_total(found.touched(b) for b in program.inputs if b in found.read),
         bytes_written=_total(found.touched(b, written=True) for b in program.params if b in found.written),
         is_bound=found.is_bound,
     )
-
-
-def _every_loop_runs(program: TensorProgram) -> Analyzer:
-    """Knows that each extent which the program's symbols decide is at least 1."""
-    analyzer, inner = Analyzer(), bound_symbols(program.body)
-    for extent in dict.fromkeys(s.extent for s in walk_stmts(program.body) if isinstance(s, For)):
-        if not extent.is_const and inner.isdisjoint(extent.free_vars()):
-            analyzer = analyzer.assume_le(1, extent)
-    return analyzer
 
 
 def _total(values: Iterable[SymExpr]) -> SymExpr:
@@ -145,15 +138,27 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What is bound where a statement stands."""
+    """What is bound where a statement stands. It runs only if the loops round it do: their extents are at least 1."""
 
-    analyzer: Analyzer
+    # By the extents that they know to be at least 1; all scopes of a program share them.
+    analyzers: dict[frozenset[SymExpr], Analyzer]
+    running: frozenset[SymExpr] = frozenset()  # extents of the loops round it
     extents: Mapping[SymVar, SymExpr] = field(default_factory=dict)  # of loops, in the program's symbols alone
     data: Mapping[SymVar, frozenset[SymVar]] = field(default_factory=dict)  # LetIndex -> the loops that it depends on
-    guarded: bool = False  # inside a branch: accesses are what lies within their buffers
+
+    @property
+    def analyzer(self) -> Analyzer:
+        found = self.analyzers.get(self.running)
+        if found is None:
+            found = Analyzer()
+            for extent in sorted(self.running, key=lambda e: e.key):
+                found = found.assume_le(1, extent)
+            self.analyzers[self.running] = found
+        return found
 
     def inside(self, var: SymVar, extent: SymExpr) -> _Scope:
-        return replace(self, extents={**self.extents, var: extent})
+        running = self.running if extent.is_const else self.running | {extent}
+        return replace(self, running=running, extents={**self.extents, var: extent})
 
     def roots(self, expr: SymExpr) -> frozenset[SymVar]:
         """The loops on which the expression depends, also through data."""
@@ -183,10 +188,10 @@ class _Scope:
         return _Range(product(r.low for r in known), product(r.high for r in known))
 
     def _atom(self, atom: SymExpr) -> _Range | None:
+        if not any(v in self.extents or v in self.data for v in atom.free_vars()):
+            return _Range(atom, atom)
         if isinstance(atom, SymVar):
-            if atom in self.extents:
-                return _Range(_ZERO, self.extents[atom] - 1)
-            return None if atom in self.data else _Range(atom, atom)
+            return _Range(_ZERO, self.extents[atom] - 1) if atom in self.extents else None
         assert isinstance(atom, Pair)
         a, b = self.range_of(atom.a), self.range_of(atom.b)
         if isinstance(atom, Min | Max):
@@ -224,9 +229,8 @@ class _Scope:
 
 @dataclass(frozen=True, slots=True)
 class _Footprint:
-    """The elements that one access touches: at most `count`, inside the box of one range per dimension."""
+    """The elements that one access touches where it runs: at most `count`, in the box of one range per dimension."""
 
-    scope: _Scope
     count: SymExpr
     box: tuple[_Range, ...]
 
@@ -237,33 +241,34 @@ def _footprint(access: Load | Store, scope: _Scope) -> _Footprint:
     box = []
     for dim, index in zip(access.buffer.shape, access.indices, strict=True):
         roots, found = scope.roots(index), scope.range_of(index)
-        whole = _Range(_ZERO, dim - 1)
         if found is None:
-            found = whole
-        elif scope.guarded:
-            found = _Range(scope.greatest(found.low, _ZERO), scope.least(found.high, whole.high))
+            found = _Range(_ZERO, dim - 1)
+        else:  # what would lie outside is never touched: a branch guards it, or a loop is shorter in the end
+            found = _Range(scope.greatest(found.low, _ZERO), scope.least(found.high, dim - 1))
         box.append(found)
         count = scope.least(found.high - found.low + 1, scope.count(roots)) if roots else _ONE
         together = [group for group in groups if group[0] & roots]
         groups = [group for group in groups if not group[0] & roots]
         groups.append((roots.union(*(g[0] for g in together)), product((count, *(g[1] for g in together)))))
     total = product(scope.least(count, scope.count(roots)) if roots else count for roots, count in groups)
-    return _Footprint(scope, total, tuple(box))
+    return _Footprint(total, tuple(box))
 
 
-def _union(buffer: Buffer, parts: list[_Footprint]) -> SymExpr:
-    """How many elements several accesses touch together: no more than the sum, than the box round all, or than all."""
+def _union(buffer: Buffer, parts: list[_Footprint], anywhere: _Scope) -> SymExpr:
+    """How many elements several accesses touch together: no more than the sum, than the box round all, or than all.
+
+    Not all of them need to run: their formulas then give what they may, but a greater box at most.
+    """
     distinct = list({(part.count, part.box): part for part in parts}.values())
     if len(distinct) == 1:
-        return distinct[0].count
-    least, greatest = distinct[0].scope.least, distinct[0].scope.greatest
+        return anywhere.greatest(distinct[0].count, _ZERO)
+    least, greatest = anywhere.least, anywhere.greatest
     size = product(buffer.shape)
-    largest = next((p.count for p in distinct if distinct[0].scope.analyzer.can_prove_le(size, p.count)), None)
-    if largest is not None:
+    if any(anywhere.analyzer.can_prove_le(size, part.count) for part in distinct):
         return size
     sides = zip(*(part.box for part in distinct), strict=True)
     box = product(greatest(*(r.high for r in side)) - least(*(r.low for r in side)) + 1 for side in sides)
-    return least(size, box, _total(part.count for part in distinct))
+    return least(size, box, _total(greatest(part.count, _ZERO) for part in distinct))
 
 
 class _Walk:
@@ -271,6 +276,7 @@ class _Walk:
 
     def __init__(self, params: set[Buffer]) -> None:
         self._params = params
+        self.anywhere = _Scope({})
         self.read: dict[Buffer, list[_Footprint]] = {}
         self.written: dict[Buffer, list[_Footprint]] = {}
         self.is_bound = True
@@ -278,7 +284,7 @@ class _Walk:
     def touched(self, buffer: Buffer, *, written: bool = False) -> SymExpr:
         """Bytes."""
         parts = (self.written if written else self.read)[buffer]
-        return _union(buffer, parts) * dtypes.itemsize(buffer.dtype)
+        return _union(buffer, parts, self.anywhere) * dtypes.itemsize(buffer.dtype)
 
     def flops(self, stmt: Stmt, scope: _Scope) -> SymExpr:
         values = stmt_values(stmt)
@@ -299,8 +305,7 @@ class _Walk:
             roots = self._roots_of(stmt.value, scope)
             return flops + self.flops(stmt.body, replace(scope, data={**scope.data, stmt.var: roots}))
         if isinstance(stmt, IfThenElse):
-            branches = [self.flops(s, replace(scope, guarded=True)) for s in (stmt.then, stmt.other) if s is not None]
-            return flops + scope.greatest(*branches)
+            return flops + scope.greatest(*(self.flops(s, scope) for s in stmt_children(stmt)))
         return flops
 
     def _loop(self, loop: For, scope: _Scope) -> SymExpr:
@@ -316,26 +321,30 @@ class _Walk:
         return self._sum_over(loop.var, extent, self.flops(loop.body, inside), inside)
 
     def _sum_over(self, var: SymVar, extent: SymExpr, body: SymExpr, scope: _Scope) -> SymExpr:
-        """The sum of body over var in range(extent): exact where the body is quadratic in var, as in triangular loops;
-        else at most its greatest value, each time."""
+        """The sum of body over var in range(extent): exact where the body is quadratic in var, as in triangular loops,
+        or linear in the length of tiles of which the last may be shorter; else at most its greatest value, each time.
+        """
         if var not in body.free_vars():
             return body * extent
+        body, tiles = _without_tiles(body, var, extent)
+        if tiles is not None:
+            return self._sum_over(var, extent, body, scope) + tiles
         powers = _quadratic(body, var)
         if powers is None:
-            most = scope.range_of(body)
-            self.is_bound = self.is_bound and most is not None
-            return scope.extents[var] * (most.high if most is not None else 1)
+            times, most = scope.range_of(extent), scope.range_of(body)
+            if times is None or most is None:
+                self.is_bound = False
+                return _ONE
+            return times.high * most.high
         constant, linear, square = powers
         first = floordiv(extent * (extent - 1), 2)
         second = floordiv(extent * (extent - 1) * (extent * 2 - 1), 6)
         return constant * extent + linear * first + square * second
 
     def _accesses(self, value: Value, scope: _Scope) -> None:
-        selects = [part for part in walk_values(value) if isinstance(part, Select)]
-        lazy = {id(part) for s in selects for branch in (s.then, s.other) for part in walk_values(branch)}
         for part in walk_values(value):
             if isinstance(part, Load):
-                self._note(self.read, part, replace(scope, guarded=True) if id(part) in lazy else scope)
+                self._note(self.read, part, scope)
 
     def _note(self, found: dict[Buffer, list[_Footprint]], access: Load | Store, scope: _Scope) -> None:
         if access.buffer in self._params:
@@ -352,6 +361,31 @@ class _Walk:
             elif isinstance(part, IndexValue):
                 found |= scope.roots(part.index)
         return found
+
+
+def _without_tiles(body: SymExpr, var: SymVar, extent: SymExpr) -> tuple[SymExpr, SymExpr | None]:
+    """What is left of the body without multiples of min(c, e - c*var), and the sum of these over var in
+    range(ceildiv(e, c)), which is a multiple of e; None where the body has none."""
+    rest, tiles = body, None
+    for monomial, coef in body.terms:
+        found = [atom for atom in monomial if isinstance(atom, Min) and var in atom.free_vars()]
+        others = [atom for atom in monomial if atom not in found]
+        if len(found) != 1 or any(var in atom.free_vars() for atom in others):
+            continue
+        whole = _tiled(found[0], var, extent)
+        if whole is not None:
+            rest = rest - product(monomial) * coef
+            tiles = (tiles or _ZERO) + product(others) * whole * coef
+    return rest, tiles
+
+
+def _tiled(atom: Min, var: SymVar, extent: SymExpr) -> SymExpr | None:
+    """e, where the atom is min(c, e - c*var) for a constant c > 0 and the extent is ceildiv(e, c)."""
+    for size, left in ((atom.a, atom.b), (atom.b, atom.a)):
+        whole = left + var * size
+        if size.is_const and size.const > 0 and var not in whole.free_vars() and extent is ceildiv(whole, size):
+            return whole
+    return None
 
 
 def _quadratic(expr: SymExpr, var: SymVar) -> tuple[SymExpr, SymExpr, SymExpr] | None:
