@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache, reduce
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -74,6 +74,7 @@ FLOPS: Mapping[str, int] = {
 }
 
 _ZERO, _ONE = sym(0), sym(1)
+_MOST_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def estimate_costs(module: IRModule) -> dict[str, Cost]:
 
 def cost_of(program: TensorProgram) -> Cost:
     """What one run of the program costs."""
-    found = _Walk(set(program.params))
+    found = _Walk(program)
     flops = found.flops(program.body, found.anywhere)
     return Cost(
         flops=flops,
@@ -140,21 +141,14 @@ class _Range:
 class _Scope:
     """What is bound where a statement stands. It runs only if the loops round it do: their extents are at least 1."""
 
-    # By the extents that they know to be at least 1; all scopes of a program share them.
-    analyzers: dict[frozenset[SymExpr], Analyzer]
+    sizes: frozenset[SymExpr]  # dimensions of buffers: at least 0
     running: frozenset[SymExpr] = frozenset()  # extents of the loops round it
     extents: Mapping[SymVar, SymExpr] = field(default_factory=dict)  # of loops, in the program's symbols alone
     data: Mapping[SymVar, frozenset[SymVar]] = field(default_factory=dict)  # LetIndex -> the loops that it depends on
 
     @property
     def analyzer(self) -> Analyzer:
-        found = self.analyzers.get(self.running)
-        if found is None:
-            found = Analyzer()
-            for extent in sorted(self.running, key=lambda e: e.key):
-                found = found.assume_le(1, extent)
-            self.analyzers[self.running] = found
-        return found
+        return _knowing(self.sizes, self.running)
 
     def inside(self, var: SymVar, extent: SymExpr) -> _Scope:
         running = self.running if extent.is_const else self.running | {extent}
@@ -181,7 +175,7 @@ class _Scope:
         known = [r for r in ranges if r is not None]
         if len(known) < len(ranges):
             return None
-        signed = [r for r in known if not self.analyzer.can_prove_nonneg(r.low)]
+        signed = [r for r in known if not self.is_nonneg(r.low)]
         others = known if len(signed) > 1 else [r for r in known if r not in signed]
         if signed and not all(r.is_fixed for r in others):
             return None
@@ -199,29 +193,53 @@ class _Scope:
                 return None
             pick = self.least if isinstance(atom, Min) else self.greatest
             return _Range(pick(a.low, b.low), pick(a.high, b.high))
-        if b is None or not b.is_fixed or not self.analyzer.can_prove_le(1, b.low):
+        if b is None or not b.is_fixed or not self.is_nonneg(b.low - 1):
             return None
         if isinstance(atom, FloorMod):
-            if a is None or not self.analyzer.can_prove_nonneg(a.low):
+            if a is None or not self.is_nonneg(a.low):
                 return _Range(_ZERO, b.low - 1)
             return _Range(_ZERO, self.least(a.high, b.low - 1))
         assert isinstance(atom, FloorDiv)
         return None if a is None else _Range(a.low // b.low, a.high // b.low)
 
     def least(self, *values: SymExpr) -> SymExpr:
-        return reduce(self._min, values)
-
-    def _min(self, a: SymExpr, b: SymExpr) -> SymExpr:
-        if a is b or self.analyzer.can_prove_le(a, b):
-            return a
-        return b if self.analyzer.can_prove_le(b, a) else smin(a, b)
+        return reduce(lambda a, b: smin(a, b) if (found := self._lesser(a, b)) is None else found, values)
 
     def greatest(self, *values: SymExpr) -> SymExpr:
-        return -self.least(*(-value for value in values))
+        return reduce(lambda a, b: smax(a, b) if (found := self._lesser(a, b)) is None else a + b - found, values)
+
+    def _lesser(self, a: SymExpr, b: SymExpr) -> SymExpr | None:
+        """The one that is proven to be no greater than the other."""
+        if a is b or self.is_nonneg(b - a):
+            return a
+        return b if self.is_nonneg(a - b) else None
+
+    def is_nonneg(self, expr: SymExpr) -> bool:
+        """Whether it is proven that expr >= 0. Not asked of what takes long: a bound that is not the least will do."""
+        return _num_extrema(expr) <= _MOST_EXTREMA and self.analyzer.can_prove_nonneg(expr)
 
     def count(self, loops: Iterable[SymVar]) -> SymExpr:
         """How often the innermost of these loops runs, at most."""
         return product(self.extents[v] for v in self.extents if v in set(loops))
+
+
+@lru_cache(maxsize=128)
+def _knowing(sizes: frozenset[SymExpr], running: frozenset[SymExpr]) -> Analyzer:
+    """Knows that sizes are at least 0, and extents of running loops at least 1."""
+    if running:
+        found, least, exprs = _knowing(sizes, frozenset()), 1, running
+    else:
+        found, least, exprs = Analyzer(), 0, sizes
+    for expr in sorted(exprs, key=lambda e: e.key):
+        if not found.can_prove_le(least, expr):
+            found = found.assume_le(least, expr)
+    return found
+
+
+def _num_extrema(expr: SymExpr) -> int:
+    """How many times min and max occur."""
+    pairs = [atom for monomial, _ in expr.terms for atom in monomial if isinstance(atom, Pair)]
+    return sum(isinstance(p, Min | Max) + _num_extrema(p.a) + _num_extrema(p.b) for p in pairs)
 
 
 # Accesses: which elements of a buffer are touched
@@ -235,7 +253,7 @@ class _Footprint:
     box: tuple[_Range, ...]
 
 
-def _footprint(access: Load | Store, scope: _Scope) -> _Footprint:
+def _footprint(access: Load | Store, scope: _Scope, anywhere: _Scope) -> _Footprint:
     """Dimensions whose indices depend on the same loops move together: there are no more of them than iterations."""
     groups: list[tuple[frozenset[SymVar], SymExpr]] = []
     box = []
@@ -246,12 +264,16 @@ def _footprint(access: Load | Store, scope: _Scope) -> _Footprint:
         else:  # what would lie outside is never touched: a branch guards it, or a loop is shorter in the end
             found = _Range(scope.greatest(found.low, _ZERO), scope.least(found.high, dim - 1))
         box.append(found)
-        count = scope.least(found.high - found.low + 1, scope.count(roots)) if roots else _ONE
+        if not roots:
+            continue
+        count = anywhere.greatest(scope.least(found.high - found.low + 1, scope.count(roots)), _ZERO)
         together = [group for group in groups if group[0] & roots]
         groups = [group for group in groups if not group[0] & roots]
-        groups.append((roots.union(*(g[0] for g in together)), product((count, *(g[1] for g in together)))))
-    total = product(scope.least(count, scope.count(roots)) if roots else count for roots, count in groups)
-    return _Footprint(total, tuple(box))
+        if together:
+            roots = roots.union(*(group[0] for group in together))
+            count = scope.least(product((count, *(group[1] for group in together))), scope.count(roots))
+        groups.append((roots, count))
+    return _Footprint(product(count for _, count in groups), tuple(box))
 
 
 def _union(buffer: Buffer, parts: list[_Footprint], anywhere: _Scope) -> SymExpr:
@@ -261,22 +283,23 @@ def _union(buffer: Buffer, parts: list[_Footprint], anywhere: _Scope) -> SymExpr
     """
     distinct = list({(part.count, part.box): part for part in parts}.values())
     if len(distinct) == 1:
-        return anywhere.greatest(distinct[0].count, _ZERO)
+        return distinct[0].count
     least, greatest = anywhere.least, anywhere.greatest
     size = product(buffer.shape)
-    if any(anywhere.analyzer.can_prove_le(size, part.count) for part in distinct):
+    if any(part.count is size for part in distinct):
         return size
     sides = zip(*(part.box for part in distinct), strict=True)
     box = product(greatest(*(r.high for r in side)) - least(*(r.low for r in side)) + 1 for side in sides)
-    return least(size, box, _total(greatest(part.count, _ZERO) for part in distinct))
+    return least(size, box, _total(part.count for part in distinct))
 
 
 class _Walk:
     """One pass over a program's statements: sums up FLOPs, and collects the accesses to its parameters."""
 
-    def __init__(self, params: set[Buffer]) -> None:
-        self._params = params
-        self.anywhere = _Scope({})
+    def __init__(self, program: TensorProgram) -> None:
+        self._params = set(program.params)
+        dims = {dim for buffer in program.params for dim in buffer.shape if not dim.is_const}
+        self.anywhere = _Scope(frozenset(dims))
         self.read: dict[Buffer, list[_Footprint]] = {}
         self.written: dict[Buffer, list[_Footprint]] = {}
         self.is_bound = True
@@ -315,7 +338,7 @@ class _Walk:
             times = _Range(_ONE, _ONE)
         is_known = all(v not in scope.data for v in loop.extent.free_vars()) and not times.is_fixed
         extent = loop.extent if is_known else times.high
-        if not scope.analyzer.can_prove_nonneg(times.low):
+        if not scope.is_nonneg(times.low):
             extent = smax(extent, 0)
         inside = scope.inside(loop.var, times.high)
         return self._sum_over(loop.var, extent, self.flops(loop.body, inside), inside)
@@ -348,7 +371,7 @@ class _Walk:
 
     def _note(self, found: dict[Buffer, list[_Footprint]], access: Load | Store, scope: _Scope) -> None:
         if access.buffer in self._params:
-            found.setdefault(access.buffer, []).append(_footprint(access, scope))
+            found.setdefault(access.buffer, []).append(_footprint(access, scope, self.anywhere))
 
     def _roots_of(self, value: Value, scope: _Scope) -> frozenset[SymVar]:
         """The loops on which a value depends; on all of them where it reads what the program itself computes."""
