@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -162,10 +163,18 @@ KERNELS = {
 }
 
 
+def busy(buffers: bytes, symbols: int) -> int:
+    """A kernel that takes longer than the clock round it."""
+    end = time.perf_counter_ns() + 20_000
+    while time.perf_counter_ns() < end:
+        pass
+    return 0
+
+
 def record(runs: int = 4, limits: MachineLimits | None = LIMITS, threads: int = 1) -> Profile:
     """A model that calls "scale" twice, at n = 3 and n = 5, and the others once."""
     recorder = Recorder(KERNELS)
-    kernels = {name: recorder.timed(name, lambda buffers, symbols: 0) for name in KERNELS}
+    kernels = {name: recorder.timed(name, busy) for name in KERNELS}
     sizes = [(ctypes.c_int64 * 2)(n, 10) for n in (3, 5)]
 
     def run() -> None:
