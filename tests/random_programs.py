@@ -49,12 +49,12 @@ Index = tuple[SymExpr, SymExpr]  # an index expression and the size of the dimen
 
 
 class Scrambled(ProgramRewriter):
-    """Parallel and vectorized loops run backwards, and a vectorized one statement by statement for all its lanes: what
+    """Loops that run side by side run backwards, and a vectorized one statement by statement for all its lanes: what
     depends on the order of iterations gives other results then."""
 
     def stmt(self, stmt: Stmt) -> Stmt:
         stmt = super().stmt(stmt)
-        if not isinstance(stmt, For) or stmt.kind not in ("parallel", "vectorized"):
+        if not isinstance(stmt, For) or stmt.kind in ("serial", "unrolled"):
             return stmt
         back = For(stmt.var, stmt.extent, Substitute({stmt.var: stmt.extent - 1 - stmt.var}).stmt(stmt.body))
         return _by_lanes(back) if stmt.kind == "vectorized" else back

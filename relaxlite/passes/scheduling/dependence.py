@@ -22,7 +22,7 @@ from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.program import Allocate, Buffer, For, LetIndex, Load, Stmt, Store
 from relaxlite.ir.program_printer import print_value
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
+from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, as_int, map_atoms
 from relaxlite.passes.access import coefficient
 
 Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound
@@ -118,8 +118,10 @@ def distance_between(a: Access, b: Access) -> dict[SymVar, Interval] | None:
     """The intervals of v' (in b) - v (in a) for the loops around both; None: they never meet."""
     common = [x for x, y in zip(a.binders, b.binders, strict=False) if x is y]
     loops = [x for x in common if isinstance(x, For)]
+    parts = _Parts({loop.var for loop in loops})
+    equations = list(_equations(a, b, parts))
     distance: dict[SymVar, Interval] = {loop.var: _spread(loop) for loop in loops}
-    equations = list(_equations(a, b, set(distance)))
+    distance |= {part: (-last, last) if (last := part.upper) is not None else ANY for part in parts.made.values()}
     for _ in range(_ROUNDS):
         changed = False
         for terms, rest in equations:
@@ -137,17 +139,46 @@ def distance_between(a: Access, b: Access) -> dict[SymVar, Interval] | None:
                 total = _plus(total, _times(distance[var], coef))
             if _meet(total, ZERO) is None:
                 return None
+        for (owner, divisor, is_rest), part in parts.made.items():
+            other_part = parts.made.get((owner, divisor, not is_rest))
+            if other_part is not None and distance[part] == distance[other_part] == ZERO != distance[owner]:
+                changed, distance[owner] = True, ZERO  # the quotient and the rest tell the number
         if not changed:
             break
     return distance
 
 
-def _equations(a: Access, b: Access, common: set[SymVar]) -> Iterator[tuple[dict[SymVar, int], Interval]]:
+class _Parts:
+    """Quotients and rests of loop variables, v // d and v % d, as variables of their own: what fusing loops makes."""
+
+    def __init__(self, loops: set[SymVar]) -> None:
+        self.loops = loops
+        self.made: dict[tuple[SymVar, SymExpr, bool], SymVar] = {}
+
+    def named(self, index: SymExpr) -> SymExpr:
+        return map_atoms(index, self._name)
+
+    def _name(self, atom: SymExpr) -> SymExpr:
+        if not isinstance(atom, FloorDiv | FloorMod) or atom.a not in self.loops:
+            return atom
+        if not self.loops.isdisjoint(atom.b.free_vars()):
+            return atom
+        assert isinstance(atom.a, SymVar)
+        is_rest = isinstance(atom, FloorMod)
+        last = as_int(atom.b - 1) if is_rest else None
+        key = (atom.a, atom.b, is_rest)
+        return self.made.setdefault(key, SymVar(f"{atom.a.name}_part", upper=last))
+
+
+def _equations(a: Access, b: Access, parts: _Parts) -> Iterator[tuple[dict[SymVar, int], Interval]]:
     shape = a.buffer.shape
     pairs = list(zip(a.node.indices, b.node.indices, strict=True))
     pairs.append((flat_offset(shape, a.node.indices), flat_offset(shape, b.node.indices)))
-    for left, right in pairs:
-        one, two = _affine(left, a.binders), _affine(right, b.binders)
+    named = [(parts.named(left), parts.named(right)) for left, right in pairs]
+    common = parts.loops | set(parts.made.values())
+    for left, right in named:
+        one = _affine(left, [*(x.var for x in a.binders), *parts.made.values()])
+        two = _affine(right, [*(x.var for x in b.binders), *parts.made.values()])
         if one is None or two is None:
             continue
         (coefs_a, rest_a), (coefs_b, rest_b) = one, two
@@ -155,18 +186,19 @@ def _equations(a: Access, b: Access, common: set[SymVar]) -> Iterator[tuple[dict
         rest = Analyzer().bounds(rest_b - rest_a)
         for coefs, binders, sign in ((coefs_b, b.binders, 1), (coefs_a, a.binders, -1)):
             ranges = {binder.var: _range(binder) for binder in binders}
+            ranges |= {part: (0, part.upper) for part in parts.made.values()}
             for var, coef in coefs.items():
                 if var not in terms:
                     rest = _plus(rest, _times(ranges[var], coef * sign))
         yield terms, rest
 
 
-def _affine(index: SymExpr, binders: Sequence[For | LetIndex]) -> tuple[dict[SymVar, int], SymExpr] | None:
-    """(coefficient of each of the binders' variables, what is left); None where it is not affine in them."""
+def _affine(index: SymExpr, variables: Sequence[SymVar]) -> tuple[dict[SymVar, int], SymExpr] | None:
+    """(coefficient of each of the variables, what is left); None where it is not affine in them."""
     coefs: dict[SymVar, int] = {}
     rest = index
     present = set(index.free_vars())
-    for var in (binder.var for binder in binders if binder.var in present):
+    for var in (var for var in variables if var in present):
         found = coefficient(index, var)
         coef = None if found is None else as_int(found)
         if coef is None:

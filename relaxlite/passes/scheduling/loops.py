@@ -16,7 +16,7 @@ from relaxlite.ir.program_visitor import Substitute, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, sym
 from relaxlite.passes import schedule as rewrite
 from relaxlite.passes.scheduling.dependence import carried_by, comes_too_late, order_matters
-from relaxlite.passes.scheduling.tree import analyzer_at, describe, path_to, perfect_nest_of, replaced
+from relaxlite.passes.scheduling.tree import analyzer_at, describe, path_to, perfect_nest_of, replaced, simplified
 
 TAILS = ("cut", "mask", "none")
 MOST_LANES = 256  # of a vectorized loop; as the code generator allows
@@ -38,7 +38,8 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
     if tail == "mask":
         root, loop = predicate(root, loop, factor)
     left = loop.extent % factor
-    is_whole = as_int(left) == 0 or analyzer_at(root, loop).can_prove_divisible(loop.extent, factor)
+    known = analyzer_at(root, loop)
+    is_whole = as_int(left) == 0 or known.can_prove_divisible(loop.extent, factor)
     if tail == "none" and not is_whole:
         raise ScheduleError(
             f"loop {loop.var.name!r} of {loop.extent} iterations is not known to be a multiple of {factor}; "
@@ -47,13 +48,13 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
         )
     outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=factor - 1)
     body = Substitute({loop.var: outer * factor + inner}).stmt(loop.body)
-    main = For(outer, loop.extent // factor, For(inner, sym(factor), body), loop.kind)
+    main = simplified(For(outer, loop.extent // factor, For(inner, sym(factor), body), loop.kind), known)
     if is_whole:
         return replaced(root, loop, main), (outer, inner)
     rest = SymVar(f"{loop.var.name}t", upper=max(factor - 1, 0))
     start = loop.extent // factor * factor
     last = For(rest, left, Substitute({loop.var: start + rest}, fresh=True).stmt(loop.body), loop.kind)
-    return replaced(root, loop, seq(main, last)), (outer, inner, rest)
+    return replaced(root, loop, seq(main, simplified(last, known))), (outer, inner, rest)
 
 
 def predicate(root: Stmt, loop: For, multiple: int) -> tuple[Stmt, For]:

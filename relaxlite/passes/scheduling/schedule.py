@@ -33,7 +33,6 @@ from relaxlite.passes.scheduling.tree import (
     find_allocation,
     find_loop,
     path_to,
-    simplified,
     with_unique_names,
 )
 
@@ -45,7 +44,7 @@ class Schedule:
         if any(isinstance(stmt, Barrier) for stmt in walk_stmts(program.body)):
             raise ScheduleError("a program with barriers has been scheduled for a GPU; schedule it before they are set")
         body, _ = with_unique_names(None, Substitute(fresh=True).stmt(program.body), program.params)
-        self._given = program
+        self.given = program
         self._program = replace(program, body=body)
         self._packings: list[tuple[str, TensorProgram]] = []
         self.steps: list[Step] = []
@@ -205,7 +204,7 @@ class Schedule:
 
     def _done(self, step: Step, body: Stmt, *made: Named) -> tuple[str, ...]:
         """Keep the new body and the step; gives the names of what was made."""
-        body, names = with_unique_names(self._body, simplified(body), self._program.params, made)
+        body, names = with_unique_names(self._body, body, self._program.params, made)
         self._program = replace(self._program, body=body)
         self.steps.append(replace(step, results=names))
         return names

@@ -93,7 +93,7 @@ def compute_at(root: Stmt, allocation: Allocate, loop: For) -> tuple[Stmt, Buffe
     producer = _producer_of(allocation, loop)
     _check_used_only_in(allocation, producer, loop)
     nest = _nest_over(producer, buffer)
-    _check_inputs_stay(allocation, producer, buffer)
+    _check_inputs_stay(producer, _after(allocation, producer), buffer)
     box = box_of(loop.body, buffer)
     size = product(box.size)
     count = as_int(size)
@@ -173,14 +173,23 @@ def _check_used_only_in(allocation: Allocate, producer: Stmt, loop: For) -> None
         raise ScheduleError(f"buffer {buffer.name} is computed from itself; decompose_reduction() is for reductions")
 
 
-def _check_inputs_stay(allocation: Allocate, producer: Stmt, buffer: Buffer) -> None:
-    """What the producer reads is the same wherever it runs, and it stores nothing else."""
+def _after(allocation: Allocate, producer: Stmt) -> Stmt:
+    """The statements that follow the producer while the buffer lives."""
+    body = allocation.body
+    while not isinstance(body, Seq):
+        assert isinstance(body, Allocate)
+        body = body.body
+    return seq(*body.stmts[body.stmts.index(producer) + 1 :])
+
+
+def _check_inputs_stay(producer: Stmt, after: Stmt, buffer: Buffer) -> None:
+    """What the producer reads is the same wherever it runs after its old place, and it stores nothing else."""
     outside = [a for a in accesses_of(producer) if a.buffer is not buffer]
     also = next((a for a in outside if isinstance(a.node, Store)), None)
     if also is not None:
         raise ScheduleError(f"computing {buffer.name} also does {also}; distribute() takes the two apart")
     read = {a.buffer for a in outside}
-    for store in stores(allocation.body):
+    for store in stores(after):
         if store.buffer in read:
             raise ScheduleError(
                 f"{buffer.name} is computed from {store.buffer.name}, which is stored to after that; stage() keeps a "

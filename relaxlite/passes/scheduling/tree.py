@@ -120,15 +120,15 @@ def _positive_atom(extent: SymExpr) -> SymExpr | None:
     return monomial[0] if len(monomial) == 1 and coef > 0 else None
 
 
-def simplified(root: Stmt) -> Stmt:
+def simplified(stmt: Stmt, known: Analyzer) -> Stmt:
     """The statement with quotients and remainders of loop variables decided where the loops' ranges do."""
-    return _Simplified().stmt(root)
+    return _Simplified(known).stmt(stmt)
 
 
 class _Simplified(ProgramRewriter):
-    def __init__(self) -> None:
+    def __init__(self, known: Analyzer) -> None:
         super().__init__()
-        self._known = Analyzer()
+        self._known = known
 
     def index(self, expr: SymExpr) -> SymExpr:
         divides = any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)
