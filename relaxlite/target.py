@@ -47,6 +47,15 @@ _IMPLIED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("znver4", "znver5"), (*_VNNI, "avx512bf16")),
     **dict.fromkeys(("sapphirerapids", "emeraldrapids", "graniterapids"), (*_VNNI, "avx512bf16", "avx512fp16")),
 }
+# What a feature needs: LLVM switches it off with any of these, whatever the CPU's name implies.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("avx2", "fma", "f16c"), ("avx",)),
+    "avxvnni": ("avx2",),
+    "avx512f": ("avx2", "fma", "f16c"),
+    **dict.fromkeys(("avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"), ("avx512f",)),
+    **dict.fromkeys(("avx512vbmi", "avx512bf16"), ("avx512bw",)),
+    "avx512fp16": ("avx512bw", "avx512vl"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class Target:
 
     def has(self, feature: str) -> bool:
         """Whether code for this target may use an LLVM feature, as "avx512f", by name or implied by the CPU."""
-        if f"-{feature}" in self.features:
+        if f"-{feature}" in self.features or not all(map(self.has, _NEEDS.get(feature, ()))):
             return False
         return f"+{feature}" in self.features or feature in _IMPLIED.get(self.cpu, ())
 
@@ -99,7 +108,7 @@ class Target:
     def required_features(self) -> tuple[str, ...]:
         """The features that code for this target may use, by name: those named, and those that the CPU implies."""
         named = [f[1:] for f in self.features if f[0] == "+"]
-        implied = [f for f in _IMPLIED.get(self.cpu, ()) if f"-{f}" not in self.features]
+        implied = [f for f in _IMPLIED.get(self.cpu, ()) if self.has(f)]
         return tuple(dict.fromkeys([*named, *implied]))
 
     @property

@@ -102,6 +102,14 @@ def test_features_can_be_switched_off() -> None:
     assert target.has("avx2") and not target.has("avx512f") and target.vector_bits == 256
 
 
+def test_a_feature_goes_with_what_it_needs() -> None:
+    """As in LLVM, which ends the process when code uses a feature that it has switched off."""
+    target = Target.parse("llvm -mcpu=sapphirerapids -mattr=-avx2 -mtriple=x86_64-unknown-linux-gnu")
+    gone = ("avx2", "avx512f", "avx512vl", "avx512vnni", "avx512bf16", "avx512fp16")
+    assert not any(map(target.has, gone)) and not set(gone) & set(target.required_features)
+    assert target.has("avx") and target.has("fma") and target.vector_bits == 256
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

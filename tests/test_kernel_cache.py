@@ -26,6 +26,7 @@ from relaxlite.codegen.llvm import compile_programs, isolated, machine_code
 from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.errors import CodegenError
 from relaxlite.ir import program as program_ir
+from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.program import (
     Allocate,
     Binary,
@@ -507,11 +508,24 @@ def test_any_number_of_threads_makes_the_same_code(monkeypatch: pytest.MonkeyPat
     assert all(objects == results[0] for objects in results)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4", "znver4", "skylake-avx512"])
-def test_code_for_each_processor_uses_only_what_it_has(cpu: str) -> None:
-    """In a child each, since LLVM would end this process. The scalar functions are where target intrinsics are used."""
-    target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
-    programs = {}
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-mcpu=x86-64",
+        "-mcpu=x86-64-v4",
+        "-mcpu=x86-64-v4 -mattr=-avx512f",
+        "-mcpu=znver4 -mattr=-avx2",
+        "-mcpu=sapphirerapids -mattr=-avx512vl",
+        "-mcpu=x86-64-v3 -mattr=+avx512f,+avxvnni",
+        "-mcpu=alderlake -mattr=+avxvnni",
+        "-mcpu=cascadelake -mattr=-avx512bw",
+        "-mcpu=x86-64 -mattr=+avx512vl,+avx512vnni",
+    ],
+)
+def test_code_uses_only_what_the_processor_has(options: str) -> None:
+    """In a child each, since LLVM would end this process. Target intrinsics are in mathematics and dot products."""
+    target = Target.parse(f"llvm {options} -mtriple=x86_64-unknown-linux-gnu")
+    programs = {f"{name}{lanes}": dot_product(name, lanes) for name in DOT_PRODUCTS for lanes in (4, 8, 16, 32)}
     for op in ("exp", "tanh", "erf", "log", "sin"):
         for lanes in (4, 8, 16, 32):
             i = SymVar("i")
@@ -520,6 +534,17 @@ def test_code_for_each_processor_uses_only_what_it_has(cpu: str) -> None:
             programs[f"{op}{lanes}"] = TensorProgram((x, out), (), body)
     with config.override(isolate_codegen=True):
         assert compile_programs(programs, target).num_compiled == len(programs)
+
+
+def dot_product(name: str, lanes: int) -> TensorProgram:
+    """c[i] += the dot product of a[i, :] and b[:]"""
+    dot, i = DOT_PRODUCTS[name], SymVar("i")
+    a, b = Buffer.of("a", (lanes, dot.length), dot.a), Buffer.of("b", (dot.length,), dot.b)
+    c = Buffer.of("c", (lanes,), dot.total)
+    parts = (c[i], *(a[i, k] for k in range(dot.length)), *(b[k] for k in range(dot.length)))
+    return TensorProgram(
+        (a, b, c), (), For(i, sym(lanes), Store(c, (i,), program_ir.Intrinsic(name, parts, dot.total)), "vectorized")
+    )
 
 
 def test_the_child_reads_messages_of_any_size(tmp_path: Path) -> None:

@@ -109,13 +109,14 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
     if not target.is_x86 or not lanes:
         return 0
     if name == "dot2_bf16":
-        has, has_narrow = target.has("avx512bf16"), target.has("avx512vl")
+        has_wide = target.has("avx512bf16")
+        has_narrow = has_wide and target.has("avx512vl")
     else:
-        has = target.has("avx512vnni") or target.has("avxvnni")
-        has_narrow = target.has("avx512vl") or target.has("avxvnni")
+        has_wide = target.has("avx512vnni")
+        has_narrow = (has_wide and target.has("avx512vl")) or target.has("avxvnni")
     for bits in _WIDTHS:
         fits = lanes % (bits // 32) == 0 and bits <= target.vector_bits
-        if has and fits and (has_narrow or bits == 512):
+        if fits and (has_wide if bits == 512 else has_narrow):
             return bits // 32
     return 0
 
