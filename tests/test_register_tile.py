@@ -177,6 +177,16 @@ def vector_stack_references(text: str) -> list[str]:
     return x86 + arm
 
 
+def inner_loops(text: str) -> list[str]:
+    """The basic blocks of x86 assembly that jump back to their own start."""
+    blocks = re.split(r"^(\.LBB\w+):.*$", text, flags=re.MULTILINE)
+    found = []
+    for label, body in zip(blocks[1::2], blocks[2::2], strict=True):
+        if jump := re.search(rf"^\s*j\w+\s+{re.escape(label)}$", body, re.MULTILINE):
+            found.append(body[: jump.start()])
+    return found
+
+
 TARGETS = (
     "-mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu",
     "-mcpu=sapphirerapids -mtriple=x86_64-unknown-linux-gnu",
@@ -193,6 +203,35 @@ def test_sums_stay_in_registers(columns: int, text: str) -> None:
     target = Target.parse(f"llvm {text}")
     program = only_program(lowered(product(columns, 384, "none"), target))
     assert vector_stack_references(emit_assembly({"p": program}, target)) == []
+
+
+@pytest.mark.parametrize("text", TARGETS[:4])
+@pytest.mark.parametrize("depth", [64, 5000])
+def test_an_epilogue_takes_no_register_from_the_sums(depth: int, text: str) -> None:
+    """Its constants belong in registers as well, but not in those of the loop that matters."""
+    target = Target.parse(f"llvm {text}")
+    code = emit_assembly({"p": only_program(lowered(product(128, depth, "gelu"), target))}, target)
+    sums = [b for b in inner_loops(code) if "broadcast" in b or "shufps" in b]
+    assert len(sums) >= 6  # one for each height
+    assert [vector_stack_references(body) for body in sums] == [[]] * len(sums)
+
+
+def test_a_very_long_sum_is_made_of_shorter_ones() -> None:
+    """Its error is that of a short one: against a sum of twenty thousand terms one after the other."""
+    rng = np.random.default_rng(0)
+    columns, depth = 64, 20_000
+    weights = rng.random((depth, columns), np.float32)
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=TensorType.of((m, depth), "float32")) as (x,):
+        bb.result(bb.emit(ops.matmul(x, Constant.of(weights))))
+    module = lowered(bb.module(), Target.host())
+    kernel, (_, packed) = NativeKernel(only_program(module)), constants_of(module)
+    x, out = rng.random((6, depth), np.float32), np.zeros((6, columns), np.float32)
+    assert kernel([x, packed, out], [6]) == 0
+    want = x.astype(np.float64) @ weights
+    one_by_one = np.stack([np.cumsum(x[r][:, None] * weights, axis=0, dtype=np.float32)[-1] for r in range(6)])
+    assert np.square(out - want).mean() < np.square(one_by_one - want).mean() / 4
 
 
 def count(program: TensorProgram, is_counted: Callable[[Any], bool]) -> int:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
 import pytest
 
 from relaxlite.errors import OutOfMemoryError
-from relaxlite.runtime.memory import ALIGNMENT, MEMORY_LIMIT, ArenaPool, allocate, size_text, tensor_bytes
+from relaxlite.runtime.memory import (
+    ALIGNMENT,
+    MEMORY_LIMIT,
+    ArenaPool,
+    allocate,
+    gathered,
+    size_text,
+    tensor_bytes,
+)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1 << 20, (4 << 20) + 1])
@@ -17,6 +26,25 @@ def test_blocks_are_aligned_and_inside_their_memory(nbytes: int) -> None:
     assert memory.ptr % ALIGNMENT == 0
     assert memory.base <= memory.ptr and memory.ptr + nbytes <= memory.base + memory.raw.nbytes
     assert nbytes < 4 << 20 or memory.ptr % (2 << 20) == 0
+
+
+def test_large_weights_are_gathered_in_one_aligned_block() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1000, 999)).astype("f4"), np.array(True), np.zeros((0, 3), "i8"), np.arange(70000)]
+    made = gathered(arrays)
+    for array, copy in zip(arrays, made, strict=True):
+        np.testing.assert_array_equal(copy, array)
+        assert copy.dtype == array.dtype and (copy.size == 0 or copy.ctypes.data % ALIGNMENT == 0)
+        assert not copy.flags.writeable or sys.platform != "linux"
+    if sys.platform == "linux":
+        assert made[0].ctypes.data % (2 << 20) == 0
+        assert made[-1].ctypes.data - made[0].ctypes.data < arrays[0].nbytes + 4 * ALIGNMENT
+        assert all(not np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True))
+
+
+def test_small_weights_stay_where_they_are() -> None:
+    arrays = [np.zeros(10, "f4"), np.zeros(20, "f4")]
+    assert all(a is b for a, b in zip(arrays, gathered(arrays), strict=True))
 
 
 def test_poison_is_nan() -> None:

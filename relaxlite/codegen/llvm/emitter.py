@@ -92,7 +92,8 @@ class ModuleEmitter:
         self.functions: list[str] = []
         self._declarations: dict[str, str] = {}
         self._globals: dict[str, str] = {}
-        self._num_loops = 0
+        self._metadata = ['!{!"llvm.loop.unroll.disable"}']  # numbered nodes
+        self._weights: dict[tuple[int, int], int] = {}
 
     def declare(self, name: str, result: str, args: Sequence[str], attributes: str = "") -> None:
         self._declarations[name] = f"declare {result} @{name}({', '.join(args)}){attributes}"
@@ -110,15 +111,22 @@ class ModuleEmitter:
 
     def loop_metadata(self) -> str:
         """A new loop's own metadata node: never unroll (the schedule has decided)."""
-        self._num_loops += 1
-        return f"!llvm.loop !{self._num_loops}"
+        number = len(self._metadata)
+        self._metadata.append(f"distinct !{{!{number}, !0}}")
+        return f"!llvm.loop !{number}"
+
+    def branch_weights(self, then: int, other: int) -> str:
+        """How often a branch is taken and how often not: what LLVM keeps in registers depends on it."""
+        if (then, other) not in self._weights:
+            self._weights[then, other] = len(self._metadata)
+            self._metadata.append(f'!{{!"branch_weights", i32 {then}, i32 {other}}}')
+        return f"!prof !{self._weights[then, other]}"
 
     def text(self) -> str:
-        loops = [f"!{k} = distinct !{{!{k}, !0}}" for k in range(1, self._num_loops + 1)]
         head = [f'target triple = "{self.target.triple}"', ""]
-        tail = ['!0 = !{!"llvm.loop.unroll.disable"}', *loops]
+        tail = [f"!{k} = {node}" for k, node in enumerate(self._metadata)]
         parts = [*self._globals.values(), "", *self.functions, *self._declarations.values(), ""]
-        return "\n".join(head + parts + (tail if loops else [])) + "\n"
+        return "\n".join(head + parts + tail) + "\n"
 
 
 class Emitter:

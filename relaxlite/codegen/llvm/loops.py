@@ -8,6 +8,10 @@ from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Val
 from relaxlite.codegen.llvm.indices import Interval
 from relaxlite.ir.program import For
+from relaxlite.ir.program_visitor import stores, walk_stmts
+
+_UNKNOWN_COUNT = 1000
+_REDUCTION_WEIGHT = 100
 
 
 def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], None]) -> None:
@@ -29,9 +33,20 @@ def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], No
         e.line(f"{var.text} = phi i64 [ {start.text}, %{before} ], [ {following.text}, %{e.label} ]")
     e.line(f"{following.text} = add nuw nsw i64 {var.text}, 1")
     again = e.icmp("slt", following, end)
-    e.line(f"br i1 {again.text}, label %{enter}, label %{done}, {e.module.loop_metadata()}")
+    weights = e.module.branch_weights(_usual_count(k, stmt), 1)
+    e.line(f"br i1 {again.text}, label %{enter}, label %{done}, {weights}, {e.module.loop_metadata()}")
     e.start(done)
     k.forget_loads()
+
+
+def _usual_count(k: Kernel, stmt: For) -> int:
+    """About how often a loop runs, as far as that matters to LLVM's choice of what to keep in registers. The innermost
+    loops of a reduction in registers come first whatever their extent: nothing else may cost them a register."""
+    _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
+    count = _UNKNOWN_COUNT if upper is None else min(max(upper, 1), _UNKNOWN_COUNT)
+    sums = all(s.combine is not None and s.buffer.scope == "local" for s in stores(stmt.body))
+    is_innermost = not any(isinstance(s, For) and s.kind == "serial" for s in walk_stmts(stmt.body))
+    return count * _REDUCTION_WEIGHT if sums and is_innermost else count
 
 
 def _bounds(k: Kernel, stmt: For) -> Interval:
