@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relaxlite.ir.module import IRModule
+from relaxlite.passes.channels_last import channels_last
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
 from relaxlite.passes.fold_constants import fold_constants
@@ -32,7 +33,8 @@ def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
 def default_pipeline() -> tuple[Pass, ...]:
     """From graph operators to what codegen takes.
 
-    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart
+    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart;
+                          convolution networks get their channels last
     C  lower and fuse     ops become loop nests; nests that belong together become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
@@ -44,6 +46,8 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),
         _pure("fold_constants_again", fold_constants, "graph"),
+        _pure("channels_last", channels_last, "graph"),
+        _pure("simplify_algebra_again", simplify_algebra, "graph"),
         Pass("lower_precision", lower_precision, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("fuse_attention", fuse_attention, "graph"),
