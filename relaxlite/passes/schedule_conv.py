@@ -1,0 +1,165 @@
+"""Register tiles for convolutions with channels last, and for what else multiplies shared filters:
+
+    for n, h, w, c: { e = 0; for kh, kw, ic: e += x[n, h*s + kh, w*s + kw, ic] * f[kh, kw, ic, c]; out[n, h, w, c] = g(e) }
+
+Vectors run along the output channels; the rows of a tile are output positions, whose elements of x are single numbers.
+So strides, dilations and short rows cost nothing: h and w become one loop over positions, cut into tiles of equal height
+with one exact tail per image. All tiles, of all channels and images, are one parallel loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Seq, Stmt, seq
+from relaxlite.ir.program_visitor import Substitute, loads
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
+from relaxlite.passes.access import stride
+from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.parallel_loops import parallel_nest
+from relaxlite.passes.schedule import distribute, fuse, less
+from relaxlite.passes.schedule_reduction import Block
+
+ACCUMULATORS = 24  # vector registers of a tile, of 32
+MOST_VECTORS = 4
+MOST_ROWS = 8
+ROW_TAILS = (4, 2, 1)  # heights for positions that are left, where their number is not known
+SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else passes through it
+
+
+@dataclass(frozen=True, slots=True)
+class FilterTile:
+    """The block as a product with filters: positions down, output channels across."""
+
+    block: Block
+    row: For
+    column: For
+    filters: Buffer
+    lanes: int
+    vectors: int
+
+    @property
+    def width(self) -> int:
+        return self.vectors * self.lanes
+
+    @property
+    def panels(self) -> dict[Buffer, int]:
+        """Filters that more than one panel of channels reads (see pack_constants.py)."""
+        return {self.filters: self.width} if self.channels > self.width else {}
+
+    @property
+    def channels(self) -> int:
+        extent = as_int(self.column.extent)
+        assert extent is not None
+        return extent
+
+
+def filter_tile(block: Block, lanes: int) -> FilterTile | None:
+    """The block, its loops fused (`Block.fused`), as a tile; None: it is no product with filters (kernel..., c, oc) whose
+    last dimension is the output's."""
+    column = block.spatial[-1] if len(block.spatial) > 1 else None
+    if column is None or as_int(column.extent) in (None, 0, 1) or lanes == 1:
+        return None
+    moving = [load for load in loads(block.update) if column.var in _symbols(load)]
+    outer = {loop.var for loop in block.spatial[:-1]}
+    if len(moving) != 1 or not _is_filter(moving[0], column.var, outer):
+        return None
+    if not any(outer & _symbols(load) for load in loads(block.update)):
+        return None
+    vectors = _vectors(-(-(as_int(column.extent) or 1) // lanes))
+    block = _positions(block)
+    return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors)
+
+
+def _is_filter(load: Load, column: SymVar, outer: set[SymVar]) -> bool:
+    return (
+        len(load.indices) > 2
+        and load.indices[-1] is column
+        and stride(load, column) == 1
+        and not outer & _symbols(load)
+        and all(d.is_const for d in load.buffer.shape)
+    )
+
+
+def _symbols(load: Load) -> set[SymVar]:
+    return {v for index in load.indices for v in index.free_vars()}
+
+
+def _vectors(count: int) -> int:
+    """How many vectors wide a tile is, of `count` vectors of channels: as wide as leaves no narrow rest."""
+    if count <= MOST_VECTORS:
+        return count
+    return next((v for v in (4, 3) if count % v == 0), 4 if count % 4 != 1 else 3)
+
+
+def _positions(block: Block) -> Block:
+    """The two loops before the last made one."""
+    if len(block.spatial) < 3:
+        return block
+    *others, high, wide, column = block.spatial
+    merged = fuse(high, replace(wide, body=replace(column, body=block.body)))
+    assert isinstance(merged.body, For) and isinstance(merged.body.body, Allocate)
+    column, body = merged.body, merged.body.body
+    return Block((*others, merged, column), body)
+
+
+def tiled_filters(tile: FilterTile) -> Stmt:
+    """The block in register tiles, all in one parallel loop: panel by panel, so that one stays in the L2 cache, or, where
+    all filters fit there, position by position."""
+    most = max(1, min(MOST_ROWS, ACCUMULATORS // tile.vectors))
+    rows = _height(tile.row.extent, most)
+    full, rest = divmod(tile.channels, tile.width)
+    panel = SymVar(f"{tile.column.var.name}o", upper=full + (rest > 0) - 1)
+    down = SymVar(f"{tile.row.var.name}o")
+    body = _down(tile, panel * tile.width, tile.vectors, down, rows) if full else Seq(())
+    if rest:
+        narrow = _down(tile, sym(full * tile.width), -(-rest // tile.lanes), down, rows)
+        body = IfThenElse(less(panel, full), body, narrow) if full else narrow
+    across = For(panel, sym(full + (rest > 0)), Seq(()))
+    downs = For(down, ceildiv(tile.row.extent, rows), Seq(()))
+    others = list(tile.block.spatial[:-2])
+    small = product(tile.filters.shape).const <= SMALL_FILTERS
+    return parallel_nest([*others, downs, across] if small else [across, *others, downs], body)
+
+
+def _height(extent: SymExpr, most: int) -> int:
+    """Rows of a tile; of a known number of positions, what leaves no low rest. One row takes as long as two."""
+    known = as_int(extent)
+    if known is None:
+        return most
+    if known <= most:
+        return max(known, 1)
+    return min(range(most, most // 2, -1), key=lambda rows: known // rows * rows + (max(known % rows, 2) if known % rows else 0))
+
+
+def _down(tile: FilterTile, column: SymExpr, vectors: int, down: SymVar, rows: int) -> Stmt:
+    """The tile of row block `down`: of full height, or the rows that are left at the end."""
+    extent = tile.row.extent
+    full, rest = extent // rows, extent % rows
+    whole = _tile(tile, column, vectors, down * rows, rows)
+    if as_int(rest) == 0:
+        return whole
+    start, tails = full * rows, []
+    known = as_int(rest)
+    heights = (known,) if known is not None else tuple(t for t in ROW_TAILS if t < rows)
+    for height in heights:
+        part = _tile(tile, column, vectors, start, height)
+        tails.append(part if known is not None else IfThenElse(less(0, rest // height), part))
+        start, rest = start + rest // height * height, rest % height
+    return IfThenElse(less(down, full), whole, seq(*tails)) if as_int(full) != 0 else seq(*tails)
+
+
+def _tile(tile: FilterTile, column: SymExpr, vectors: int, row: SymExpr, rows: int) -> Stmt:
+    part, lane, step = SymVar("u", upper=vectors - 1), SymVar("l", upper=tile.lanes - 1), SymVar("r", upper=rows - 1)
+    inner = [
+        For(step, sym(rows), Seq(()), "unrolled"),
+        For(part, sym(vectors), Seq(()), "unrolled"),
+        For(lane, sym(tile.lanes), Seq(()), "vectorized"),
+    ]
+    channel = column + part * tile.lanes + lane
+    at = {tile.row.var: row + step, tile.column.var: channel}
+    block = Substitute(at, fresh=True).stmt(tile.block.body)
+    assert isinstance(block, Allocate)
+    known = as_int(column)
+    is_cut = known is not None and known + vectors * tile.lanes > tile.channels
+    return distribute(inner, block, less(channel, tile.column.extent) if is_cut else None)
