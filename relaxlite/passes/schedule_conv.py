@@ -28,6 +28,16 @@ SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else 
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Output channels from `start` on, side by side in a tile: `vectors` times `lanes` of them, the last ones masked."""
+
+    start: SymExpr
+    vectors: int
+    lanes: int
+    masked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class FilterTile:
     """The block as a product with filters: positions down, output channels across."""
 
@@ -53,6 +63,18 @@ class FilterTile:
         assert extent is not None
         return extent
 
+    def rest(self) -> list[Piece]:
+        """The channels after the full panels: whole vectors, then a vector of all or of half the lanes."""
+        start = self.channels // self.width * self.width
+        vectors, left = divmod(self.channels - start, self.lanes)
+        half = self.lanes // 2
+        if left > half:
+            return [Piece(sym(start), vectors + 1, self.lanes, masked=True)]
+        pieces = [Piece(sym(start), vectors, self.lanes)] if vectors else []
+        if left:
+            pieces.append(Piece(sym(start + vectors * self.lanes), 1, half, masked=left < half))
+        return pieces
+
 
 def filter_tile(block: Block, lanes: int) -> FilterTile | None:
     """The block, its loops fused (`Block.fused`), as a tile; None: it is no product with filters (kernel..., c, oc) whose
@@ -66,7 +88,7 @@ def filter_tile(block: Block, lanes: int) -> FilterTile | None:
         return None
     if not any(outer & _symbols(load) for load in loads(block.update)):
         return None
-    vectors = _vectors(-(-(as_int(column.extent) or 1) // lanes))
+    vectors = _vectors(max((as_int(column.extent) or 1) // lanes, 1))
     block = _positions(block)
     return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors)
 
@@ -108,18 +130,17 @@ def tiled_filters(tile: FilterTile) -> Stmt:
     all filters fit there, position by position."""
     most = max(1, min(MOST_ROWS, ACCUMULATORS // tile.vectors))
     rows = _height(tile.row.extent, most)
-    full, rest = divmod(tile.channels, tile.width)
-    panel = SymVar(f"{tile.column.var.name}o", upper=full + (rest > 0) - 1)
+    full, rest = tile.channels // tile.width, tile.rest()
+    panel = SymVar(f"{tile.column.var.name}o", upper=max(full + bool(rest) - 1, 0))
     down = SymVar(f"{tile.row.var.name}o")
-    body = _down(tile, panel * tile.width, tile.vectors, down, rows) if full else Seq(())
-    if rest:
-        narrow = _down(tile, sym(full * tile.width), -(-rest // tile.lanes), down, rows)
-        body = IfThenElse(less(panel, full), body, narrow) if full else narrow
-    across = For(panel, sym(full + (rest > 0)), Seq(()))
+    whole = _down(tile, Piece(panel * tile.width, tile.vectors, tile.lanes), down, rows)
+    others = seq(*(_down(tile, piece, down, rows) for piece in rest))
+    body = IfThenElse(less(panel, full), whole, others) if full and rest else whole if full else others
+    across = For(panel, sym(full + bool(rest)), Seq(()))
     downs = For(down, ceildiv(tile.row.extent, rows), Seq(()))
-    others = list(tile.block.spatial[:-2])
+    outer = list(tile.block.spatial[:-2])
     small = product(tile.filters.shape).const <= SMALL_FILTERS
-    return parallel_nest([*others, downs, across] if small else [across, *others, downs], body)
+    return parallel_nest([*outer, downs, across] if small else [across, *outer, downs], body)
 
 
 def _height(extent: SymExpr, most: int) -> int:
@@ -132,34 +153,31 @@ def _height(extent: SymExpr, most: int) -> int:
     return min(range(most, most // 2, -1), key=lambda rows: known // rows * rows + (max(known % rows, 2) if known % rows else 0))
 
 
-def _down(tile: FilterTile, column: SymExpr, vectors: int, down: SymVar, rows: int) -> Stmt:
+def _down(tile: FilterTile, piece: Piece, down: SymVar, rows: int) -> Stmt:
     """The tile of row block `down`: of full height, or the rows that are left at the end."""
     extent = tile.row.extent
     full, rest = extent // rows, extent % rows
-    whole = _tile(tile, column, vectors, down * rows, rows)
+    whole = _tile(tile, piece, down * rows, rows)
     if as_int(rest) == 0:
         return whole
     start, tails = full * rows, []
     known = as_int(rest)
     heights = (known,) if known is not None else tuple(t for t in ROW_TAILS if t < rows)
     for height in heights:
-        part = _tile(tile, column, vectors, start, height)
+        part = _tile(tile, piece, start, height)
         tails.append(part if known is not None else IfThenElse(less(0, rest // height), part))
         start, rest = start + rest // height * height, rest % height
     return IfThenElse(less(down, full), whole, seq(*tails)) if as_int(full) != 0 else seq(*tails)
 
 
-def _tile(tile: FilterTile, column: SymExpr, vectors: int, row: SymExpr, rows: int) -> Stmt:
-    part, lane, step = SymVar("u", upper=vectors - 1), SymVar("l", upper=tile.lanes - 1), SymVar("r", upper=rows - 1)
+def _tile(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
+    part, lane, step = SymVar("u", upper=piece.vectors - 1), SymVar("l", upper=piece.lanes - 1), SymVar("r", upper=rows - 1)
     inner = [
         For(step, sym(rows), Seq(()), "unrolled"),
-        For(part, sym(vectors), Seq(()), "unrolled"),
-        For(lane, sym(tile.lanes), Seq(()), "vectorized"),
+        For(part, sym(piece.vectors), Seq(()), "unrolled"),
+        For(lane, sym(piece.lanes), Seq(()), "vectorized"),
     ]
-    channel = column + part * tile.lanes + lane
-    at = {tile.row.var: row + step, tile.column.var: channel}
-    block = Substitute(at, fresh=True).stmt(tile.block.body)
+    channel = piece.start + part * piece.lanes + lane
+    block = Substitute({tile.row.var: row + step, tile.column.var: channel}, fresh=True).stmt(tile.block.body)
     assert isinstance(block, Allocate)
-    known = as_int(column)
-    is_cut = known is not None and known + vectors * tile.lanes > tile.channels
-    return distribute(inner, block, less(channel, tile.column.extent) if is_cut else None)
+    return distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
