@@ -174,12 +174,33 @@ def _conv(state: _ChannelsLast, call: Call) -> Expr | None:
         return None
     filters = Constant.of(np.ascontiguousarray(np.moveaxis(w.value, (0, 1), (-1, -2))), name=w.name)
     if state.is_last(x):
-        return _again(call, state.to_last(x), filters, pads, layout="last")
+        source = state.to_last(x)
+        if is_depthwise:
+            source, pads = _without_pad(state, source, pads)
+        return _again(call, source, filters, pads, layout="last")
     if is_depthwise:
         return None
     if channels is not None and channels <= FEW_CHANNELS:
         return _again(call, x, filters, pads, layout="first_to_last")
     return _again(call, state.to_last(x), filters, pads, layout="last")
+
+
+def _without_pad(state: _ChannelsLast, x: Expr, pads: Expr) -> tuple[Expr, Expr]:
+    """conv(pad(x), pads) = conv(x, pads + those of the pad): a depthwise convolution is not worth a padded copy."""
+    pad = state.values.get(x) if isinstance(x, Var) else None
+    if not isinstance(pad, Call) or not isinstance(pad.callee, Op) or pad.callee.name != "pad" or len(pad.args) != 3:
+        return x, pads
+    source, before, after = pad.args
+    if pad.attrs["mode"] != "constant" or not all(isinstance(a, ShapeValue) for a in (before, after, pads)):
+        return x, pads
+    assert isinstance(before, ShapeValue) and isinstance(after, ShapeValue) and isinstance(pads, ShapeValue)
+    if any(as_int(p.values[k]) != 0 for p in (before, after) for k in (0, -1)):
+        return x, pads
+    if any((as_int(v) or 0) < 0 or as_int(v) is None for v in (*before.values, *after.values)):
+        return x, pads
+    if any(as_int(v) != 0 for v in pads.values):
+        return x, pads
+    return source, ShapeValue((*before.values[1:-1], *after.values[1:-1]))
 
 
 def _phase_interleave(state: _ChannelsLast, call: Call) -> Expr | None:

@@ -53,6 +53,7 @@ from relaxlite.passes.schedule import (
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
 from relaxlite.passes.schedule_reduction import Block, panel_width, panel_widths, reduction_block, tiled
+from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
@@ -162,7 +163,11 @@ class _Rules:
     # Reductions
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
+            return tiled_windows(window)
+        if window is not None:
+        lanes = self.lanes(block.body)
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
+        window = window_of(block, lanes)
         block = block.fused()
         tile = filter_tile(block, lanes)
         if tile is not None:

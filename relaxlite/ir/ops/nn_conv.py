@@ -25,7 +25,7 @@ from relaxlite.ir.ops.linalg import (
     equality_checks,
     in_accumulator,
 )
-from relaxlite.ir.ops.scalars import Scalar
+from relaxlite.ir.ops.scalars import Scalar, all_of, index, select
 from relaxlite.ir.program import Buffer, Stmt, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
@@ -145,7 +145,7 @@ class Conv(Convolution):
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads = call.args
         values = self.shape(pads)
-        if is_zero(values):
+        if is_zero(values) or (call.attrs["layout"] == "last" and call.attrs["groups"] != 1):
             return None
         attrs: dict[str, Any] = dict(call.attrs)
         padded = pad_spatial(bb, x, values, last=attrs["layout"] == "last")
@@ -153,7 +153,11 @@ class Conv(Convolution):
 
     def lower(self, x: Buffer, w: Buffer, pads: Shape, *, out: Buffer, layout: str, **window: Any) -> Stmt:
         wide = accumulator(out.dtype)
-        return lower_windows(self.name, x, w, out, window, lambda a, b, _: a.cast(wide) * b.cast(wide), layout)
+
+        def term(a: Scalar, b: Scalar, _: SymExpr) -> Scalar:
+            return a.cast(wide) * b.cast(wide)
+
+        return lower_windows(self.name, x, w, out, window, term, layout, pads)
 
     def reference(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
         wide, filters = in_accumulator(x), in_accumulator(w)
@@ -260,14 +264,17 @@ def lower_windows(
     window: Mapping[str, Any],
     term: Callable[[Scalar, Scalar, SymExpr], Scalar],
     layout: str = "first",
+    pads: Shape = (),
 ) -> Stmt:
-    """out[n, oc, o...] = sum over channels and kernel of term(x element, w element, oc), without padding.
+    """out[n, oc, o...] = sum over channels and kernel of term(x element, w element, oc), where 0 stands for elements of
+    the padding.
 
     Loops of extent 1 are left out, so that a 1x1 convolution is a matrix product and a depthwise one has only taps.
     The innermost reduced loop is that of the contiguous dimension of x.
     """
     count, groups = len(x.shape) - 2, window["groups"]
     strides, dilations = window["strides"] or (1,) * count, window["dilations"] or (1,) * count
+    begins, ends = pads[:count] or (sym(0),) * count, pads[count:] or (sym(0),) * count
     xs = to_first(x.shape) if layout == "last" else x.shape
     ws = w.shape if layout == "first" else filters_to_first(w.shape)
     order = range(1, count + 2) if layout == "first" else (*range(2, count + 2), 1)
@@ -279,11 +286,13 @@ def lower_windows(
         for axis, at in zip(reduced, i[2 + count :], strict=True):
             taps[axis] = at
         channel = taps[1] if groups == 1 else oc // (ws[0] // groups) * ws[1] + taps[1]
-        in_x = (n, channel, *(o[k] * strides[k] + taps[2 + k] * dilations[k] for k in range(count)))
-        in_w = (oc, *taps[1:])
-        element_x = x[to_last(in_x) if layout == "last" else in_x]
+        where = [o[k] * strides[k] + taps[2 + k] * dilations[k] - begins[k] for k in range(count)]
+        inside = [index(at) >= 0 for at, begin in zip(where, begins, strict=True) if as_int(begin) != 0]
+        inside += [index(at) < s for at, s, end in zip(where, xs[2:], ends, strict=True) if as_int(end) != 0]
+        in_x, in_w = (n, channel, *where), (oc, *taps[1:])
+        element_x = Scalar(x[to_last(in_x) if layout == "last" else in_x])
         element_w = w[in_w if layout == "first" else filters_to_last(in_w)]
-        return term(Scalar(element_x), Scalar(element_w), oc)
+        return term(select(all_of(inside), element_x, 0) if inside else element_x, Scalar(element_w), oc)
 
     pairs = [(xs[1], ws[1] * groups), (ws[0] % groups, sym(0))]
     checks = equality_checks(f"{name}: the channels of x and w do not fit", *pairs)
