@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
     Allocate,
@@ -149,10 +148,18 @@ def _terms(cond: Value) -> list[SymExpr] | None:
     if isinstance(cond, Binary) and cond.op == "and":
         left, right = _terms(cond.a), _terms(cond.b)
         return None if left is None or right is None else left + right
-    if not isinstance(cond, Compare) or not isinstance(cond.a, IndexValue) or not isinstance(cond.b, IndexValue):
+    if not isinstance(cond, Compare):
         return None
-    a, b = cond.a.index, cond.b.index
+    a, b = _as_index(cond.a), _as_index(cond.b)
+    if a is None or b is None:
+        return None
     return {"ge": [a - b], "gt": [a - b - 1], "le": [b - a], "lt": [b - a - 1]}.get(cond.op)
+
+
+def _as_index(value: Value) -> SymExpr | None:
+    if isinstance(value, Literal) and value.dtype == "int64" and isinstance(value.value, int):
+        return sym(value.value)
+    return value.index if isinstance(value, IndexValue) else None
 
 
 class _Without(ProgramRewriter):
