@@ -11,8 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Seq, Stmt, seq
-from relaxlite.ir.program_visitor import Substitute, loads
+from relaxlite.ir.program import (
+    Allocate,
+    Binary,
+    Buffer,
+    Compare,
+    For,
+    IfThenElse,
+    Load,
+    LoopKind,
+    Select,
+    Seq,
+    Stmt,
+    Store,
+    Unary,
+    seq,
+)
+from relaxlite.ir.program_visitor import Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
 from relaxlite.passes.access import stride
 from relaxlite.passes.loop_pattern import perfect_nest
@@ -24,6 +39,7 @@ ACCUMULATORS = 24  # vector registers of a tile, of 32
 MOST_VECTORS = 4
 MOST_ROWS = 8
 ROW_TAILS = (4, 2, 1)  # heights for positions that are left, where their number is not known
+CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
 SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else passes through it
 
 
@@ -180,4 +196,27 @@ def _tile(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
     channel = piece.start + part * piece.lanes + lane
     block = Substitute({tile.row.var: row + step, tile.column.var: channel}, fresh=True).stmt(tile.block.body)
     assert isinstance(block, Allocate)
-    return distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
+    made = distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
+    return _roll_epilogue(made) if rows > 1 and _epilogue_cost(tile.block) > CHEAP_EPILOGUE else made
+
+
+def _epilogue_cost(block: Block) -> int:
+    """Operations on one vector between the sum and the store."""
+    values = [v for s in block.stmts[2:] for v in all_values(s)]
+    return sum(10 if isinstance(v, Unary) else isinstance(v, Binary | Select | Compare) for v in values)
+
+
+def _roll_epilogue(tile: Allocate) -> Allocate:
+    """Write the tile's sums to memory and run the epilogue row by row: less code than once for every row."""
+    assert isinstance(tile.body, Seq)
+    init, update, *final = tile.body.stmts
+    sums = tile.buffer
+    rolled = replace(sums, name=f"{sums.name}_rows")
+    at = tuple(SymVar(name, upper=(as_int(d) or 1) - 1) for name, d in zip("rul", sums.shape, strict=True))
+    kinds: tuple[LoopKind, ...] = ("unrolled", "unrolled", "vectorized")
+    copy: Stmt = Store(rolled, at, Load(sums, at))
+    for var, extent, kind in reversed(list(zip(at, sums.shape, kinds, strict=True))):
+        copy = For(var, extent, copy, kind)
+    rows = [Substitute({}, {sums: rolled}).stmt(s) for s in final]
+    rows = [replace(s, kind="serial") if isinstance(s, For) else s for s in rows]
+    return replace(tile, body=seq(init, update, Allocate(rolled, seq(copy, *rows))))
