@@ -38,7 +38,7 @@ from relaxlite.passes.schedule_reduction import Block
 ACCUMULATORS = 24  # vector registers of a tile, of 32
 MOST_VECTORS = 4
 MOST_ROWS = 8
-ROW_TAILS = (4, 2, 1)  # heights for positions that are left, where their number is not known
+ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
 CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
 SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else passes through it
 
@@ -178,10 +178,9 @@ def _down(tile: FilterTile, piece: Piece, down: SymVar, rows: int) -> Stmt:
         return whole
     start, tails = full * rows, []
     known = as_int(rest)
-    heights = (known,) if known is not None else tuple(t for t in ROW_TAILS if t < rows)
-    for height in heights:
-        part = _tile(tile, piece, start, height)
-        tails.append(part if known is not None else IfThenElse(less(0, rest // height), part))
+    for height in (known,) if known is not None else tuple(t for t in ROW_TAILS if t < rows):
+        again = SymVar(down.name)
+        tails.append(For(again, rest // height, _tile(tile, piece, start + again * height, height)))
         start, rest = start + rest // height * height, rest % height
     return IfThenElse(less(down, full), whole, seq(*tails)) if as_int(full) != 0 else seq(*tails)
 
