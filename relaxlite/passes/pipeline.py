@@ -23,6 +23,7 @@ from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
+from relaxlite.passes.winograd import winograd
 
 
 def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
@@ -58,6 +59,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fuse_programs", fuse_programs, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
         # D
+        Pass("winograd", winograd, "lowered"),
         Pass("schedule", schedule_cpu, "lowered"),
         _pure("pack_constants", pack_constants, "lowered"),
         # E

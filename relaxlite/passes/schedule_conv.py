@@ -104,7 +104,7 @@ def filter_tile(block: Block, lanes: int) -> FilterTile | None:
         return None
     if not any(outer & _symbols(load) for load in loads(block.update)):
         return None
-    vectors = _vectors(max((as_int(column.extent) or 1) // lanes, 1))
+    vectors = column_vectors(max((as_int(column.extent) or 1) // lanes, 1))
     block = _positions(block)
     return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors)
 
@@ -123,7 +123,7 @@ def _symbols(load: Load) -> set[SymVar]:
     return {v for index in load.indices for v in index.free_vars()}
 
 
-def _vectors(count: int) -> int:
+def column_vectors(count: int) -> int:
     """How many vectors wide a tile is, of `count` vectors of channels: as wide as leaves no narrow rest."""
     if count <= MOST_VECTORS:
         return count
@@ -166,27 +166,35 @@ def _height(extent: SymExpr, most: int) -> int:
         return most
     if known <= most:
         return max(known, 1)
-    return min(range(most, most // 2, -1), key=lambda rows: known // rows * rows + (max(known % rows, 2) if known % rows else 0))
+    return min(
+        range(most, most // 2, -1),
+        key=lambda rows: known // rows * rows + (max(known % rows, 2) if known % rows else 0),
+    )
 
 
 def _down(tile: FilterTile, piece: Piece, down: SymVar, rows: int) -> Stmt:
     """The tile of row block `down`: of full height, or the rows that are left at the end."""
     extent = tile.row.extent
     full, rest = extent // rows, extent % rows
-    whole = _tile(tile, piece, down * rows, rows)
+    whole = tile_of(tile, piece, down * rows, rows)
     if as_int(rest) == 0:
         return whole
     start, tails = full * rows, []
     known = as_int(rest)
     for height in (known,) if known is not None else tuple(t for t in ROW_TAILS if t < rows):
         again = SymVar(down.name)
-        tails.append(For(again, rest // height, _tile(tile, piece, start + again * height, height)))
+        tails.append(For(again, rest // height, tile_of(tile, piece, start + again * height, height)))
         start, rest = start + rest // height * height, rest % height
     return IfThenElse(less(down, full), whole, seq(*tails)) if as_int(full) != 0 else seq(*tails)
 
 
-def _tile(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
-    part, lane, step = SymVar("u", upper=piece.vectors - 1), SymVar("l", upper=piece.lanes - 1), SymVar("r", upper=rows - 1)
+def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
+    """The code of one register tile: `rows` positions from `row` on, and a piece of the channels."""
+    part, lane, step = (
+        SymVar("u", upper=piece.vectors - 1),
+        SymVar("l", upper=piece.lanes - 1),
+        SymVar("r", upper=rows - 1),
+    )
     inner = [
         For(step, sym(rows), Seq(()), "unrolled"),
         For(part, sym(piece.vectors), Seq(()), "unrolled"),

@@ -163,11 +163,10 @@ class _Rules:
     # Reductions
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-            return tiled_windows(window)
-        if window is not None:
-        lanes = self.lanes(block.body)
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         window = window_of(block, lanes)
+        if window is not None:
+            return tiled_windows(window)
         block = block.fused()
         tile = filter_tile(block, lanes)
         if tile is not None:

@@ -95,7 +95,9 @@ def window_of(block: Block, lanes: int) -> Window | None:
     for index, size in zip(images[0].indices, images[0].buffer.shape, strict=True):
         if along.var in index.free_vars():
             inside.append(size - 1 - index)  # windows beyond the last one read nothing
-    if any(_slope(d, var) is None for d in inside for var in inner) or any(channel.var in d.free_vars() for d in inside):
+    if any(_slope(d, var) is None for d in inside for var in inner) or any(
+        channel.var in d.free_vars() for d in inside
+    ):
         return None
     value = _Without(select).value(block.update.value) if select is not None else block.update.value
     return Window(block, rows, tuple(dict.fromkeys(inside)), value, select, lanes)

@@ -183,9 +183,13 @@ class Conv(Convolution):
         yield Sample((("n", "h", "w", 2), (3, 3, 2, 20), (1, 1, 1, 1)), {**last, "strides": (2, 1)}, shape)
         yield Sample((("n", "h", 9, 4), (2, 3, 2, 6), (1, 2, 0, 1)), {**last, "groups": 2, "dilations": (1, 2)}, shape)
         yield Sample((("n", "h", "w", 19), (3, 3, 1, 19), (1, 1, 1, 1)), {**last, "groups": 19}, shape)
-        yield Sample((("n", "h", "w", 16), (5, 3, 1, 16), (2, 2, 1, 1)), {**last, "groups": 16, "strides": (2, 2)}, shape)
+        yield Sample(
+            (("n", "h", "w", 16), (5, 3, 1, 16), (2, 2, 1, 1)), {**last, "groups": 16, "strides": (2, 2)}, shape
+        )
         yield Sample((("n", "l", "c"), (3, "c", "m"), (1, 1)), last, shape)
-        yield Sample(((1, "d", "h", "w", 2), (2, 1, 3, 2, 3), (1, 0, 1, 0, 0, 1)), {**last, "strides": (1, 2, 2)}, shape)
+        yield Sample(
+            ((1, "d", "h", "w", 2), (2, 1, 3, 2, 3), (1, 0, 1, 0, 0, 1)), {**last, "strides": (1, 2, 2)}, shape
+        )
         mixed: dict[str, AttrValue] = {"layout": "first_to_last", "strides": (2, 2)}
         yield Sample((("n", 3, "h", "w"), (3, 3, 3, 20), (1, 1, 1, 1)), mixed, shape)
         yield Sample((("n", "l", 2), (3, 2, 3), (1, 1)), last, half, tolerance=4e-3)

@@ -177,9 +177,7 @@ class PhaseInterleave(Op):
         channels = shape[-1 if channels_last else 1] // math.prod(strides)
         return TensorType.of((shape[0], *dims, channels) if channels_last else (shape[0], channels, *dims), ty.dtype)
 
-    def lower(
-        self, x: Buffer, starts: Shape, sizes: Shape, *, out: Buffer, strides: Ints, channels_last: bool
-    ) -> Stmt:
+    def lower(self, x: Buffer, starts: Shape, sizes: Shape, *, out: Buffer, strides: Ints, channels_last: bool) -> Stmt:
         def value(*i: SymExpr) -> Value:
             n, c, *o = to_first(i) if channels_last else i
             channel = sym(0) if channels_last else c
