@@ -28,7 +28,7 @@ from relaxlite.ir.visitor import Rewriter, program_calls
 
 def pack_constants(module: IRModule) -> IRModule:
     wanted = {name: panels for name, p in module.programs().items() if (panels := _panels(p))}
-    for call in programprogram_calls(module):
+    for call in program_calls(module):
         if call.callee.name in wanted:
             panels = wanted[call.callee.name]
             wanted[call.callee.name] = {k: w for k, w in panels.items() if isinstance(call.args[k], Constant)}
