@@ -8,7 +8,7 @@ that know how (RULES) follow their operands:
     z = relu(y)       =>    z' = relu(y');                                z = transpose(z')
     s = softmax(z)          s = softmax(z)
 
-Every value keeps its old form, as a transpose of the new one; the transposes that nobody reads disappear with dead code.
+Every value keeps its old form, as a transpose of the new one; transposes that nobody reads disappear with dead code.
 So data change places only where a region of such ops begins or ends.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from relaxlite.ir.expr import Body, Call, Constant, Expr, ShapeValue, Var
+from relaxlite.ir.expr import AttrValue, Body, Call, Constant, Expr, ShapeValue, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.binary import BinaryOp
@@ -125,12 +125,18 @@ class _ChannelsLast(Rewriter):
             return None
         rank, axes = len(shape_of(expr)), value.attrs["axes"]
         assert axes is None or isinstance(axes, tuple)
-        return tuple(reversed(range(rank))) if axes is None else tuple(int(a) % rank for a in axes)  # type: ignore[call-overload]
+        return tuple(reversed(range(rank))) if axes is None else tuple(a % rank for a in _ints(axes))
 
 
 def shape_of(expr: Expr) -> Shape:
     assert isinstance(expr.ty, TensorType)
     return expr.ty.shape or ()
+
+
+def _ints(values: AttrValue) -> tuple[int, ...]:
+    """An attribute of kind "ints"."""
+    assert isinstance(values, tuple)
+    return tuple(v for v in values if isinstance(v, int))
 
 
 Rule: TypeAlias = Callable[[_ChannelsLast, Call], "Expr | None"]
@@ -300,7 +306,7 @@ def _reduction(state: _ChannelsLast, call: Call) -> Expr | None:
     rank = len(shape_of(x))
     if not state.is_last(x) or not isinstance(axes, tuple):
         return None
-    over = {int(a) % rank for a in axes}  # type: ignore[call-overload]
+    over = {a % rank for a in _ints(axes)}
     if over & {0, 1}:
         return None
     return _again(call, state.to_last(x), axes=tuple(sorted(_axis_last(a, rank) for a in over)))
@@ -321,7 +327,7 @@ def _transpose(state: _ChannelsLast, call: Call) -> Expr | None:
     if not isinstance(x, Var) or x not in state.last or not isinstance(axes, tuple):
         return None
     rank = len(axes)
-    order = tuple(order_first(rank)[int(a) % rank] for a in axes)  # type: ignore[call-overload]
+    order = tuple(order_first(rank)[a % rank] for a in _ints(axes))
     source = state.last[x]
     if order == tuple(range(rank)):
         return source

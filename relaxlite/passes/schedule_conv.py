@@ -1,10 +1,13 @@
 """Register tiles for convolutions with channels last, and for what else multiplies shared filters:
 
-    for n, h, w, c: { e = 0; for kh, kw, ic: e += x[n, h*s + kh, w*s + kw, ic] * f[kh, kw, ic, c]; out[n, h, w, c] = g(e) }
+    for n, h, w, c:
+        e = 0
+        for kh, kw, ic: e += x[n, h*s + kh, w*s + kw, ic] * f[kh, kw, ic, c]
+        out[n, h, w, c] = g(e)
 
 Vectors run along the output channels; the rows of a tile are output positions, whose elements of x are single numbers.
-So strides, dilations and short rows cost nothing: h and w become one loop over positions, cut into tiles of equal height
-with one exact tail per image. All tiles, of all channels and images, are one parallel loop.
+So strides, dilations and short rows cost nothing: h and w become one loop over positions, cut into tiles of one height
+and a few lower ones at the end of each image. All tiles, of all channels and images, are one parallel loop.
 """
 
 from __future__ import annotations
@@ -30,13 +33,11 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
 from relaxlite.passes.access import stride
-from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import distribute, fuse, less
 from relaxlite.passes.schedule_reduction import Block
 
-ACCUMULATORS = 24  # vector registers of a tile, of 32
-MOST_VECTORS = 4
+ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
 MOST_ROWS = 8
 ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
 CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
@@ -45,7 +46,8 @@ SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Output channels from `start` on, side by side in a tile: `vectors` times `lanes` of them, the last ones masked."""
+    """Output channels side by side in a tile: `vectors` times `lanes` of them from `start` on; `masked`: the last vector
+    may be a part of one."""
 
     start: SymExpr
     vectors: int
@@ -63,6 +65,7 @@ class FilterTile:
     filters: Buffer
     lanes: int
     vectors: int
+    most_rows: int
 
     @property
     def width(self) -> int:
@@ -92,9 +95,9 @@ class FilterTile:
         return pieces
 
 
-def filter_tile(block: Block, lanes: int) -> FilterTile | None:
-    """The block, its loops fused (`Block.fused`), as a tile; None: it is no product with filters (kernel..., c, oc) whose
-    last dimension is the output's."""
+def filter_tile(block: Block, lanes: int, registers: int) -> FilterTile | None:
+    """The block, its loops fused (`Block.fused`), as a tile for so many vector registers; None: it is no product with
+    filters (kernel..., c, oc) whose last dimension is the output's."""
     column = block.spatial[-1] if len(block.spatial) > 1 else None
     if column is None or as_int(column.extent) in (None, 0, 1) or lanes == 1:
         return None
@@ -104,9 +107,10 @@ def filter_tile(block: Block, lanes: int) -> FilterTile | None:
         return None
     if not any(outer & _symbols(load) for load in loads(block.update)):
         return None
-    vectors = column_vectors(max((as_int(column.extent) or 1) // lanes, 1))
+    vectors = column_vectors(max((as_int(column.extent) or 1) // lanes, 1), registers)
+    rows = max(1, min(MOST_ROWS, most_sums(registers) // vectors))
     block = _positions(block)
-    return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors)
+    return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors, rows)
 
 
 def _is_filter(load: Load, column: SymVar, outer: set[SymVar]) -> bool:
@@ -123,11 +127,20 @@ def _symbols(load: Load) -> set[SymVar]:
     return {v for index in load.indices for v in index.free_vars()}
 
 
-def column_vectors(count: int) -> int:
-    """How many vectors wide a tile is, of `count` vectors of channels: as wide as leaves no narrow rest."""
-    if count <= MOST_VECTORS:
+def most_sums(registers: int) -> int:
+    """How many vector registers hold sums; the others hold operands."""
+    return registers * 3 // 4
+
+
+def column_vectors(count: int, registers: int) -> int:
+    """How many vectors wide a tile is, of `count` vectors of channels: as wide as leaves room for enough rows, and no
+    narrow rest."""
+    most = max(1, most_sums(registers) // ENOUGH_ROWS)
+    if count <= most:
         return count
-    return next((v for v in (4, 3) if count % v == 0), 4 if count % 4 != 1 else 3)
+    if most < 3:
+        return most
+    return next((v for v in (most, most - 1) if count % v == 0), most if count % most != 1 else most - 1)
 
 
 def _positions(block: Block) -> Block:
@@ -142,10 +155,9 @@ def _positions(block: Block) -> Block:
 
 
 def tiled_filters(tile: FilterTile) -> Stmt:
-    """The block in register tiles, all in one parallel loop: panel by panel, so that one stays in the L2 cache, or, where
-    all filters fit there, position by position."""
-    most = max(1, min(MOST_ROWS, ACCUMULATORS // tile.vectors))
-    rows = _height(tile.row.extent, most)
+    """The block in register tiles, all in one parallel loop: panel by panel, so that one stays in the L2 cache, or
+    position by position, where all filters fit there."""
+    rows = _height(tile.row.extent, tile.most_rows)
     full, rest = tile.channels // tile.width, tile.rest()
     panel = SymVar(f"{tile.column.var.name}o", upper=max(full + bool(rest) - 1, 0))
     down = SymVar(f"{tile.row.var.name}o")

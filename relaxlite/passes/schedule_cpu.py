@@ -168,7 +168,7 @@ class _Rules:
         if window is not None:
             return tiled_windows(window)
         block = block.fused()
-        tile = filter_tile(block, lanes)
+        tile = filter_tile(block, lanes, registers)
         if tile is not None:
             if packs:
                 self.panels.update(tile.panels)

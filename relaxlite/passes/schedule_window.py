@@ -1,6 +1,9 @@
 """Register tiles for windows that move over an image with channels last: depthwise convolution and pooling.
 
-    for n, h, w, c: { e = 0; for kh, kw: e += (x[n, h*s + kh - p, w*s + kw - p, c] if inside else 0) * f[kh, kw, c]; ... }
+    for n, h, w, c:
+        e = 0
+        for kh, kw: e += (x[n, h*s + kh - p, w*s + kw - p, c] if inside else 0) * f[kh, kw, c]
+        out[n, h, w, c] = g(e)
 
 Vectors run along the channels. A tile is a few neighbours along w, so that a vector of x that several windows cover is
 loaded once (the taps along w are unrolled). Conditions that say what lies inside x are taken out of the tile: those of
@@ -46,7 +49,8 @@ MOST_UNROLLED = 12  # taps along w
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A block of windows. `rows` must be >= 0 for a row of taps to count, `inside` for one tap; `value` is then combined."""
+    """A block of windows: a row of taps counts where all of `rows` are >= 0, a tap where all of `inside` are; what is
+    combined then is `value`."""
 
     block: Block
     rows: tuple[SymExpr, ...]
@@ -74,12 +78,10 @@ def window_of(block: Block, lanes: int) -> Window | None:
         return None
     *_, along, channel = block.spatial
     taps = perfect_nest(block.stmts[1]).loops
-    sizes = [as_int(loop.extent) for loop in taps]
-    if any(size is None for size in sizes) or not 1 < math.prod(s or 1 for s in sizes) <= MOST_TAPS:
+    sizes = [as_int(loop.extent) or MOST_TAPS + 1 for loop in taps]
+    if not 1 < math.prod(sizes) <= MOST_TAPS or sizes[-1] > MOST_UNROLLED:
         return None
-    if (sizes[-1] or 0) > MOST_UNROLLED:
-        return None
-    everything = [*loads(block.update), *stores(block.body)]
+    everything: list[Load | Store] = [*loads(block.update), *stores(block.body)]
     if any(stride(a, channel.var) not in (0, 1) for a in everything if a.buffer is not block.body.buffer):
         return None
     images = [load for load in loads(block.update) if along.var in _symbols(load.indices)]

@@ -27,7 +27,6 @@ from relaxlite.ir.program import (
     Check,
     For,
     IfThenElse,
-    IndexValue,
     Literal,
     Load,
     Seq,
@@ -46,11 +45,12 @@ from relaxlite.passes.schedule import less
 from relaxlite.passes.schedule_conv import FilterTile, Piece, column_vectors, tile_of
 from relaxlite.passes.schedule_reduction import Block, reduction_block
 from relaxlite.passes.specialize import clamped_loops
+from relaxlite.target import Target
 
 ENOUGH_CHANNELS = 16  # of x and of the result; with fewer, the transforms cost what the products save
 PATCHES = 12  # most in a block: two tiles of six rows
 POINTS = 16
-ROW_HEIGHTS = (6, 3, 2, 1)
+ROW_HEIGHTS = (6, 3, 2, 1)  # of register tiles
 
 # B transposed: a row of V from rows of the patch; A transposed: a row of Y from rows of M; G: of U from those of g.
 INPUT = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1))
@@ -60,8 +60,8 @@ FILTER = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
 
 def winograd(module: IRModule, context: PassContext) -> IRModule:
     """Compute 3x3 convolutions by fewer products."""
-    lanes = context.target.vector_bits // 32
-    found = {name: made for name, p in module.programs().items() if (made := _find(p, lanes)) is not None}
+    programs = module.programs().items()
+    found = {name: made for name, p in programs if (made := _find(p, context.target)) is not None}
     for call in program_calls(module):
         if call.callee.name in found and not isinstance(call.args[found[call.callee.name].operand], Constant):
             del found[call.callee.name]
@@ -71,9 +71,9 @@ def winograd(module: IRModule, context: PassContext) -> IRModule:
     return module.updated(definitions)
 
 
-def _find(program: TensorProgram, lanes: int) -> _Conv | None:
+def _find(program: TensorProgram, target: Target) -> _Conv | None:
     """The program's one nest as a 3x3 convolution of stride 1; None: it is something else."""
-    stages = top_stages(program)
+    stages, lanes = top_stages(program), target.vector_lanes(4)
     nests = [s for s in stages if not isinstance(s, Check)]
     if len(nests) != 1 or lanes < 4 or program.attrs.get("scheduled") or clamped_loops(nests[0]):
         return None
@@ -93,7 +93,7 @@ def _find(program: TensorProgram, lanes: int) -> _Conv | None:
         return None
     if w.buffer not in program.inputs or (shape[2] or 0) < ENOUGH_CHANNELS or (shape[3] or 0) < ENOUGH_CHANNELS:
         return None
-    return _Conv(program, stages, nests[0], block, x, w, lanes)
+    return _Conv(program, stages, nests[0], block, x, w, lanes, target.num_vector_registers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +105,7 @@ class _Conv:
     x: Load
     w: Load
     lanes: int
+    registers: int
 
     @property
     def operand(self) -> int:
@@ -118,7 +119,7 @@ class _Conv:
 
     @property
     def vectors(self) -> int:
-        return column_vectors(-(-self.channels[1] // self.lanes))
+        return column_vectors(-(-self.channels[1] // self.lanes), self.registers)
 
     @property
     def width(self) -> int:
@@ -193,8 +194,7 @@ class _Conv:
 
     def _multiply(self, v: Buffer, u: Buffer, m: Buffer, start: SymExpr, size: SymExpr) -> Stmt:
         """Panel by panel of channels: the 16 products, then the outputs."""
-        inner, outer = self.channels
-        full, rest = divmod(outer, self.width)
+        full, rest = divmod(self.channels[1], self.width)
         panel = SymVar("panel", lower=0, upper=max(full - 1, 0))
         stages: list[Stmt] = []
         if full:
@@ -216,7 +216,7 @@ class _Conv:
         )
         rows, columns = For(patch, size, Seq(())), For(column, sym(self.width), Seq(()))
         block = Block((rows, columns), Allocate(total, seq(*stmts)))
-        tile = FilterTile(block, rows, columns, u, self.lanes, vectors)
+        tile = FilterTile(block, rows, columns, u, self.lanes, vectors, ROW_HEIGHTS[0])
         piece, first, left, parts = Piece(sym(0), vectors, self.lanes), sym(0), size, []
         for height in ROW_HEIGHTS:
             again = SymVar("to", lower=0)

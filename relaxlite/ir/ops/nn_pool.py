@@ -1,4 +1,4 @@
-"""Pooling over windows of any number of spatial dimensions, layout N C spatial..., or with `channels_last` N spatial... C.
+"""Pooling over windows of any number of spatial dimensions, layout N C spatial..., `channels_last`: N spatial... C.
 
 Global pooling is a reduction.
 
