@@ -109,6 +109,13 @@ def map_programs(module: IRModule, fn: Callable[[TensorProgram], TensorProgram])
     return module.updated({name: fn(p) for name, p in module.programs().items()})
 
 
+def program_calls(module: IRModule) -> list[Call]:
+    """Every call of something that the module defines, in all functions and nested bodies."""
+    found = [binding for f in module.functions().values() for body in bodies(f) for binding in body.bindings()]
+    values = [binding.value for binding in found if isinstance(binding, Let)]
+    return [v for v in values if isinstance(v, Call) and isinstance(v.callee, GlobalVar)]
+
+
 class Rewriter:
     """Rewrites functions binding by binding. Override `rewrite` (and `match_shape` if need be).
 

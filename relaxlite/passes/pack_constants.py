@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Let, Var
+from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Buffer, Compare, IndexValue, Literal, Load, Select, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
-from relaxlite.ir.visitor import Rewriter, bodies
+from relaxlite.ir.visitor import Rewriter, program_calls
 
 
 def pack_constants(module: IRModule) -> IRModule:
     wanted = {name: panels for name, p in module.programs().items() if (panels := _panels(p))}
-    for call in _calls(module):
+    for call in program_calls(module):
         if call.callee.name in wanted:
             panels = wanted[call.callee.name]
             wanted[call.callee.name] = {k: w for k, w in panels.items() if isinstance(call.args[k], Constant)}
@@ -82,12 +82,6 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
     width_of: dict[int, int] = dict(widths)  # type: ignore[arg-type]
     group_of: dict[int, int] = dict(groups)  # type: ignore[arg-type]
     return {k: _Layout(width, group_of.get(k, 1)) for k, width in width_of.items()}
-
-
-def _calls(module: IRModule) -> list[Call]:
-    found = [binding for f in module.functions().values() for body in bodies(f) for binding in body.bindings()]
-    values = [binding.value for binding in found if isinstance(binding, Let)]
-    return [v for v in values if isinstance(v, Call) and isinstance(v.callee, GlobalVar)]
 
 
 def _pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:

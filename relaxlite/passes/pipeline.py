@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relaxlite.ir.module import IRModule
+from relaxlite.passes.channels_last import channels_last
 from relaxlite.passes.cost import estimate_costs
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
@@ -23,6 +24,7 @@ from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
+from relaxlite.passes.winograd import winograd
 
 
 def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
@@ -39,7 +41,8 @@ def _note_costs(module: IRModule, context: PassContext) -> IRModule:
 def default_pipeline() -> tuple[Pass, ...]:
     """From graph operators to what codegen takes.
 
-    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart
+    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart;
+                          convolution networks get their channels last
     C  lower and fuse     ops become loop nests; nests that belong together become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
@@ -51,6 +54,8 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),
         _pure("fold_constants_again", fold_constants, "graph"),
+        _pure("channels_last", channels_last, "graph"),
+        _pure("simplify_algebra_again", simplify_algebra, "graph"),
         Pass("lower_precision", lower_precision, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("fuse_attention", fuse_attention, "graph"),
@@ -62,6 +67,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("drop_unused", drop_unused, "lowered"),
         Pass("estimate_costs", _note_costs, "lowered"),
         # D
+        Pass("winograd", winograd, "lowered"),
         Pass("schedule", schedule_cpu, "lowered"),
         _pure("pack_constants", pack_constants, "lowered"),
         # E

@@ -50,8 +50,10 @@ from relaxlite.passes.schedule import (
     split_reduction,
     when_positive,
 )
+from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
 from relaxlite.passes.schedule_reduction import Block, panel_width, panel_widths, reduction_block, tiled
+from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
@@ -162,7 +164,15 @@ class _Rules:
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
+        window = window_of(block, lanes)
+        if window is not None:
+            return tiled_windows(window)
         block = block.fused()
+        tile = filter_tile(block, lanes, registers)
+        if tile is not None:
+            if packs:
+                self.panels.update(tile.panels)
+            return tiled_filters(tile)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
             dots = dot_products(block, column, self.target) if packs else None

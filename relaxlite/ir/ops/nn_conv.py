@@ -1,4 +1,4 @@
-"""Convolutions over any number of spatial dimensions, layout N C spatial...
+"""Convolutions over any number of spatial dimensions, layout N C spatial..., or N spatial... C (`conv` only).
 
 `conv` has no bias: an `add` after it is fused. Its padding is a shape operand (begins, then ends), so that "same"
 padding of a symbolic size is an expression of that size. Padding becomes an op of its own, which leaves a nest without
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.expr import AttrValue, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import (
@@ -25,7 +25,7 @@ from relaxlite.ir.ops.linalg import (
     equality_checks,
     in_accumulator,
 )
-from relaxlite.ir.ops.scalars import Scalar
+from relaxlite.ir.ops.scalars import Scalar, all_of, index, select
 from relaxlite.ir.program import Buffer, Stmt, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
@@ -36,6 +36,29 @@ Ints = tuple[int, ...]
 def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
     """How many elements a dilated window spans."""
     return (sym(kernel) - 1) * dilation + 1
+
+
+LAYOUTS = ("first", "last", "first_to_last")
+
+
+def to_first(dims: Shape) -> Shape:
+    """(n, spatial..., c) as (n, c, spatial...)."""
+    return (dims[0], dims[-1], *dims[1:-1])
+
+
+def to_last(dims: Shape) -> Shape:
+    """(n, c, spatial...) as (n, spatial..., c)."""
+    return (dims[0], *dims[2:], dims[1])
+
+
+def filters_to_first(dims: Shape) -> Shape:
+    """(kernel..., c, oc) as (oc, c, kernel...)."""
+    return (dims[-1], dims[-2], *dims[:-2])
+
+
+def filters_to_last(dims: Shape) -> Shape:
+    """(oc, c, kernel...) as (kernel..., c, oc)."""
+    return (*dims[2:], dims[1], dims[0])
 
 
 def is_zero(pads: Shape) -> bool:
@@ -49,7 +72,7 @@ class Convolution(Op):
         "strides": Attr("ints", None), "dilations": Attr("ints", None), "groups": Attr("int", 1),
     }  # fmt: skip
 
-    def shapes(self, x: Expr, w: Expr, pads: Expr) -> tuple[Shape, Shape, Shape]:
+    def shapes(self, x: Expr, w: Expr, pads: Expr, layout: str = "first") -> tuple[Shape, Shape, Shape]:
         """The shapes of x and w and the values of pads, of ranks that fit."""
         xs, ws, padding = self.tensor(x, "x").shape or (), self.tensor(w, "w").shape or (), self.shape(pads, "pads")
         if len(xs) < 3 or len(ws) != len(xs):
@@ -78,10 +101,11 @@ class Convolution(Op):
         return left
 
     def result_shape(
-        self, x: Expr, w: Expr, pads: Expr, *, strides: Ints | None, dilations: Ints | None, groups: int
+        self, x: Expr, w: Expr, pads: Expr, *, strides: Ints | None, dilations: Ints | None, groups: int, **layout: str
     ) -> Shape:
-        """The shape of a convolution; a window that is too large only at run time gives a negative size there."""
-        xs, ws, padding = self.shapes(x, w, pads)
+        """The shape (n, c, spatial...) of a convolution; a window that is too large only at run time gives a negative
+        size there."""
+        xs, ws, padding = self.shapes(x, w, pads, **layout)
         self.check_channels(xs[1], ws[1] * groups, groups, ws[0])
         count = len(xs) - 2
         strides = self.per_axis(strides, count, "strides")
@@ -99,28 +123,50 @@ class Conv(Convolution):
     """The convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
 
     pads: begins then ends of the spatial dimensions. Half-precision floats are summed in float32.
+    layout: "first" as above; "last" takes and gives (n, spatial..., c) and filters (kernel..., c / groups, oc);
+    "first_to_last" differs from that in its x, which is (n, c, spatial...).
     """
 
     name = "conv"
     operands = ("x", "w", "pads")
+    attrs: ClassVar[Mapping[str, Attr]] = {**Convolution.attrs, "layout": Attr("str", "first", LAYOUTS)}
 
-    def infer(self, x: Expr, w: Expr, pads: Expr, **window: Any) -> Type:
-        return TensorType.of(self.result_shape(x, w, pads, **window), self.common_dtype(x, w))
+    def shapes(self, x: Expr, w: Expr, pads: Expr, layout: str = "first") -> tuple[Shape, Shape, Shape]:
+        """As channels-first ones."""
+        xs, ws, padding = super().shapes(x, w, pads)
+        if layout == "first":
+            return xs, ws, padding
+        return to_first(xs) if layout == "last" else xs, filters_to_first(ws), padding
+
+    def infer(self, x: Expr, w: Expr, pads: Expr, *, layout: str, **window: Any) -> Type:
+        shape = self.result_shape(x, w, pads, layout=layout, **window)
+        return TensorType.of(shape if layout == "first" else to_last(shape), self.common_dtype(x, w))
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads = call.args
         values = self.shape(pads)
-        if is_zero(values):
+        if is_zero(values) or (call.attrs["layout"] == "last" and call.attrs["groups"] != 1):
             return None
         attrs: dict[str, Any] = dict(call.attrs)
-        return self(pad_spatial(bb, x, values), w, (0,) * len(values), **attrs)
+        padded = pad_spatial(bb, x, values, last=attrs["layout"] == "last")
+        return self(padded, w, (0,) * len(values), **attrs)
 
-    def lower(self, x: Buffer, w: Buffer, pads: Shape, *, out: Buffer, **window: Any) -> Stmt:
+    def lower(self, x: Buffer, w: Buffer, pads: Shape, *, out: Buffer, layout: str, **window: Any) -> Stmt:
         wide = accumulator(out.dtype)
-        return lower_windows(self.name, x, w, out, window, lambda a, b, _: a.cast(wide) * b.cast(wide))
 
-    def reference(self, x: Any, w: Any, pads: Ints, **window: Any) -> Any:
-        return correlate(in_accumulator(x), in_accumulator(w), pads, **window).astype(x.dtype)
+        def term(a: Scalar, b: Scalar, _: SymExpr) -> Scalar:
+            return a.cast(wide) * b.cast(wide)
+
+        return lower_windows(self.name, x, w, out, window, term, layout, pads)
+
+    def reference(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
+        wide, filters = in_accumulator(x), in_accumulator(w)
+        if layout == "last":
+            wide = np.moveaxis(wide, -1, 1)
+        if layout != "first":
+            filters = np.moveaxis(filters, (-1, -2), (0, 1))
+        result = correlate(wide, filters, pads, **window).astype(x.dtype)
+        return result if layout == "first" else np.ascontiguousarray(np.moveaxis(result, 1, -1))
 
     def samples(self) -> Iterable[Sample]:
         shape = ("float32", "float32", "shape")
@@ -132,6 +178,21 @@ class Conv(Convolution):
         yield Sample((("n", "c", "h"), (2, "c", 1), ("p", "p")), dtypes=shape)
         yield Sample(((1, 2, "d", "h", "w"), (3, 2, 2, 1, 3), (1, 0, 1, 0, 0, 1)), {"strides": (1, 2, 2)}, shape)
         yield Sample((("n", 2, "l"), (3, 2, 3), (1, 1)), dtypes=half, tolerance=4e-3)
+        last: dict[str, AttrValue] = {"layout": "last"}
+        yield Sample((("n", "h", "w", 5), (1, 1, 5, 70), (0, 0, 0, 0)), last, shape)
+        yield Sample((("n", "h", "w", 2), (3, 3, 2, 20), (1, 1, 1, 1)), {**last, "strides": (2, 1)}, shape)
+        yield Sample((("n", "h", 9, 4), (2, 3, 2, 6), (1, 2, 0, 1)), {**last, "groups": 2, "dilations": (1, 2)}, shape)
+        yield Sample((("n", "h", "w", 19), (3, 3, 1, 19), (1, 1, 1, 1)), {**last, "groups": 19}, shape)
+        yield Sample(
+            (("n", "h", "w", 16), (5, 3, 1, 16), (2, 2, 1, 1)), {**last, "groups": 16, "strides": (2, 2)}, shape
+        )
+        yield Sample((("n", "l", "c"), (3, "c", "m"), (1, 1)), last, shape)
+        yield Sample(
+            ((1, "d", "h", "w", 2), (2, 1, 3, 2, 3), (1, 0, 1, 0, 0, 1)), {**last, "strides": (1, 2, 2)}, shape
+        )
+        mixed: dict[str, AttrValue] = {"layout": "first_to_last", "strides": (2, 2)}
+        yield Sample((("n", 3, "h", "w"), (3, 3, 3, 20), (1, 1, 1, 1)), mixed, shape)
+        yield Sample((("n", "l", 2), (3, 2, 3), (1, 1)), last, half, tolerance=4e-3)
 
 
 @register
@@ -192,10 +253,11 @@ def window_extents(w: Shape, dilations: Ints) -> list[SymExpr]:
     return [window_extent(kernel, dilation) for kernel, dilation in zip(w[2:], dilations, strict=True)]
 
 
-def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr | None = None) -> Expr:
+def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr | None = None, *, last: bool = False) -> Expr:
     """x with its spatial dimensions padded (begins, then ends) by a scalar, 0 if None."""
     count = len(pads) // 2
-    return emit_op(bb, "pad", x, (0, 0, *pads[:count]), (0, 0, *pads[count:]), value)
+    before, after = (sym(0), sym(0), *pads[:count]), (sym(0), sym(0), *pads[count:])
+    return emit_op(bb, "pad", x, to_last(before) if last else before, to_last(after) if last else after, value)
 
 
 def lower_windows(
@@ -205,28 +267,40 @@ def lower_windows(
     out: Buffer,
     window: Mapping[str, Any],
     term: Callable[[Scalar, Scalar, SymExpr], Scalar],
+    layout: str = "first",
+    pads: Shape = (),
 ) -> Stmt:
-    """out[n, oc, o...] = sum over channels and kernel of term(x element, w element, oc), without padding.
+    """out[n, oc, o...] = sum over channels and kernel of term(x element, w element, oc), where 0 stands for elements of
+    the padding.
 
     Loops of extent 1 are left out, so that a 1x1 convolution is a matrix product and a depthwise one has only taps.
+    The innermost reduced loop is that of the contiguous dimension of x.
     """
     count, groups = len(x.shape) - 2, window["groups"]
     strides, dilations = window["strides"] or (1,) * count, window["dilations"] or (1,) * count
-    reduced = [axis for axis in range(1, count + 2) if as_int(w.shape[axis]) != 1]
+    begins, ends = pads[:count] or (sym(0),) * count, pads[count:] or (sym(0),) * count
+    xs = to_first(x.shape) if layout == "last" else x.shape
+    ws = w.shape if layout == "first" else filters_to_first(w.shape)
+    order = range(1, count + 2) if layout == "first" else (*range(2, count + 2), 1)
+    reduced = [axis for axis in order if as_int(ws[axis]) != 1]
 
     def value(*i: SymVar) -> Scalar:
-        n, oc, o = i[0], i[1], i[2 : 2 + count]
+        n, oc, *o = i[: 2 + count] if layout == "first" else to_first(i[: 2 + count])
         taps = [sym(0)] * (count + 2)
         for axis, at in zip(reduced, i[2 + count :], strict=True):
             taps[axis] = at
-        channel = taps[1] if groups == 1 else oc // (w.shape[0] // groups) * w.shape[1] + taps[1]
-        window_at = [o[k] * strides[k] + taps[2 + k] * dilations[k] for k in range(count)]
-        in_x, in_w = (n, channel, *window_at), (oc, *taps[1:])
-        return term(Scalar(x[in_x]), Scalar(w[in_w]), oc)
+        channel = taps[1] if groups == 1 else oc // (ws[0] // groups) * ws[1] + taps[1]
+        where = [o[k] * strides[k] + taps[2 + k] * dilations[k] - begins[k] for k in range(count)]
+        inside = [index(at) >= 0 for at, begin in zip(where, begins, strict=True) if as_int(begin) != 0]
+        inside += [index(at) < s for at, s, end in zip(where, xs[2:], ends, strict=True) if as_int(end) != 0]
+        in_x, in_w = (n, channel, *where), (oc, *taps[1:])
+        element_x = Scalar(x[to_last(in_x) if layout == "last" else in_x])
+        element_w = w[in_w if layout == "first" else filters_to_last(in_w)]
+        return term(select(all_of(inside), element_x, 0) if inside else element_x, Scalar(element_w), oc)
 
-    pairs = [(x.shape[1], w.shape[1] * groups), (w.shape[0] % groups, sym(0))]
+    pairs = [(xs[1], ws[1] * groups), (ws[0] % groups, sym(0))]
     checks = equality_checks(f"{name}: the channels of x and w do not fit", *pairs)
-    return seq(*checks, accumulate(out, [w.shape[axis] for axis in reduced], value))
+    return seq(*checks, accumulate(out, [ws[axis] for axis in reduced], value))
 
 
 def correlate(x: Any, w: Any, pads: Ints, *, strides: Ints | None, dilations: Ints | None, groups: int) -> Any:

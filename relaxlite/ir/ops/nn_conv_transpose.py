@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.expr import AttrValue, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape
 from relaxlite.ir.ops.linalg import emit_op, in_accumulator
-from relaxlite.ir.ops.nn_conv import Convolution, Ints, window_extent, window_extents
+from relaxlite.ir.ops.nn_conv import Convolution, Ints, to_first, window_extent, window_extents
 from relaxlite.ir.ops.scalars import Scalar, all_of, index, select
 from relaxlite.ir.program import Buffer, Stmt, Value, compute
-from relaxlite.ir.symbolic import SymExpr, ceildiv
+from relaxlite.ir.symbolic import SymExpr, ceildiv, sym
 from relaxlite.ir.types import TensorType, Type
 
 
@@ -162,29 +162,39 @@ class PhaseFilters(Op):
 
 @register
 class PhaseInterleave(Op):
-    """out[n, c, s * q + r - start] = x[n, c * phases + r, q] for every spatial dimension: see `conv_transpose`."""
+    """out[n, c, s * q + r - start] = x[n, c * phases + r, q] for every spatial dimension: see `conv_transpose`.
+
+    channels_last: out[n, s * q + r - start, c] = x[n, q, r * channels + c], all channels of a phase side by side.
+    """
 
     name = "phase_interleave"
     operands = ("x", "starts", "sizes")
-    attrs: ClassVar[Mapping[str, Attr]] = {"strides": Attr("ints")}
+    attrs: ClassVar[Mapping[str, Attr]] = {"strides": Attr("ints"), "channels_last": Attr("bool", False)}
 
-    def infer(self, x: Expr, starts: Expr, sizes: Expr, *, strides: Ints) -> Type:
-        ty = self.tensor(x, "x")
-        n, c = (ty.shape or ())[:2]
-        return TensorType.of((n, c // math.prod(strides), *self.shape(sizes, "sizes")), ty.dtype)
+    def infer(self, x: Expr, starts: Expr, sizes: Expr, *, strides: Ints, channels_last: bool) -> Type:
+        ty, dims = self.tensor(x, "x"), self.shape(sizes, "sizes")
+        shape = ty.shape or ()
+        channels = shape[-1 if channels_last else 1] // math.prod(strides)
+        return TensorType.of((shape[0], *dims, channels) if channels_last else (shape[0], channels, *dims), ty.dtype)
 
-    def lower(self, x: Buffer, starts: Shape, sizes: Shape, *, out: Buffer, strides: Ints) -> Stmt:
-        def value(n: SymExpr, c: SymExpr, *o: SymExpr) -> Value:
-            channel = c
+    def lower(self, x: Buffer, starts: Shape, sizes: Shape, *, out: Buffer, strides: Ints, channels_last: bool) -> Stmt:
+        def value(*i: SymExpr) -> Value:
+            n, c, *o = to_first(i) if channels_last else i
+            channel = sym(0) if channels_last else c
             for k, stride in enumerate(strides):
                 channel = channel * stride + (o[k] + starts[k]) % stride
-            at = (n, channel, *((o[k] + starts[k]) // stride for k, stride in enumerate(strides)))
-            return x[at]
+            where = [(o[k] + starts[k]) // stride for k, stride in enumerate(strides)]
+            return x[(n, *where, channel * out.shape[-1] + c) if channels_last else (n, channel, *where)]
 
         return compute(out, value)
 
-    def reference(self, x: Any, starts: Ints, sizes: Ints, *, strides: Ints) -> Any:
+    def reference(self, x: Any, starts: Ints, sizes: Ints, *, strides: Ints, channels_last: bool) -> Any:
         count = len(strides)
+        if channels_last:
+            by_phase = x.reshape(*x.shape[:-1], math.prod(strides), -1)
+            first = np.moveaxis(np.moveaxis(by_phase, -2, -1).reshape(x.shape), -1, 1)
+            result = self.reference(first, starts, sizes, strides=strides, channels_last=False)
+            return np.ascontiguousarray(np.moveaxis(result, 1, -1))
         parts = x.reshape(x.shape[0], x.shape[1] // math.prod(strides), *strides, *x.shape[2:])
         order = [axis for k in range(count) for axis in (2 + count + k, 2 + k)]
         dims = [x.shape[k + 2] * strides[k] for k in range(count)]
@@ -195,3 +205,5 @@ class PhaseInterleave(Op):
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", 8, 3, 4), (1, 0), (5, 6)), {"strides": (2, 2)}, ("float32", "shape", "shape"))
         yield Sample((("n", 6, 2), (1,), (4,)), {"strides": (3,)}, ("float32", "shape", "shape"))
+        last: dict[str, AttrValue] = {"strides": (2, 2), "channels_last": True}
+        yield Sample((("n", 3, 4, 20), (1, 0), (5, 6)), last, ("float32", "shape", "shape"))

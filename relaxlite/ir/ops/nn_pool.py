@@ -1,4 +1,6 @@
-"""Pooling over windows of any number of spatial dimensions, layout N C spatial... Global pooling is a reduction.
+"""Pooling over windows of any number of spatial dimensions, layout N C spatial..., `channels_last`: N spatial... C.
+
+Global pooling is a reduction.
 
 `pads` is a shape operand (begins, then ends). Elements outside x are skipped by lazy selects, and only along the
 dimensions that need it.
@@ -17,6 +19,7 @@ from relaxlite.ir.expr import AttrValue, Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import accumulator, in_accumulator
+from relaxlite.ir.ops.nn_conv import to_first, to_last
 from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, literal, select
 from relaxlite.ir.program import Buffer, Stmt, Value, compute, reduce, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
@@ -36,13 +39,21 @@ class Window:
     dilations: Ints
     ceil_mode: bool
     at_least_one: bool
+    channels_last: bool = False
 
     @staticmethod
     def of(shape: Shape, pads: Shape, attrs: Mapping[str, Any]) -> Window:
         kernel = attrs["kernel"]
         ones = (1,) * len(kernel)
         strides, dilations = attrs["strides"] or ones, attrs["dilations"] or ones
-        return Window(shape[2:], pads, kernel, strides, dilations, attrs["ceil_mode"], attrs["at_least_one"])
+        last = bool(attrs.get("channels_last", False))
+        size = shape[1:-1] if last else shape[2:]
+        return Window(size, pads, kernel, strides, dilations, attrs["ceil_mode"], attrs["at_least_one"], last)
+
+    def natural(self, i: Shape) -> Shape:
+        """Indices (n, c, o..., taps...) of a nest over the result's dimensions and the taps."""
+        outer = 2 + len(self.kernel)
+        return (*to_first(i[:outer]), *i[outer:]) if self.channels_last else i
 
     @property
     def reduced(self) -> list[int]:
@@ -89,8 +100,8 @@ class Window:
         return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, beginning)
 
     def at(self, i: Shape) -> tuple[Shape, list[Scalar]]:
-        """The element of x under a tap of a window (i = n, c, o..., taps...), and the conditions that there is one."""
-        outer = 2 + len(self.kernel)
+        """The element of x under a tap of a window (i: see `natural`), and the conditions that there is one."""
+        outer, i = 2 + len(self.kernel), self.natural(i)
         o, full = i[2:outer], [sym(0)] * len(self.kernel)
         for k, tap in zip(self.reduced, i[outer:], strict=True):
             full[k] = tap
@@ -103,7 +114,7 @@ class Window:
             if self.may_overrun(k):
                 last = position if self.later_may_overrun(k) else tap * self.dilations[k] - self.begin(k)
                 conditions.append(index(last) < index(self.size[k]))
-        return tuple(where), conditions
+        return to_last(tuple(where)) if self.channels_last else tuple(where), conditions
 
     def count(self, o: Shape, *, include_pad: bool) -> SymExpr:
         """How many taps of window `o` lie in x, or in x and its padding."""
@@ -136,7 +147,8 @@ class Window:
             found = value(Scalar(x[where]))
             return select(all_of(conditions), found, Scalar(start)).value if conditions else found.value
 
-        return reduce(out, [self.kernel[k] for k in self.reduced], combine, start, tap, finish)
+        extents = [self.kernel[k] for k in self.reduced]
+        return reduce(out, extents, combine, start, tap, lambda total, *i: finish(total, *self.natural(i)))
 
 
 class _Pool(Op):
@@ -149,7 +161,7 @@ class _Pool(Op):
     operands = ("x", "pads")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "kernel": Attr("ints"), "strides": Attr("ints", None), "dilations": Attr("ints", None),
-        "ceil_mode": Attr("bool", False), "at_least_one": Attr("bool", False),
+        "ceil_mode": Attr("bool", False), "at_least_one": Attr("bool", False), "channels_last": Attr("bool", False),
     }  # fmt: skip
     accepts: ClassVar[tuple[str, ...]] = dtypes.FLOATS
 
@@ -173,7 +185,8 @@ class _Pool(Op):
             if PROVER.can_prove_lt(dim, 0):
                 size, extent = window.size[k], window.kernel[k]
                 self.fail(f"spatial dimension {k} of x has size {size}, less than the window of {extent}")
-        return self.result_type(TensorType.of((shape[0], shape[1], *dims), xt.dtype))
+        outer = (shape[0], *dims, shape[-1]) if window.channels_last else (shape[0], shape[1], *dims)
+        return self.result_type(TensorType.of(outer, xt.dtype))
 
     def result_type(self, ty: TensorType) -> Type:
         return ty
@@ -189,6 +202,14 @@ class _Pool(Op):
         yield Sample((("n", 2, "l"), (1, 1)), {"kernel": (3,)}, ("float16", "shape"), tolerance=2e-3)
         single: dict[str, AttrValue] = {"kernel": (4, 3), "strides": (5, 3), "at_least_one": True}
         yield Sample((("n", 2, "h+1", "w+1"), (1, 0, 0, 0)), single, kinds)
+
+
+def _samples_last() -> Iterable[Sample]:
+    """With channels last."""
+    kinds, last = ("float32", "shape"), {"channels_last": True}
+    yield Sample((("n", "h", "w", 19), (1, 1, 1, 1)), {"kernel": (3, 3), "strides": (2, 2), **last}, kinds)
+    yield Sample((("n", "h", 7, "c"), (1, 0, 1, 1)), {"kernel": (3, 2), "ceil_mode": True, **last}, kinds)
+    yield Sample((("n", "l", 2), (0, 0)), {"kernel": (2,), "strides": (2,), **last}, kinds)
 
 
 @register
@@ -207,6 +228,7 @@ class MaxPool(_Pool):
 
     def samples(self) -> Iterable[Sample]:
         yield from super().samples()
+        yield from _samples_last()
         yield Sample((("n", 2, "l"), (1, 1)), {"kernel": (2,)}, ("uint8", "shape"))
 
 
@@ -218,7 +240,10 @@ class MaxPoolWithIndices(_Pool):
     """
 
     name = "max_pool_with_indices"
-    attrs: ClassVar[Mapping[str, Attr]] = {**_Pool.attrs, "storage_order": Attr("int", 0, (0, 1))}
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        **{name: attr for name, attr in _Pool.attrs.items() if name != "channels_last"},
+        "storage_order": Attr("int", 0, (0, 1)),
+    }
     accepts = MaxPool.accepts
 
     def result_type(self, ty: TensorType) -> Type:
@@ -318,7 +343,7 @@ class AvgPool(_SumPool):
         return (total / counts).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
-        for sample in super().samples():
+        for sample in (*super().samples(), *_samples_last()):
             yield sample
             yield replace(sample, attrs={**sample.attrs, "count_include_pad": True})
 
@@ -346,10 +371,16 @@ class LpPool(_SumPool):
     def samples(self) -> Iterable[Sample]:
         for p, sample in zip((2, 1, 3, 2, 1, 2, 2, 1), super().samples(), strict=True):
             yield replace(sample, attrs={**sample.attrs, "p": p}, tolerance=max(2e-5, sample.tolerance))
+        yield from (replace(sample, tolerance=2e-5) for sample in _samples_last())
 
 
 def _taps(x: Any, pads: Ints, attrs: Mapping[str, Any], padding: Any, beyond: Any = None) -> Iterator[Any]:
     """For each tap of the kernel, the elements under it in every window: of x, of its padding, or beyond both."""
+    if attrs.get("channels_last"):
+        moved = np.moveaxis(x, -1, 1)
+        for taken in _taps(moved, pads, {**attrs, "channels_last": False}, padding, beyond):
+            yield np.moveaxis(taken, 1, -1)
+        return
     window = Window.of(tuple(map(sym, x.shape)), tuple(map(sym, pads)), attrs)
     rank = len(window.kernel)
     dims = [int(window.out_dim(k)) for k in range(rank)]
