@@ -18,6 +18,7 @@ from relaxlite.passes.manager import Pass
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
+from relaxlite.passes.recognize import recognize
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
 
@@ -30,7 +31,8 @@ def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
 def default_pipeline() -> tuple[Pass, ...]:
     """From graph operators to what codegen takes.
 
-    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart
+    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
+                          and those that exporters took apart are put together
     C  lower and fuse     ops become loop nests; nests that belong together become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
@@ -44,6 +46,8 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_constants_again", fold_constants, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
         _pure("eliminate_dead", eliminate_dead, "graph"),
+        Pass("recognize", recognize, "graph"),
+        _pure("decompose_again", decompose, "graph"),
         # C
         _pure("legalize", legalize, "lowered"),
         Pass("fuse_ops", fuse_ops, "lowered"),

@@ -217,7 +217,7 @@ class LpNormalize(_AxisOp):
 
 
 class _TailNorm(Op):
-    """A normalization over all axes from `axis` on, with a scale (and bias) of the shape of those axes."""
+    """A normalization over all axes from `axis` on, perhaps with a scale (and bias) of the shape of those axes."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "epsilon": Attr("float", 1e-5)}
 
@@ -250,9 +250,9 @@ class _TailNorm(Op):
         return equality_checks(f"{self.name}: scale or bias does not have the size of the rows of x", *pairs)
 
 
-def weigh(row: Row, value: Scalar, scale: Buffer, bias: Buffer | None, at: Shape) -> Scalar:
-    """value * scale[at] + bias[at]"""
-    scaled = value * Scalar(scale[at]).cast(row.dtype)
+def weigh(row: Row, value: Scalar, scale: Buffer | None, bias: Buffer | None, at: Shape) -> Scalar:
+    """value * scale[at] + bias[at]; without a scale 1, without a bias 0"""
+    scaled = value if scale is None else value * Scalar(scale[at]).cast(row.dtype)
     return scaled if bias is None else scaled + Scalar(bias[at]).cast(row.dtype)
 
 
@@ -281,10 +281,17 @@ class LayerNorm(_TailNorm):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the axes from `axis` on."""
 
     name = "layer_norm"
-    operands = ("x", "scale", "bias?")
+    operands = ("x", "scale?", "bias?")
 
     def lower(
-        self, x: Buffer, scale: Buffer, bias: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float
+        self,
+        x: Buffer,
+        scale: Buffer | None = None,
+        bias: Buffer | None = None,
+        *,
+        out: Buffer,
+        axis: int,
+        epsilon: float,
     ) -> Stmt:
         def stages(row: Row) -> None:
             value = standardize(row, epsilon)
@@ -292,14 +299,15 @@ class LayerNorm(_TailNorm):
 
         return seq(*self.checks(x, scale, bias), row_program(x, out, stages))
 
-    def reference(self, x: Any, scale: Any, bias: Any = None, *, axis: int, epsilon: float) -> Any:
+    def reference(self, x: Any, scale: Any = None, bias: Any = None, *, axis: int, epsilon: float) -> Any:
         tail = tuple(range(axis % x.ndim, x.ndim))
-        shift = 0 if bias is None else in_accumulator(bias)
-        return in_wide(lambda v: standardized(v, tail, epsilon) * in_accumulator(scale) + shift, x)
+        factor, shift = (neutral if w is None else in_accumulator(w) for w, neutral in ((scale, 1), (bias, 0)))
+        return in_wide(lambda v: standardized(v, tail, epsilon) * factor + shift, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "m"), ("m",), ("m",)), tolerance=1e-4)
         yield Sample((("b", "n", 5), (5,)))
+        yield Sample((("n", 7),), tolerance=1e-4)
         yield Sample((("b", 2, "n", 4), (2, "n", 4), (2, "n", 4)), {"axis": 1, "epsilon": 0.1})
         yield Sample((("n", 6), (6,), (6,)), dtypes=("float16",) * 3, tolerance=5e-3)
 
@@ -309,9 +317,9 @@ class RmsNorm(_TailNorm):
     """x / sqrt(mean(x ** 2) + epsilon) * scale, over the axes from `axis` on."""
 
     name = "rms_norm"
-    operands = ("x", "scale")
+    operands = ("x", "scale?")
 
-    def lower(self, x: Buffer, scale: Buffer, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
+    def lower(self, x: Buffer, scale: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
         def stages(row: Row) -> None:
             squares = row.fold("squares", "add", lambda j: row(j) * row(j))
             factor = row.let("rms", 1.0 / (squares / row.count + epsilon).unary("sqrt"))
@@ -319,15 +327,17 @@ class RmsNorm(_TailNorm):
 
         return seq(*self.checks(x, scale), row_program(x, out, stages))
 
-    def reference(self, x: Any, scale: Any, *, axis: int, epsilon: float) -> Any:
+    def reference(self, x: Any, scale: Any = None, *, axis: int, epsilon: float) -> Any:
         tail = tuple(range(axis % x.ndim, x.ndim))
+        factor = 1 if scale is None else in_accumulator(scale)
 
         def normalize(v: Any) -> Any:
-            return v / np.sqrt(mean_over(v * v, tail) + v.dtype.type(epsilon)) * in_accumulator(scale)
+            return v / np.sqrt(mean_over(v * v, tail) + v.dtype.type(epsilon)) * factor
 
         return in_wide(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "m"), ("m",)))
+        yield Sample((("n", 7),))
         yield Sample((("b", "n", 5), ("n", 5)), {"axis": -2, "epsilon": 1e-3})
         yield Sample((("n", 6), (6,)), dtypes=("bfloat16", "bfloat16"), tolerance=2e-2)
