@@ -195,19 +195,18 @@ def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -
     main, rest = loop.extent // width * width, loop.extent % width
     steps = [*when_positive(loop.extent // width, step(loop.extent // width, sym(0), count=accumulators, masked=False))]
     steps += when_positive(rest, step((rest + lanes - 1) // lanes, main, count=1, masked=True))
-    return Allocate(
-        partial, seq(_fill(partial, identity, lanes), *steps, _collect(store, partial, accumulators, lanes))
-    )
+    return Allocate(partial, seq(fill(partial, identity, lanes), *steps, collect(store, partial, accumulators, lanes)))
 
 
-def _fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+def fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+    """Every element of the partial results, vector by vector, becomes the value that a combination does not notice."""
     (width,) = partial.shape
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     body = For(lane, sym(lanes), Store(partial, (part * lanes + lane,), identity), "vectorized")
     return For(part, width // lanes, body, "unrolled")
 
 
-def _collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
+def collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
     """Add the accumulators up lane by lane, then across lanes."""
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     higher = Load(partial, (part * lanes + lane + lanes,))

@@ -1,5 +1,6 @@
 """Schedule rules for CPUs: which primitives a loop nest gets, from its accesses and the target's registers.
 
+    row program         one loop over rows, several over each row (schedule_rows.py)
     injective nest      fuse loops that stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
@@ -33,6 +34,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     seq,
 )
+from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.ir.visitor import map_programs
@@ -40,6 +42,7 @@ from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.loop_pattern import top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
+from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     fuse,
     hoist_lets,
@@ -51,6 +54,7 @@ from relaxlite.passes.schedule import (
     when_positive,
 )
 from relaxlite.passes.schedule_reduction import Block, panel_widths, reduction_block, tiled
+from relaxlite.passes.schedule_rows import schedule_rows
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
@@ -99,6 +103,10 @@ class _Rules:
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)
+        rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
+        scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage))
+        if scheduled is not None:
+            return scheduled
         return outermost_parallel(self.inner(self.fused(mark_parallel(stage))))
 
     # Generic nests

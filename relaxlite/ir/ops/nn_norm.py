@@ -1,6 +1,7 @@
 """Normalizations. Those over the last axis are one program whose row loop is shared by all stages.
 
     for each row:  statistics into local scalars, one loop over the row each;  then one loop that writes the row
+                   (passes/rows.py says what else a stage may be)
 
 Other axes are moved or flattened into the last one by decomposition.
 """
@@ -42,11 +43,6 @@ class Row:
         where = (*self.i, j)
         return Scalar(self.x[where]).cast(self.dtype)
 
-    def written(self, j: SymExpr) -> Scalar:
-        """Element j of the row of out, written by an earlier stage."""
-        where = (*self.i, j)
-        return Scalar(self.out[where])
-
     @property
     def count(self) -> Scalar:
         """How many elements the row has."""
@@ -66,6 +62,13 @@ class Row:
         local = self.locals[-1]
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
         return found
+
+    def keep(self, name: str, value: Element) -> Element:
+        """A new local row: value(j) for every j, computed once."""
+        local = Buffer(name, (self.size,), self.dtype)
+        self.locals.append(local)
+        self.stages.append(loops("j", (self.size,), lambda j: Store(local, (j,), value(j).value)))
+        return lambda j: Scalar(local[j])
 
     def write(self, value: Element) -> None:
         """out[i..., j] = value(j)"""
@@ -143,16 +146,9 @@ class Softmax(_AxisOp):
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
         def stages(row: Row) -> None:
             top = row.fold("max", "max", row)
-
-            def exponential(j: SymExpr) -> Scalar:
-                return (row(j) - top).exp()
-
-            keeps = row.dtype == out.dtype  # half precision is too coarse to keep the exponentials in
-            if keeps:
-                row.write(exponential)
-            value: Element = row.written if keeps else exponential
-            scale = row.let("scale", 1.0 / row.fold("sum", "add", value))
-            row.write(lambda j: value(j) * scale)
+            exps = row.keep("exps", lambda j: (row(j) - top).exp())
+            scale = row.let("scale", 1.0 / row.fold("sum", "add", exps))
+            row.write(lambda j: exps(j) * scale)
 
         return row_program(x, out, stages)
 
