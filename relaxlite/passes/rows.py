@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values, loads, stores, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.passes.access import accesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def _is_stage(stage: Stmt, rows: Rows, variables: set[SymVar]) -> bool:
     scalars = {s.buffer for s in stores(stage) if not s.indices}
     return (
         all(isinstance(s, Store) and (s.combine is None) is bool(s.indices) for s in body)
-        and all(x.indices == (stage.var,) for x in (*loads(stage), *stores(stage)) if _is_row(x, rows))
+        and all(x.indices == (stage.var,) for x in accesses(stage) if _is_row(x, rows))
         and all(x.buffer not in scalars for x in loads(stage))
     )
 
@@ -143,8 +144,9 @@ class _FromRow(ProgramRewriter):
         return super()._value(value)
 
 
-def with_final(rows: Rows, store: Store) -> Stmt:
-    """The nest with another store of the result, at the variables of the spatial loops and of the last loop."""
+def with_final(rows: Rows, store: Stmt) -> Stmt:
+    """The nest with another statement in place of the store of the result, at the variables of the spatial loops and of
+    the last loop."""
     stages = (*rows.stages[:-1], replace(rows.final, body=_Instead(rows.result, store).stmt(rows.final.body)))
     return replace(rows, stages=stages).nest
 

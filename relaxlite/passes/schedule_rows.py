@@ -9,8 +9,8 @@ Rows run in parallel. Within a row:
     every loop steps by several vectors, so that a total has several         for jo in m // 64: 4 vectors
       partial results, then by single ones, then takes one masked vector     for js in m % 64 // 16: 1 vector
                                                                              m % 16 lanes
-A row that fits into one vector is loaded once and stays in registers from stage to stage. Where the length is a symbol,
-it decides at run time between that and the general form.
+A row that fits into a few vectors is loaded once and stays in registers from stage to stage. Where the length is a
+symbol, it decides at run time between one vector, a few vectors, all masked, and the general form.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.passes.access import accesses
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.rows import Rows
 from relaxlite.passes.schedule import collect, fill, less, when_positive
@@ -39,8 +40,12 @@ def schedule_rows(rows: Rows, lanes: int) -> Stmt | None:
     known = as_int(rows.size)
     if known is not None:
         return _rows_up_to(rows, known, _pieces_of(known, lanes), lanes)
-    short = _rows_up_to(rows, lanes, [_Piece(sym(0), sym(1), 1, masked=True)], lanes)
-    return IfThenElse(less(rows.size, lanes + 1), short, _long(rows, lanes))
+    stmt = _long(rows, lanes)
+    for vectors in (PARTS, 1):
+        most = vectors * lanes
+        short = _rows_up_to(rows, most, [_Piece(sym(0), sym(1), vectors, masked=True)], lanes)
+        stmt = IfThenElse(less(rows.size, most + 1), short, stmt)
+    return stmt
 
 
 def _rows_up_to(rows: Rows, most: int, pieces: Sequence[_Piece], lanes: int) -> Stmt:
@@ -56,15 +61,13 @@ def _rows_up_to(rows: Rows, most: int, pieces: Sequence[_Piece], lanes: int) -> 
 
 def _long(rows: Rows, lanes: int) -> Stmt:
     """Rows of any length."""
-    pieces = _pieces(rows.size, lanes)
-    placed = _in_output(rows)
-    left = _local_rows(placed)
-    if not left:
-        return _scheduled(placed, pieces, lanes)
-    most = MOST_STACK_BYTES // max(dtypes.itemsize(row.dtype) for row in left)
+    pieces, in_output = _pieces(rows.size, lanes), _in_output(rows)
+    if not _local_rows(in_output):
+        return _scheduled(in_output, pieces, lanes)  # (measured as fast as the stack, or faster)
+    most = MOST_STACK_BYTES // max(dtypes.itemsize(row.dtype) for row in _local_rows(rows))
     return IfThenElse(
         less(rows.size, most + 1),
-        _rows_up_to(placed, most, pieces, lanes),
+        _rows_up_to(rows, most, pieces, lanes),
         _scheduled(_in_output(rows, recompute=True), pieces, lanes),
     )
 
@@ -185,7 +188,7 @@ def _depends(later: Stmt, earlier: Stmt) -> bool:
     matter: element j is written and read in iteration j.)"""
     for a, b in ((later, earlier), (earlier, later)):
         written = {s.buffer for s in stores(a) if not s.buffer.shape}
-        if any(x.buffer in written for x in (*loads(b), *stores(b))):
+        if any(x.buffer in written for x in accesses(b)):
             return True
     return False
 
@@ -195,7 +198,7 @@ def _depends(later: Stmt, earlier: Stmt) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Steps through a row: `count` times `vectors` vectors from `start` on; or what is left of it, masked."""
+    """Steps through a row: `count` times `vectors` vectors from `start` on; masked: those inside of the row."""
 
     start: SymExpr
     count: SymExpr
@@ -235,8 +238,8 @@ def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     """A loop over a row by vectors; its totals have partial results in the lanes of up to PARTS vectors."""
     totals = [s for s in _stores_of(loop) if s.combine is not None]
     parts = min(PARTS, max((p.vectors for p in pieces), default=0))
-    if all(p.masked for p in pieces):
-        parts = 0  # one step: its lanes are combined at once
+    if all(p.masked and p.vectors == 1 for p in pieces):
+        parts = 0  # one vector: its lanes are combined at once
     partials = {
         s: Buffer(f"{s.buffer.name}_partial", (sym(parts * lanes),), s.buffer.dtype, "local") for s in totals if parts
     }
@@ -256,15 +259,13 @@ def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int) -> Stmt:
 def _step(loop: For, piece: _Piece, partials: dict[Store, Buffer], lanes: int) -> Stmt:
     name = loop.var.name
     lane = SymVar("l", upper=lanes - 1)
-    if piece.masked:
-        at = piece.start + lane
-        body = _at(loop, at, partials, lane)
-        return For(lane, sym(lanes), IfThenElse(less(at, loop.extent), body), "vectorized")
     outer, part = SymVar(f"{name}o"), SymVar("u", upper=piece.vectors - 1)
-    at = piece.start + outer * (lanes * piece.vectors) + part * lanes + lane
+    at = piece.start + part * lanes + lane + (0 if piece.masked else outer * (lanes * piece.vectors))
     body = _at(loop, at, partials, part % PARTS * lanes + lane)
+    if piece.masked:
+        body = IfThenElse(less(at, loop.extent), body)
     inner = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")
-    return For(outer, piece.count, inner)
+    return inner if piece.masked else For(outer, piece.count, inner)
 
 
 def _at(loop: For, at: SymExpr, partials: dict[Store, Buffer], place: SymExpr) -> Stmt:

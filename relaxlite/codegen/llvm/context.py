@@ -77,16 +77,22 @@ class Kernel:
             self.lane, self.lanes = None, 0
 
     @contextmanager
-    def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
-        """Only the lanes of `cond` are active, of those that are now."""
+    def active(self, cond: Val, *, some_active: bool = True) -> Iterator[None]:
+        """Only the lanes of `cond` are active, of those that are now; `some_active`: what is read for all lanes at once
+        may be read even so."""
         outer = self.mask, self.some_active
         self.mask = cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
         self.some_active = some_active
         try:
-            with self.branch():
-                yield
+            yield
         finally:
             self.mask, self.some_active = outer
+
+    @contextmanager
+    def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
+        """The same for code that may not run: what it finds out is forgotten afterwards."""
+        with self.active(cond, some_active=some_active), self.branch():
+            yield
 
     def when_active(self, cond: Val) -> Val:
         """cond in the lanes that are active, false in the others."""

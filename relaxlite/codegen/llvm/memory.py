@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relaxlite.codegen.llvm import scalars
-from relaxlite.codegen.llvm.context import Access, Kernel
+from relaxlite.codegen.llvm.context import Access, Kernel, LoadKey
 from relaxlite.codegen.llvm.emitter import TRUE, Emitter, Val, int_const, mangle
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.math_double import gather
@@ -55,12 +55,16 @@ def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
 
 def load(k: Kernel, access: Access) -> Val:
     """The element, or one per lane, in register form."""
-    mask = None if access.kind == "uniform" and k.some_active else k.mask
-    lanes = 0 if access.kind == "uniform" else k.lanes
-    key = (access.buffer, access.offset, lanes, mask.text if mask is not None else "")
+    key = _key(k, access)
     if key not in k.loads:
         k.loads[key] = from_memory(k.e, _load_raw(k, access), access.buffer.dtype)
     return k.loads[key]
+
+
+def _key(k: Kernel, access: Access) -> LoadKey:
+    mask = None if access.kind == "uniform" and k.some_active else k.mask
+    lanes = 0 if access.kind == "uniform" else k.lanes
+    return access.buffer, access.offset, lanes, mask.text if mask is not None else ""
 
 
 def _load_raw(k: Kernel, access: Access) -> Val:
@@ -152,7 +156,10 @@ def _lane_pointers(k: Kernel, access: Access) -> Val:
 
 
 def store(k: Kernel, access: Access, value: Val) -> None:
-    """Put a value in register form there; what is known about memory that may overlap is forgotten."""
+    """Put a value in register form there; what is known about memory that may overlap is forgotten.
+
+    A vector that goes to memory as it is need not be loaded again: that would wait for memory, above all after a mask.
+    """
     raw = to_memory(k.e, value, access.buffer.dtype)
     if access.kind == "uniform":
         _store_uniform(k, access, raw)
@@ -161,6 +168,8 @@ def store(k: Kernel, access: Access, value: Val) -> None:
     else:
         _scatter(k, access, k.e.splat(raw, k.lanes))
     forget_overlapping(k, access.buffer)
+    if access.kind == "contiguous" and raw is value:
+        k.loads[_key(k, access)] = k.e.splat(value, k.lanes)
 
 
 def forget_overlapping(k: Kernel, buffer: Buffer) -> None:

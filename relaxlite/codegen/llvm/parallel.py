@@ -1,6 +1,6 @@
 """Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
 
-There are as many chunks as threads, contiguous and of equal size (measured best). What the body needs of its
+There are as many chunks as threads, contiguous and of equal size (measured best), but fewer where there is little work. What the body needs of its
 surroundings, pointers and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the
 first time that the body mentions something.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.cost import ENOUGH, cost_of
 from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
 from relaxlite.codegen.llvm.indices import Base, Indices, Variable
 from relaxlite.codegen.llvm.loops import branch, count_loop
@@ -67,7 +68,7 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
     e = k.e
     e.comment(f"for {stmt.var} in range({stmt.extent}), parallel")
     extent = k.ix.value(stmt.extent)
-    chunks = e.intrinsic("smin", extent, e.call("relaxlite_num_threads", [], "i64", 0, "threads"), hint="chunks")
+    chunks = _chunks(k, stmt, extent)
     name = f"{k.name}.{e.fresh(f'{stmt.var.name}_chunk')}"
     captured = _outline(k, stmt, name, extent, chunks, emit_statement)
 
@@ -80,6 +81,17 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
         k.return_if(e.icmp("ne", status, int_const(0, "i32")), status)
 
     branch(k, e.icmp("sgt", extent, int_const(0)), start)
+
+
+def _chunks(k: Kernel, stmt: For, extent: Val) -> Val:
+    """One for each thread, of at least one iteration, and fewer where that is too little work for some of them."""
+    e = k.e
+    chunks = e.intrinsic("smin", extent, e.call("relaxlite_num_threads", [], "i64", 0, "threads"), hint="chunks")
+    cost = cost_of(stmt.body, k.ix.variables)
+    if cost is None:
+        return chunks
+    worth = e.binary("sdiv", k.ix.value(stmt.extent * cost), int_const(ENOUGH), "worth")
+    return e.intrinsic("smin", chunks, e.intrinsic("smax", worth, int_const(1)), hint="chunks")
 
 
 def _outline(

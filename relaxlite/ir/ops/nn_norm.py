@@ -8,6 +8,7 @@ Other axes are moved or flattened into the last one by decomposition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.types import Type
+
+LOG2_E = 1 / math.log(2)
 
 Element = Callable[[SymExpr], Scalar]
 
@@ -145,8 +148,8 @@ class Softmax(_AxisOp):
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
         def stages(row: Row) -> None:
-            top = row.fold("max", "max", row)
-            exps = row.keep("exps", lambda j: (row(j) - top).exp())
+            top = row.fold("max", "maxnum", row)  # a NaN makes all exponentials NaN
+            exps = row.keep("exps", lambda j: ((row(j) - top) * LOG2_E).exp2())
             scale = row.let("scale", 1.0 / row.fold("sum", "add", exps))
             row.write(lambda j: exps(j) * scale)
 
@@ -164,8 +167,8 @@ class LogSoftmax(_AxisOp):
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
         def stages(row: Row) -> None:
-            top = row.fold("max", "max", row)
-            total = row.fold("sum", "add", lambda j: (row(j) - top).exp())
+            top = row.fold("max", "maxnum", row)
+            total = row.fold("sum", "add", lambda j: ((row(j) - top) * LOG2_E).exp2())
             log = row.let("log", total.unary("log"))
             row.write(lambda j: row(j) - top - log)
 
