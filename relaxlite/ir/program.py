@@ -161,12 +161,14 @@ class Store:
     """buffer[indices] = value, or with `combine` buffer[indices] = combine(buffer[indices], value).
 
     "maxnum" takes the value where it is greater than what is there: unlike "max" it does not notice a NaN.
+    `nontemporal`: for memory that is not read again soon, past the caches where the target can; a hint.
     """
 
     buffer: Buffer
     indices: tuple[SymExpr, ...]
     value: Value
     combine: str | None = None  # one of COMBINE
+    nontemporal: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

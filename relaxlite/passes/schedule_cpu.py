@@ -32,14 +32,15 @@ from relaxlite.ir.program import (
     Stmt,
     Store,
     TensorProgram,
+    Value,
     seq,
 )
 from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
 from relaxlite.passes.rows import rows_of
@@ -49,9 +50,11 @@ from relaxlite.passes.schedule import (
     less,
     masked_rest,
     nest,
+    past_caches,
     split,
     split_reduction,
     when_positive,
+    with_variant,
 )
 from relaxlite.passes.schedule_reduction import Block, panel_widths, reduction_block, tiled
 from relaxlite.passes.schedule_rows import schedule_rows
@@ -95,7 +98,7 @@ class _Rules:
         clamps = clamped_loops(stage)
         if not clamps:
             return self.nest(stage)
-        conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
+        conds: list[Value] = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
         usual = reduce(lambda a, b: Binary("and", a, b), conds)
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
@@ -104,10 +107,18 @@ class _Rules:
         if block is not None:
             return self.reduction(block)
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
-        scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage))
+        scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if scheduled is not None:
             return scheduled
-        return outermost_parallel(self.inner(self.fused(mark_parallel(stage))))
+        return self.streamed(stage, outermost_parallel(self.inner(self.fused(mark_parallel(stage)))))
+
+    def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
+        """Where the result is larger than the caches, it is stored past them."""
+        store = injective_store(perfect_nest(stage))
+        if store is None or store.buffer not in self.program.outputs:
+            return scheduled
+        most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
+        return with_variant(less(most, product(store.buffer.shape)), past_caches(scheduled, store.buffer), scheduled)
 
     # Generic nests
 

@@ -22,25 +22,31 @@ from relaxlite import dtypes
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.passes.access import accesses
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.rows import Rows
-from relaxlite.passes.schedule import collect, fill, less, when_positive
+from relaxlite.passes.schedule import collect, fill, less, past_caches, when_positive, with_variant
 
 PARTS = 4  # vectors of a step of a loop over a row: partial results of a total
 MOST_REGISTERS = 8  # vectors of a row of known length that stay in registers from one stage to the next
 MOST_STACK_BYTES = 16 * 1024  # of a local row: half of the L1 cache
 
 
-def schedule_rows(rows: Rows, lanes: int) -> Stmt | None:
-    """The row program with loops arranged for vectors of so many lanes; None: rows depend on each other."""
+def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
+    """The row program with loops arranged for vectors of so many lanes; None: rows depend on each other.
+
+    A result larger than `cache_bytes` is stored past the caches.
+    """
     if not all(map(writes_apart, rows.spatial)):
         return None
-    known = as_int(rows.size)
+    known, output = as_int(rows.size), rows.result.buffer
+    is_large = less(cache_bytes // dtypes.itemsize(output.dtype), product(output.shape))
     if known is not None:
-        return _rows_up_to(rows, known, _pieces_of(known, lanes), lanes)
+        stmt = _rows_up_to(rows, known, _pieces_of(known, lanes), lanes)
+        return stmt if known % lanes else with_variant(is_large, past_caches(stmt, output), stmt)
     stmt = _long(rows, lanes)
+    stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
     for vectors in (PARTS, 1):
         most = vectors * lanes
         short = _rows_up_to(rows, most, [_Piece(sym(0), sym(1), vectors, masked=True)], lanes)
@@ -59,15 +65,20 @@ def _rows_up_to(rows: Rows, most: int, pieces: Sequence[_Piece], lanes: int) -> 
     return _scheduled(replace(rows, locals=local, stages=stages), pieces, lanes)
 
 
-def _long(rows: Rows, lanes: int) -> Stmt:
-    """Rows of any length."""
-    pieces, in_output = _pieces(rows.size, lanes), _in_output(rows)
-    if not _local_rows(in_output):
-        return _scheduled(in_output, pieces, lanes)  # (measured as fast as the stack, or faster)
-    most = MOST_STACK_BYTES // max(dtypes.itemsize(row.dtype) for row in _local_rows(rows))
+def _long(rows: Rows, lanes: int, *, streamed: bool = False) -> Stmt:
+    """Rows of any length. Local rows live in the output's (measured as fast as on the stack, or faster), unless that is
+    stored past the caches, which is done once, by the last stage."""
+    pieces, in_output, local = _pieces(rows.size, lanes), _in_output(rows), _local_rows(rows)
+    if not local:
+        stmt = _scheduled(rows, pieces, lanes)
+        return past_caches(stmt, rows.result.buffer) if streamed else stmt
+    if not streamed and not _local_rows(in_output):
+        return _scheduled(in_output, pieces, lanes)
+    most = MOST_STACK_BYTES // max(dtypes.itemsize(row.dtype) for row in local)
+    on_stack = _rows_up_to(rows, most, pieces, lanes)
     return IfThenElse(
         less(rows.size, most + 1),
-        _rows_up_to(rows, most, pieces, lanes),
+        past_caches(on_stack, rows.result.buffer) if streamed else on_stack,
         _scheduled(_in_output(rows, recompute=True), pieces, lanes),
     )
 
@@ -260,12 +271,13 @@ def _step(loop: For, piece: _Piece, partials: dict[Store, Buffer], lanes: int) -
     name = loop.var.name
     lane = SymVar("l", upper=lanes - 1)
     outer, part = SymVar(f"{name}o"), SymVar("u", upper=piece.vectors - 1)
-    at = piece.start + part * lanes + lane + (0 if piece.masked else outer * (lanes * piece.vectors))
+    is_loop = as_int(piece.count) != 1 and not piece.masked
+    at = piece.start + part * lanes + lane + (outer * (lanes * piece.vectors) if is_loop else 0)
     body = _at(loop, at, partials, part % PARTS * lanes + lane)
     if piece.masked:
         body = IfThenElse(less(at, loop.extent), body)
     inner = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")
-    return inner if piece.masked else For(outer, piece.count, inner)
+    return For(outer, piece.count, inner) if is_loop else inner
 
 
 def _at(loop: For, at: SymExpr, partials: dict[Store, Buffer], place: SymExpr) -> Stmt:

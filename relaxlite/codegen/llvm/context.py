@@ -64,6 +64,7 @@ class Kernel:
     values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
     accesses: dict[AccessKey, Access] = field(default_factory=dict)
+    needs_fence: bool = False  # stores went past the caches: they must be done before the function says that it is
     loading: dict[Value, bool] = field(default_factory=dict)  # whether a value loads anything
 
     # Lanes
@@ -119,6 +120,12 @@ class Kernel:
         self.values.clear()
 
     # Ways out
+
+    def finish(self) -> None:
+        """Return success."""
+        if self.needs_fence and self.e.target.is_x86:
+            self.e.call_void("llvm.x86.sse.sfence", [])
+        self.e.line("ret i32 0")
 
     def fail_if(self, cond: Val, status: int) -> None:
         """Return `status` from the function when the scalar `cond` holds."""

@@ -92,7 +92,8 @@ class ModuleEmitter:
         self.functions: list[str] = []
         self._declarations: dict[str, str] = {}
         self._globals: dict[str, str] = {}
-        self._num_loops = 0
+        self._num_loops = 1  # !0 and !1 are taken
+        self._has_one = False
 
     def declare(self, name: str, result: str, args: Sequence[str], attributes: str = "") -> None:
         self._declarations[name] = f"declare {result} @{name}({', '.join(args)}){attributes}"
@@ -113,12 +114,17 @@ class ModuleEmitter:
         self._num_loops += 1
         return f"!llvm.loop !{self._num_loops}"
 
+    def one(self) -> str:
+        """The metadata node that marks a store as nontemporal."""
+        self._has_one = True
+        return "!1"
+
     def text(self) -> str:
-        loops = [f"!{k} = distinct !{{!{k}, !0}}" for k in range(1, self._num_loops + 1)]
+        loops = [f"!{k} = distinct !{{!{k}, !0}}" for k in range(2, self._num_loops + 1)]
         head = [f'target triple = "{self.target.triple}"', ""]
-        tail = ['!0 = !{!"llvm.loop.unroll.disable"}', *loops]
+        tail = ['!0 = !{!"llvm.loop.unroll.disable"}', "!1 = !{i32 1}", *loops]
         parts = [*self._globals.values(), "", *self.functions, *self._declarations.values(), ""]
-        return "\n".join(head + parts + (tail if loops else [])) + "\n"
+        return "\n".join(head + parts + (tail if loops or self._has_one else [])) + "\n"
 
 
 class Emitter:

@@ -1,8 +1,8 @@
 """Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
 
-There are as many chunks as threads, contiguous and of equal size (measured best), but fewer where there is little work. What the body needs of its
-surroundings, pointers and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the
-first time that the body mentions something.
+There are as many chunks as threads, contiguous and of equal size (measured best), but fewer where there is little work.
+What the body needs of its surroundings, pointers and symbols, is passed through an array of 8-byte slots on the
+caller's stack; a slot is made the first time that the body mentions something.
 """
 
 from __future__ import annotations
@@ -115,6 +115,6 @@ def _outline(
             for c, hint in ((chunk, "start"), (e.binary("add", chunk, int_const(1)), "end"))
         )
         count_loop(child, stmt, start, end, lambda: emit_statement(child, stmt.body))
-    e.line("ret i32 0")
+    child.finish()
     e.module.add_function(f"define internal i32 @{name}(ptr %context, i64 %chunk)", e)
     return captures.values

@@ -109,7 +109,7 @@ def _store(k: Kernel, stmt: Store) -> None:
     k.values.clear()
     access = memory.classify(k, stmt.buffer, stmt.indices)
     if stmt.combine is None:
-        memory.store(k, access, emit_value(k, stmt.value))
+        memory.store(k, access, emit_value(k, stmt.value), nontemporal=stmt.nontemporal)
     elif not k.lanes:
         _combine(k, stmt, access)
     elif access.kind == "uniform":
