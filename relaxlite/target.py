@@ -28,7 +28,8 @@ Kind = Literal["llvm"]
 
 _DEFAULT_L1_BYTES = 32 * 1024
 _DEFAULT_L2_BYTES = 512 * 1024
-_SYNTAX = "llvm [-mcpu=NAME] [-mattr=+x,-y,...] [-mtriple=TRIPLE] [-l1-bytes=N] [-l2-bytes=N] [-cores=N]"
+_DEFAULT_L3_BYTES = 32 * 1024 * 1024
+_SYNTAX = "llvm [-mcpu=NAME] [-mattr=+x,-y,...] [-mtriple=TRIPLE] [-l1-bytes=N] [-l2-bytes=N] [-l3-bytes=N] [-cores=N]"
 
 # What a CPU's name implies, for the features that the code generator asks about.
 _V2 = ("sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt")
@@ -62,7 +63,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 class Target:
     """A processor to compile for. `features` are LLVM's, each with its sign: ("+avx2", "-avx512f").
 
-    The caches are those of one core. `cores` is a hint for schedules; 0: not known.
+    The caches are those of one core; the last level, l3_bytes, may be shared.
+    `cores` is a hint for schedules; 0: not known.
     """
 
     triple: str
@@ -70,6 +72,7 @@ class Target:
     features: tuple[str, ...] = ()
     l1_bytes: int = _DEFAULT_L1_BYTES
     l2_bytes: int = _DEFAULT_L2_BYTES
+    l3_bytes: int = _DEFAULT_L3_BYTES
     cores: int = 0
     kind: Kind = "llvm"
 
@@ -85,6 +88,7 @@ class Target:
             features=features,
             l1_bytes=host_cache_bytes(1) or _DEFAULT_L1_BYTES,
             l2_bytes=host_cache_bytes(2) or _DEFAULT_L2_BYTES,
+            l3_bytes=host_cache_bytes(3) or _DEFAULT_L3_BYTES,
             cores=os.cpu_count() or 0,
         )
 
@@ -148,13 +152,15 @@ class Target:
             parts.append(f"-l1-bytes={self.l1_bytes}")
         if self.l2_bytes != _DEFAULT_L2_BYTES:
             parts.append(f"-l2-bytes={self.l2_bytes}")
+        if self.l3_bytes != _DEFAULT_L3_BYTES:
+            parts.append(f"-l3-bytes={self.l3_bytes}")
         if self.cores:
             parts.append(f"-cores={self.cores}")
         return " ".join(parts)
 
 
 def _parse_option(text: str, option: str) -> tuple[str, str]:
-    match = re.fullmatch(r"-(mcpu|mattr|mtriple|l1-bytes|l2-bytes|cores)=(.+)", option)
+    match = re.fullmatch(r"-(mcpu|mattr|mtriple|l1-bytes|l2-bytes|l3-bytes|cores)=(.+)", option)
     if match is None:
         raise InvalidArgumentError(f"target {text!r}: cannot read option {option!r}; write {_SYNTAX}")
     return match[1], match[2]
@@ -176,6 +182,7 @@ def _from_options(text: str, options: Mapping[str, str]) -> Target:
         features=features,
         l1_bytes=_parse_count(text, options, "l1-bytes", _DEFAULT_L1_BYTES),
         l2_bytes=_parse_count(text, options, "l2-bytes", _DEFAULT_L2_BYTES),
+        l3_bytes=_parse_count(text, options, "l3-bytes", _DEFAULT_L3_BYTES),
         cores=_parse_count(text, options, "cores", 0),
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from relaxlite.codegen.llvm import compile_programs, emit_assembly, emit_program
+from relaxlite.codegen.llvm import compile_programs, emit_assembly, emit_program, parallel
 from relaxlite.errors import ArtifactError, CodegenError
 from relaxlite.ir.expr import Attrs
 from relaxlite.ir.program import (
@@ -40,6 +41,12 @@ from relaxlite.target import Target
 from tests.native_kernel import NativeKernel, run
 
 F32_ZERO = Literal(0.0, "float32")
+
+
+@pytest.fixture
+def any_work_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallel loops go to all threads however short they are."""
+    monkeypatch.setattr(parallel, "ENOUGH_WORK", 1)
 
 
 def test_kernel_runs_at_many_sizes_once_compiled() -> None:
@@ -275,6 +282,7 @@ def test_checks_return_their_number() -> None:
     assert kernel([np.array([0, 1, 3]), result], [3]) == 2
 
 
+@pytest.mark.usefixtures("any_work_is_enough")
 def test_checks_in_parallel_loops_reach_the_caller() -> None:
     n = SymVar("n")
     a = Buffer.of("a", (n,), "int32")
@@ -325,6 +333,7 @@ def test_scratch_that_cannot_be_had_is_a_status() -> None:
     assert NativeKernel(TensorProgram((out,), (n,), body))([np.zeros(1, np.float32)], [1 << 60]) == -2
 
 
+@pytest.mark.usefixtures("any_work_is_enough")
 def test_scratch_inside_parallel_and_serial_loops() -> None:
     n, m = SymVar("n"), SymVar("m")
     a, out = Buffer.of("a", (n, m), "float32"), Buffer.of("out", (n, m), "float32")
@@ -343,6 +352,7 @@ def test_scratch_inside_parallel_and_serial_loops() -> None:
 # Parallel loops
 
 
+@pytest.mark.usefixtures("any_work_is_enough")
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_parallel_loops(threads: int) -> None:
     """A parallel loop inside a serial one, with another inside that must then run serially."""
@@ -364,6 +374,7 @@ def test_parallel_loops(threads: int) -> None:
         threadpool.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("any_work_is_enough")
 def test_parallel_loop_uses_what_surrounds_it() -> None:
     n = SymVar("n")
     out = Buffer.of("out", (3, n), "int64")
@@ -377,6 +388,32 @@ def test_parallel_loop_uses_what_surrounds_it() -> None:
     run(TensorProgram((out,), (n,), Allocate(table, seq(fill, body))), [result], [50])
     i_, row_ = np.arange(50), np.arange(3)[:, None]
     np.testing.assert_array_equal(result, i_ % 4 * 1000 + 100 * row_ + i_)
+
+
+@pytest.mark.parametrize("inner", [4, 5000])
+def test_little_work_is_not_shared_out(inner: int) -> None:
+    """As many chunks as are worth a thread each, at most one for each thread, and one at least."""
+    n = SymVar("n")
+    out = Buffer.of("out", (n,), "float32")
+    i, j = SymVar("i"), SymVar("j")
+    body = For(j, sym(inner), Store(out, (i,), Literal(1.0, "float32"), "add"))
+    chunks: list[int] = []
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    note = prototype(lambda function, context, count: chunks.append(count) or 0)
+    threads = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: 8)
+    code = compile_programs({"k": TensorProgram((out,), (n,), For(i, n, body, "parallel"))}, Target.host())
+    addresses = {
+        "relaxlite_parallel_for": ctypes.cast(note, ctypes.c_void_p).value or 0,
+        "relaxlite_num_threads": ctypes.cast(threads, ctypes.c_void_p).value or 0,
+    }
+    library = load_objects(code.objects, addresses)
+    kernel = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)(
+        library.address(code.kernels["k"].symbol)
+    )
+    result = np.zeros(10**6, np.float32)
+    for size in (0, 1, 2, 100, 10**6):
+        assert kernel((ctypes.c_void_p * 1)(result.ctypes.data), (ctypes.c_int64 * 1)(size)) == 0
+    assert chunks == ([1, 1, 1, 8] if inner == 4 else [1, 2, 8, 8])
 
 
 # The text, and errors

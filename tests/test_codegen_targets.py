@@ -81,7 +81,7 @@ def test_target_round_trips() -> None:
         "llvm",
         *_TARGETS,
         *_MORE_TARGETS,
-        "llvm -mcpu=znver4 -mattr=+avx2,-avx512f -l1-bytes=1024 -l2-bytes=4096 -cores=8",
+        "llvm -mcpu=znver4 -mattr=+avx2,-avx512f -l1-bytes=1024 -l2-bytes=4096 -l3-bytes=65536 -cores=8",
     ):
         target = Target.parse(text)
         assert Target.parse(str(target)) == target

@@ -293,6 +293,7 @@ _FAST: dict[tuple[str, str], Callable[..., Any]] = {
     ("unary", "abs"): abs,
     ("unary", "sqrt"): np.sqrt,
     ("unary", "exp"): np.exp,
+    ("unary", "exp2"): np.exp2,
     ("unary", "log"): np.log,
     ("unary", "tanh"): np.tanh,
 }
@@ -309,6 +310,8 @@ def _scalar_function(kind: str, op: str, dtype: str) -> Callable[..., Any]:
         return lambda x: np.bool_(not x)
     if kind == "unary":
         return lambda x: scalar_functions.apply_unary(op, x)[()]
+    if kind == "binary" and op == "maxnum":
+        return lambda a, b: b if b > a else a
     if kind == "binary":
         return lambda a, b: scalar_functions.apply_binary(op, a, b)[()]
     if kind == "cast":

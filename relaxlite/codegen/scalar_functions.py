@@ -36,9 +36,9 @@ Array: TypeAlias = "NDArray[Any]"
 _erf: Callable[[Array], Array] = np.vectorize(math.erf, otypes=[np.float64])
 
 _MATH: Mapping[str, Callable[[Array], Array]] = {
-    "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sin": np.sin, "cos": np.cos, "tan": np.tan,
-    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh,
-    "acosh": np.arccosh, "atanh": np.arctanh, "tanh": np.tanh, "erf": _erf, "sqrt": np.sqrt,
+    "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "exp2": np.exp2, "sin": np.sin, "cos": np.cos,
+    "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh,
+    "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "tanh": np.tanh, "erf": _erf, "sqrt": np.sqrt,
 }  # fmt: skip
 _ROUNDING: Mapping[str, Callable[[Array], Array]] = {
     "floor": np.floor, "ceil": np.ceil, "round": np.rint, "trunc": np.trunc,
@@ -174,7 +174,7 @@ def apply_compare(op: str, a: Array, b: Array) -> Array:
 
 def apply_combine(op: str, a: Array, b: Array) -> Array:
     """One step of a reduction, one of COMBINE: the accumulator first."""
-    return apply_binary(op, a, b)
+    return np.where(b > a, b, a) if op == "maxnum" else apply_binary(op, a, b)
 
 
 def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:

@@ -30,7 +30,7 @@ loop level                                                                      
 TensorProgram   = (params: Buffer*, symbols: SymVar*, body: Stmt, num_outputs, attrs)
 Buffer          = (name, shape: SymExpr*, dtype, scope)
 Stmt            = For(var: SymVar, extent: SymExpr, body: Stmt, kind)
-                | Store(buffer, indices: SymExpr*, value: Value, combine)
+                | Store(buffer, indices: SymExpr*, value: Value, combine, nontemporal)
                 | LetIndex(var: SymVar, value: Value, body: Stmt)                   an index that comes from data
                 | IfThenElse(cond: Value, then: Stmt, other: Stmt | None)
                 | Allocate(buffer, body: Stmt)

@@ -330,7 +330,7 @@ class _Stream:
         self.add(type(stmt).__name__)
         if isinstance(stmt, Store):
             index, value = self._exprs(stmt.indices), self._value(stmt.value)
-            self.add(self._use(stmt.buffer), index, value, stmt.combine)
+            self.add(self._use(stmt.buffer), index, value, stmt.combine, stmt.nontemporal)
         elif isinstance(stmt, For):
             self.add(self._expr(stmt.extent), stmt.kind)
             self._nested(stmt.var, stmt.body)

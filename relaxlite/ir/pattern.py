@@ -39,6 +39,8 @@ from relaxlite.ir.text import content_digest
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import body_uses, inner_bodies
 
+_RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
 Check = Callable[[Expr, "Matcher"], str | None]  # why an expression is refused, or None
 Then = Callable[[], bool]  # the rest of a match
 
@@ -94,6 +96,11 @@ class Pattern:
     def __or__(self, other: Pattern) -> Pattern:
         return _Alternatives(options=(self, other))
 
+    @property
+    def root_ops(self) -> tuple[str, ...]:
+        """The ops of which a call is what matches; none: it may be something else than a call."""
+        return ()
+
     def fits(self, expr: Expr, state: _State, then: Then) -> bool:
         """Whether the expression has this form in a way that lets the rest of the match, `then`, succeed."""
         return then()
@@ -102,6 +109,11 @@ class Pattern:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Alternatives(Pattern):
     options: tuple[Pattern, ...] = ()
+
+    @property
+    def root_ops(self) -> tuple[str, ...]:
+        found = [option.root_ops for option in self.options]
+        return tuple(dict.fromkeys(name for names in found for name in names)) if all(found) else ()
 
     def __or__(self, other: Pattern) -> Pattern:
         return _Alternatives(options=(*self.options, other))
@@ -113,15 +125,23 @@ class _Alternatives(Pattern):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Constant(Pattern):
     value: float | int | bool | None = None
+    ulps: int = 0
 
     def fits(self, expr: Expr, state: _State, then: Then) -> bool:
         found = state.matcher.value_of(expr)
         if not isinstance(found, Constant):
             return state.refuse(f"{_shown(expr)} is no constant")
-        if self.value is not None and not (found.value.size and bool(np.all(found.value == self.value))):
+        if self.value is not None and not (found.value.size and self._equals(found)):
             return state.refuse(f"the constant is not {self.value}")
         state.follow(expr)
         return then()
+
+    def _equals(self, found: Constant) -> bool:
+        assert self.value is not None
+        if not self.ulps:
+            return bool(np.all(found.value == self.value))
+        step = _RESOLUTION.get(found.ty.dtype, 0.0) * abs(self.value)
+        return bool(np.all(np.abs(found.value.astype(np.float64) - self.value) <= self.ulps * step))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +151,10 @@ class OpPattern(Pattern):
     ops: tuple[str, ...] = ()
     commutative: bool = False
     operands: tuple[Pattern, ...] | None = None
+
+    @property
+    def root_ops(self) -> tuple[str, ...]:
+        return self.ops
 
     def __call__(self, *operands: Pattern) -> OpPattern:
         return replace(self, operands=operands)
@@ -173,9 +197,10 @@ def is_op(*names: str, commutative: bool = False) -> OpPattern:
     return OpPattern(ops=names, commutative=commutative)
 
 
-def is_const(value: float | int | bool | None = None) -> Pattern:
-    """A constant, all of whose elements are `value` if that is given."""
-    return _Constant(value=value)
+def is_const(value: float | int | bool | None = None, *, ulps: int = 0) -> Pattern:
+    """A constant, all of whose elements are `value` if that is given, give or take `ulps` units in the last place of
+    its dtype: for numbers like sqrt(2), which every exporter rounds in its own way."""
+    return _Constant(value=value, ulps=ulps)
 
 
 def is_field(source: Pattern, index: int | None = None) -> Pattern:

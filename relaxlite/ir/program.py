@@ -26,15 +26,15 @@ Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of con
 
 UNARY = (
     "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "exp", "log", "log1p",
-    "expm1", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "tanh", "erf",
-    "isnan", "isinf",
+    "expm1", "exp2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "tanh",
+    "erf", "isnan", "isinf",
 )  # fmt: skip
 BINARY = (
     "add", "sub", "mul", "div", "floordiv", "truncdiv", "floormod", "fmod", "min", "max", "pow", "and", "or", "xor",
     "shift_left", "shift_right", "atan2",
 )  # fmt: skip
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-COMBINE = ("add", "mul", "max", "min", "and", "or")  # associative, for reductions
+COMBINE = ("add", "mul", "max", "min", "and", "or", "maxnum")  # associative, for reductions
 
 _BOOL_RESULT = ("not", "isnan", "isinf")
 
@@ -163,12 +163,17 @@ class For:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """buffer[indices] = value, or with `combine` buffer[indices] = combine(buffer[indices], value)."""
+    """buffer[indices] = value, or with `combine` buffer[indices] = combine(buffer[indices], value).
+
+    "maxnum" takes the value where it is greater than what is there: unlike "max" it does not notice a NaN.
+    `nontemporal`: for memory that is not read again soon, past the caches where the target can; a hint.
+    """
 
     buffer: Buffer
     indices: tuple[SymExpr, ...]
     value: Value
     combine: str | None = None  # one of COMBINE
+    nontemporal: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

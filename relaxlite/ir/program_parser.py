@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import get_args
 
 from relaxlite import dtypes
@@ -50,7 +51,9 @@ _COMPARE: dict[type[ast.cmpop], str] = {
 }  # fmt: skip
 _UNARY: dict[type[ast.unaryop], str] = {ast.USub: "neg", ast.Not: "not", ast.Invert: "bitwise_not"}
 _FUNCTIONS = (*UNARY, *BINARY, *dtypes.ALL, "index", "intrinsic")
-_STATEMENTS = "a store, `for`, `if`, `with let_index`, `with allocate`, `assert`, combine(...), barrier() or pass"
+_STATEMENTS = (
+    "a store, `for`, `if`, `with let_index`, `with allocate`, `assert`, combine(...), nontemporal(...), barrier(), pass"
+)
 _VALUE_TYPES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic)
 
 
@@ -118,6 +121,9 @@ class ProgramParser(Reader):
         call = stmt.value if isinstance(stmt, ast.Expr) else None
         if is_call(call, "combine"):
             return self._combine(call)
+        if is_call(call, "nontemporal"):
+            self.finish(self.arguments(call), (2,), "nontemporal")
+            return replace(self._store(call.args[0], call.args[1], None), nontemporal=True)
         if is_call(call, "barrier"):
             self.finish(self.arguments(call), (0,), "barrier")
             return Barrier()

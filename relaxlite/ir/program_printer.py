@@ -160,6 +160,10 @@ class ProgramWriter(Writer):
         else:
             target = self._element(stmt.buffer, stmt.indices)
             value, done = self._top(stmt.value)
+            if stmt.nontemporal:
+                self.emit(f"nontemporal({target}, {value})")
+                self._release(done)
+                return
             sign = "=" if stmt.combine is None else COMBINE_SIGNS.get(stmt.combine)
             if sign is None:
                 self.emit(f"combine({quote(stmt.combine or '')}, {target}, {value})")

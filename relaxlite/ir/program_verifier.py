@@ -174,6 +174,8 @@ class _ProgramVerifier:
         self._element(stmt.buffer, stmt.indices, is_guarded=False)
         if stmt.buffer in self._read_only:
             self._fail("input", f"{stmt.buffer.name} is an input")
+        if stmt.nontemporal and stmt.combine is not None:
+            self._fail("operation", "a nontemporal store combines nothing")
         if stmt.combine is not None and stmt.combine not in COMBINE:
             self._fail("operation", f"unknown combination {stmt.combine!r}; known: {', '.join(COMBINE)}")
         self._value(stmt.value)

@@ -174,7 +174,7 @@ class ProgramRewriter:
             buffer, indices, value = self.buffer(stmt.buffer), self.indices(stmt.indices), self.value(stmt.value)
             if buffer is stmt.buffer and indices is stmt.indices and value is stmt.value:
                 return stmt
-            return Store(buffer, indices, value, stmt.combine)
+            return Store(buffer, indices, value, stmt.combine, stmt.nontemporal)
         if isinstance(stmt, For):
             extent, body = self.index(stmt.extent), self.stmt(stmt.body)
             return stmt if extent is stmt.extent and body is stmt.body else replace(stmt, extent=extent, body=body)

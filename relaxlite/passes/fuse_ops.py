@@ -3,8 +3,8 @@
 The graph of calls is walked in order; a call `u` may join its immediate post-dominator `v` (the first call that all of
 its uses flow into) together with everything on the paths between, when the patterns of those programs allow it:
 
-    epilogue    u is a reduction or OUT_FUSIBLE, all others are elementwise over u's own output shape
-    injective   u and the path are at most INJECTIVE, v is at most a REDUCTION
+    epilogue    u is a reduction, ROW or OUT_FUSIBLE, all others are elementwise over u's own output shape
+    injective   u and the path are at most INJECTIVE, v is at most ROW
 
 Each group becomes a Function with the attribute `composite`, called in place of the group's last call; its last
 parameter is a shape that carries the symbols. fuse_programs.py then merges the loops. Every refusal leaves a reason.
@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Attrs, Binding, Block, Body, Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import Binary, Check, For, LetIndex, Load, Select, TensorProgram, Unary, Value
+from relaxlite.ir.program import Binary, Check, For, LetIndex, Load, Select, Stmt, TensorProgram, Unary, Value
 from relaxlite.ir.program_visitor import all_values, loads, stmt_values, stores, value_children, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import Rewriter, body_uses, expr_symbols
 from relaxlite.passes.loop_pattern import LoopPattern, analyze, top_stages
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.rows import rows_of
 
 MAX_GROUP = 40  # calls in one kernel: bounds the size of the code
 CHEAP = 4  # cost of a value that may be computed again rather than stored
@@ -276,7 +277,7 @@ def _loads_of(node: _Node, variables: set[Var]) -> list[Load]:
 
 def _refuse_injective(node: _Node, path: list[_Node], sink: _Node) -> str | None:
     for other in path:
-        limit = LoopPattern.REDUCTION if other is sink else LoopPattern.INJECTIVE
+        limit = LoopPattern.ROW if other is sink else LoopPattern.INJECTIVE
         if other.pattern > limit:
             return f"{other.var.name} is {other.pattern.name}"
     cost = sum(_cost(n.program) for n in node.group.nodes)
@@ -312,12 +313,18 @@ def _downstream(node: _Node, group: _Group) -> list[_Node]:
 def _recomputes(producer: _Node, consumer: _Node) -> bool:
     """Whether the consumer reads the producer's elements more often than there are elements (not proven: yes)."""
     read = _loads_of(consumer, {producer.var})
+    loops = [s for s in walk_stmts(consumer.program.body) if isinstance(s, For)]
+    rows = rows_of(top_stages(consumer.program)[-1]) if consumer.pattern == LoopPattern.ROW else None
+    if rows is not None:  # its stages read the row once: the first one keeps it for the others (fuse_programs)
+        buffers = {load.buffer for load in read}
+        read = [load for load in rows.loads() if load.buffer in buffers]
+        loops = [*rows.spatial, rows.final]
     if not read:
         return False
     if len({load.indices for load in read}) > 1:
         return True
     symbols = dict(zip(consumer.program.symbols, consumer.call.sym_args, strict=True))
-    extents = (substitute(s.extent, symbols) for s in walk_stmts(consumer.program.body) if isinstance(s, For))
+    extents = (substitute(loop.extent, symbols) for loop in loops)
     return not Analyzer().can_prove_le(product(extents), product(producer.shape))
 
 
@@ -342,8 +349,13 @@ def _certain_loads(value: Value) -> Iterator[Load]:
 
 def _cost(program: TensorProgram) -> int:
     """Rough cost of one element, in additions."""
+    return stmt_cost(program.body)
+
+
+def stmt_cost(stmt: Stmt) -> int:
+    """Rough cost of what a statement computes for one element, in additions."""
     total = 0
-    for value in all_values(program.body):
+    for value in all_values(stmt):
         if isinstance(value, Unary):
             total += 1 if value.op in _FREE_UNARY else 10
         elif isinstance(value, Binary):

@@ -2,7 +2,8 @@
 
 1. The programs' stages are laid out one after another over shared intermediate buffers.
 2. Injective intermediates are inlined: a load of one becomes the value that was stored there.
-3. A reduction's elementwise consumer moves into its spatial loops; the intermediate becomes one local element:
+3. A row program that reads a costly intermediate in several stages keeps the row in a local one (rows.keep_row).
+4. A reduction's elementwise consumer moves into its spatial loops; the intermediate becomes one local element:
 
     for i, j:                          for i, j:
         local e[]; e[] = 0                 local e[]; e[] = 0
@@ -10,11 +11,13 @@
         t[i, j] = e[]              =>      out[i, j] = f(e[])
     for i, j:
         out[i, j] = f(t[i, j])
+
+   and a row program's into the loop that writes its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -25,9 +28,11 @@ from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
+    Allocate,
     Buffer,
     Check,
     Compare,
+    For,
     IndexValue,
     LetIndex,
     Load,
@@ -38,13 +43,16 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, program_symbols, stores, walk_stmts
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, program_symbols, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import Rewriter
+from relaxlite.passes.fuse_ops import stmt_cost
 from relaxlite.passes.legalize import ProgramTable
-from relaxlite.passes.loop_pattern import injective_store, perfect_nest, reduction_of, top_stages
+from relaxlite.passes.loop_pattern import Nest, injective_store, perfect_nest, reduction_of, top_stages
+from relaxlite.passes.rows import keep_row, rows_of, with_final
 
+CHEAP_READS = 3  # cost of a value that may be computed again in each stage of a row program rather than kept
 _ANALYZER = Analyzer()
 
 _Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...]]  # the program, and which of the passed symbols are its symbols
@@ -110,12 +118,13 @@ def merge(function: Function, module: IRModule) -> TensorProgram:
             stages.extend(_size_checks(buffers[binding.var]))
     inputs, output = tuple(buffers[p] for p in function.params[:-1]), buffers[result]
     intermediates = [b for b in buffers.values() if b not in inputs and b is not output]
-    stages = _inline(stages, intermediates)
+    stages = _inline(_keep_rows(stages, intermediates), intermediates)
     stages = _merge_epilogue(stages, output)
     body = seq(*stages)
     params = (*inputs, output)
-    left = {b for s in stores(body) for b in (s.buffer,)} - set(params)
-    if any(b.scope == "global" for b in left):
+    own = {s.buffer for s in walk_stmts(body) if isinstance(s, Allocate)}
+    left = {s.buffer for s in stores(body)} - set(params) - own
+    if left:
         raise PassError(f"fusion left intermediate buffers {[b.name for b in left]} in {output.name}")
     return TensorProgram(params, program_symbols(params, body), body)
 
@@ -141,6 +150,21 @@ def _instantiate(call: Call, buffers: dict[Expr, Buffer], out: Var, module: IRMo
     symbols = dict(zip(program.symbols, call.sym_args, strict=True))
     actual = dict(zip(program.params, (*(buffers[a] for a in call.args), buffers[out]), strict=True))
     return top_stages(replace(program, body=Substitute(symbols, actual, fresh=True).stmt(program.body)))
+
+
+def _keep_rows(stages: list[Stmt], intermediates: list[Buffer]) -> list[Stmt]:
+    """Row programs that compute each element of a costly intermediate once."""
+    writers = [s for b in intermediates for s in stages if any(store.buffer is b for store in stores(s))]
+    cost = sum(stmt_cost(s) + len(set(loads(s))) - 1 for s in writers)
+    done: list[Stmt] = []
+    for stage in stages:
+        rows = rows_of(stage)
+        for buffer in intermediates if rows is not None else ():
+            readings = sum(any(x.buffer is buffer for x in loads(s)) for s in rows.stages) if rows is not None else 0
+            if rows is not None and (readings - 1) * cost > CHEAP_READS:
+                rows = keep_row(rows, buffer) or rows
+        done.append(stage if rows is None else rows.nest)
+    return done
 
 
 def _inline(stages: list[Stmt], intermediates: list[Buffer]) -> list[Stmt]:
@@ -201,19 +225,26 @@ def _merge_epilogue(stages: list[Stmt], output: Buffer) -> list[Stmt]:
     """Move the stage that writes `output` into the spatial loops of the reduction that it reads, if there is one."""
     final = next(s for s in reversed(stages) if any(store.buffer is output for store in stores(s)))
     for anchor in stages:
-        reduction = reduction_of(anchor)
-        if reduction is None or anchor is final:
+        if anchor is final:
+            continue
+        reduction, rows, nest = reduction_of(anchor), rows_of(anchor), perfect_nest(final)
+        if rows is not None:
+            merged = with_final(rows, _epilogue(rows.result, (*rows.spatial, rows.final), nest))
+            return [merged if s is final else s for s in stages if s is not anchor]
+        if reduction is None:
             continue
         assert isinstance(reduction.final, Store)
-        nest = perfect_nest(final)
-        spatial = dict(zip(nest.vars, (loop.var for loop in reduction.spatial), strict=True))
-        at_element = Substitute(spatial).stmt(nest.body)
-        epilogue = _Replace(reduction.final.buffer, reduction.final.value).stmt(at_element)
-        merged: Stmt = replace(reduction, final=epilogue).block
+        merged = replace(reduction, final=_epilogue(reduction.final, reduction.spatial, nest)).block
         for loop in reversed(reduction.spatial):
             merged = replace(loop, body=merged)
         return [merged if s is final else s for s in stages if s is not anchor]
     return stages
+
+
+def _epilogue(result: Store, loops: Sequence[For], nest: Nest) -> Stmt:
+    """What the nest does with an element, at the place where it is computed."""
+    at_element = Substitute(dict(zip(nest.vars, (loop.var for loop in loops), strict=True))).stmt(nest.body)
+    return _Replace(result.buffer, result.value).stmt(at_element)
 
 
 class _Replace(ProgramRewriter):

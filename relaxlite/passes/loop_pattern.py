@@ -4,6 +4,7 @@ ELEMENTWISE   every load has the indices of the store
 BROADCAST     loads use a subset of the store's loop variables, in order (a scalar: none of them)
 INJECTIVE     one nest, each output element from other indices (transpose, slice, gather, concat of Selects)
 REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
+ROW           several stages over one row of the output after another (softmax, layer norm; rows.py)
 OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
 OPAQUE        anything else: several stages, data-dependent stores, scans
 """
@@ -16,6 +17,7 @@ from enum import IntEnum
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, TensorProgram, seq
 from relaxlite.ir.program_visitor import loads, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.passes.rows import rows_of
 
 
 class LoopPattern(IntEnum):
@@ -23,8 +25,9 @@ class LoopPattern(IntEnum):
     BROADCAST = 1
     INJECTIVE = 2
     REDUCTION = 3
-    OUT_FUSIBLE = 4
-    OPAQUE = 5
+    ROW = 4
+    OUT_FUSIBLE = 5
+    OPAQUE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,9 @@ def analyze(program: TensorProgram) -> LoopPattern:
     store = injective_store(perfect_nest(stage))
     if store is not None:
         return _pattern_of_store(store, stage)
-    reduction = reduction_of(stage)
+    reduction, rows = reduction_of(stage), rows_of(stage)
+    if rows is not None and rows.result.indices == tuple(loop.var for loop in (*rows.spatial, rows.final)):
+        return LoopPattern.ROW
     if reduction is None or not _is_plain(reduction.final, reduction):
         return LoopPattern.OPAQUE
     return LoopPattern.OUT_FUSIBLE if _shares_operands(reduction) else LoopPattern.REDUCTION

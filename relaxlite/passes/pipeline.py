@@ -22,6 +22,7 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
+from relaxlite.passes.recognize import recognize
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
 from relaxlite.passes.winograd import winograd
@@ -41,8 +42,8 @@ def _note_costs(module: IRModule, context: PassContext) -> IRModule:
 def default_pipeline() -> tuple[Pass, ...]:
     """From graph operators to what codegen takes.
 
-    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart;
-                          convolution networks get their channels last
+    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
+                          and those that exporters took apart are put together; convolutions get their channels last
     C  lower and fuse     ops become loop nests; nests that belong together become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
@@ -58,7 +59,9 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("simplify_algebra_again", simplify_algebra, "graph"),
         Pass("lower_precision", lower_precision, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
+        Pass("recognize", recognize, "graph"),
         Pass("fuse_attention", fuse_attention, "graph"),
+        _pure("decompose_again", decompose, "graph"),
         _pure("eliminate_dead", eliminate_dead, "graph"),
         # C
         _pure("legalize", legalize, "lowered"),

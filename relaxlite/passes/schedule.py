@@ -60,7 +60,16 @@ def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
     return (IfThenElse(less(0, count), stmt),)
 
 
-def less(a: IntLike, b: IntLike) -> Value:
+def with_variant(cond: Compare, usual: Stmt, other: Stmt) -> Stmt:
+    """`usual` where the condition (of symbolic integers) holds, else `other`; one of them alone if it is known."""
+    assert isinstance(cond.a, IndexValue) and isinstance(cond.b, IndexValue)
+    a, b = as_int(cond.a.index), as_int(cond.b.index)
+    if a is None or b is None:
+        return IfThenElse(cond, usual, other)
+    return usual if a < b else other
+
+
+def less(a: IntLike, b: IntLike) -> Compare:
     return Compare("lt", IndexValue(sym(a)), IndexValue(sym(b)))
 
 
@@ -71,6 +80,22 @@ def fuse(outer: For, inner: For) -> For:
     width = inner.extent if as_int(inner.extent) != 0 else sym(1)  # a loop of no iterations divides by nothing
     at = {outer.var: var // width, inner.var: var % width}
     return For(var, outer.extent * inner.extent, Substitute(at, fresh=True).stmt(inner.body), outer.kind)
+
+
+def past_caches(stmt: Stmt, output: Buffer) -> Stmt:
+    """The same with plain stores into a buffer marked as nontemporal: for one that is larger than the caches."""
+    return _PastCaches(output).stmt(stmt)
+
+
+class _PastCaches(ProgramRewriter):
+    def __init__(self, output: Buffer) -> None:
+        super().__init__()
+        self._output = output
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        if isinstance(stmt, Store) and stmt.buffer is self._output and stmt.combine is None:
+            return replace(stmt, nontemporal=True)
+        return super().stmt(stmt)
 
 
 def nest(loops: Sequence[For], body: Stmt) -> Stmt:
@@ -195,19 +220,18 @@ def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -
     main, rest = loop.extent // width * width, loop.extent % width
     steps = [*when_positive(loop.extent // width, step(loop.extent // width, sym(0), count=accumulators, masked=False))]
     steps += when_positive(rest, step((rest + lanes - 1) // lanes, main, count=1, masked=True))
-    return Allocate(
-        partial, seq(_fill(partial, identity, lanes), *steps, _collect(store, partial, accumulators, lanes))
-    )
+    return Allocate(partial, seq(fill(partial, identity, lanes), *steps, collect(store, partial, accumulators, lanes)))
 
 
-def _fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+def fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+    """Every element of the partial results, vector by vector, becomes the value that a combination does not notice."""
     (width,) = partial.shape
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     body = For(lane, sym(lanes), Store(partial, (part * lanes + lane,), identity), "vectorized")
     return For(part, width // lanes, body, "unrolled")
 
 
-def _collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
+def collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
     """Add the accumulators up lane by lane, then across lanes."""
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     higher = Load(partial, (part * lanes + lane + lanes,))

@@ -46,7 +46,7 @@ SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Output channels side by side in a tile: `vectors` times `lanes` of them from `start` on; `masked`: the last vector
+    """Output channels side by side in a tile: `vectors` times `lanes` from `start` on; `masked`: the last vector
     may be a part of one."""
 
     start: SymExpr

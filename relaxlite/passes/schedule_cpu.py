@@ -1,5 +1,6 @@
 """Schedule rules for CPUs: which primitives a loop nest gets, from its accesses and the target's registers.
 
+    row program         one loop over rows, several over each row (schedule_rows.py)
     injective nest      fuse loops that stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
@@ -31,28 +32,34 @@ from relaxlite.ir.program import (
     Stmt,
     Store,
     TensorProgram,
+    Value,
     seq,
 )
+from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.loop_pattern import perfect_nest, top_stages
+from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
+from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     fuse,
     hoist_lets,
     less,
     masked_rest,
     nest,
+    past_caches,
     split,
     split_reduction,
     when_positive,
+    with_variant,
 )
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
 from relaxlite.passes.schedule_reduction import Block, panel_width, panel_widths, reduction_block, tiled
+from relaxlite.passes.schedule_rows import schedule_rows
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
@@ -97,7 +104,7 @@ class _Rules:
         clamps = clamped_loops(stage)
         if not clamps:
             return self.nest(stage)
-        conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
+        conds: list[Value] = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
         usual = reduce(lambda a, b: Binary("and", a, b), conds)
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
@@ -105,11 +112,23 @@ class _Rules:
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)
+        rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
+        scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
+        if scheduled is not None:
+            return scheduled
         stage = mark_parallel(stage)
         outer = perfect_nest(stage)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
             return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        return outermost_parallel(self.inner(self.fused(stage)))
+        return self.streamed(stage, outermost_parallel(self.inner(self.fused(stage))))
+
+    def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
+        """Where the result is larger than the caches, it is stored past them."""
+        store = injective_store(perfect_nest(stage))
+        if store is None or store.buffer not in self.program.outputs:
+            return scheduled
+        most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
+        return with_variant(less(most, product(store.buffer.shape)), past_caches(scheduled, store.buffer), scheduled)
 
     # Generic nests
 

@@ -23,9 +23,9 @@ from relaxlite.errors import ArtifactError
 from relaxlite.runtime import threadpool
 
 _LIBM = (
-    "exp", "log", "log1p", "expm1", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
-    "atanh", "tanh", "erf", "pow", "atan2", "fmod", "floor", "ceil", "trunc", "rint", "nearbyint", "roundeven", "fma",
-    "ldexp",
+    "exp", "log", "log1p", "expm1", "exp2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh",
+    "acosh", "atanh", "tanh", "erf", "pow", "atan2", "fmod", "floor", "ceil", "trunc", "rint", "nearbyint", "roundeven",
+    "fma", "ldexp",
 )  # fmt: skip
 # LLVM itself calls these where a target has no instruction for something, and for copies of memory.
 _MEMORY = ("memcpy", "memset", "memmove")

@@ -64,6 +64,7 @@ class Kernel:
     values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
     accesses: dict[AccessKey, Access] = field(default_factory=dict)
+    needs_fence: bool = False  # stores went past the caches: they must be done before the function says that it is
     loading: dict[Value, bool] = field(default_factory=dict)  # whether a value loads anything
 
     # Lanes
@@ -77,16 +78,22 @@ class Kernel:
             self.lane, self.lanes = None, 0
 
     @contextmanager
-    def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
-        """Only the lanes of `cond` are active, of those that are now."""
+    def active(self, cond: Val, *, some_active: bool = True) -> Iterator[None]:
+        """Only the lanes of `cond` are active, of those that are now; `some_active`: what is read for all lanes at once
+        may be read even so."""
         outer = self.mask, self.some_active
         self.mask = cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
         self.some_active = some_active
         try:
-            with self.branch():
-                yield
+            yield
         finally:
             self.mask, self.some_active = outer
+
+    @contextmanager
+    def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
+        """The same for code that may not run: what it finds out is forgotten afterwards."""
+        with self.active(cond, some_active=some_active), self.branch():
+            yield
 
     def when_active(self, cond: Val) -> Val:
         """cond in the lanes that are active, false in the others."""
@@ -113,6 +120,12 @@ class Kernel:
         self.values.clear()
 
     # Ways out
+
+    def finish(self) -> None:
+        """Return success."""
+        if self.needs_fence and self.e.target.is_x86:
+            self.e.call_void("llvm.x86.sse.sfence", [])
+        self.e.line("ret i32 0")
 
     def fail_if(self, cond: Val, status: int) -> None:
         """Return `status` from the function when the scalar `cond` holds."""

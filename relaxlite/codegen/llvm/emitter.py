@@ -94,6 +94,7 @@ class ModuleEmitter:
         self._globals: dict[str, str] = {}
         self._metadata = ['!{!"llvm.loop.unroll.disable"}']  # numbered nodes
         self._weights: dict[tuple[int, int], int] = {}
+        self._one: int | None = None
 
     def declare(self, name: str, result: str, args: Sequence[str], attributes: str = "") -> None:
         self._declarations[name] = f"declare {result} @{name}({', '.join(args)}){attributes}"
@@ -121,6 +122,13 @@ class ModuleEmitter:
             self._weights[then, other] = len(self._metadata)
             self._metadata.append(f'!{{!"branch_weights", i32 {then}, i32 {other}}}')
         return f"!prof !{self._weights[then, other]}"
+
+    def one(self) -> str:
+        """The metadata node that marks a store as nontemporal."""
+        if self._one is None:
+            self._one = len(self._metadata)
+            self._metadata.append("!{i32 1}")
+        return f"!{self._one}"
 
     def text(self) -> str:
         head = [f'target triple = "{self.target.triple}"', ""]

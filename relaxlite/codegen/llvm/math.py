@@ -1,6 +1,6 @@
 """Mathematical functions as straight-line code for any number of lanes: no library has vector forms that we could call.
 
-float32: exp, log, tanh and erf, which models spend time in, are made of float32 arithmetic; the others go through
+float32: exp, exp2, log, tanh and erf, which models spend time in, are made of float32 arithmetic; the others go through
 float64 (math_double.py). float16 and bfloat16 values are float32 in registers, so the same code serves them.
 float64: the C library, lane by lane. Errors in ulp of the result stand in tests/test_math.py, which measures them.
 """
@@ -18,6 +18,8 @@ _LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4  # HI has 10 bits: k*HI is exact
 
 # exp(r) = 1 + r + r*r*q(r) on |r| <= ln(2)/2, relative error 3e-9
 _EXP = (0.4999999403953552, 0.1666652113199234, 0.04166838899254799, 0.008368724025785923, 0.0013814583653584123)
+# 2**r on |r| <= 1/2, relative error 9e-8
+_EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.0013264723820611835)
 # log(1 + f) = f - f*f/2 + f**3 * q(f) for sqrt(1/2) <= 1 + f <= sqrt(2), relative error 6e-9
 _LOG = (
     0.3333333134651184, -0.250008225440979, 0.20001232624053955, -0.16623254120349884, 0.14201541244983673,
@@ -42,8 +44,15 @@ def _exp(e: Emitter, x: Val) -> Val:
     k = e.intrinsic("rint", e.fmul(x, float_const(1.4426950408889634)))
     r = e.fma(k, float_const(-_LN2_HI), x)
     r = e.fma(k, float_const(-_LN2_LO), r)
-    y = e.fadd(e.fma(e.fmul(r, r), polynomial(e, r, _EXP), r), float_const(1.0))
-    return _times_power(e, y, k)
+    return _times_power(e, polynomial(e, r, (1.0, 1.0, *_EXP)), k)
+
+
+def _exp2(e: Emitter, x: Val) -> Val:
+    """With one constant of the polynomial less than exp and no reduction to round: for sums that are rounded anyway."""
+    x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
+    x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
+    k = e.intrinsic("rint", x)
+    return _times_power(e, polynomial(e, e.fsub(x, k), _EXP2), k)
 
 
 def _times_power(e: Emitter, y: Val, k: Val) -> Val:
@@ -210,6 +219,7 @@ def _if_finite(e: Emitter, x: Val, y: Val) -> Val:
 
 _FLOAT: Mapping[str, Callable[[Emitter, Val], Val]] = {
     "exp": _exp,
+    "exp2": _exp2,
     "log": _log,
     "tanh": _tanh,
     "erf": _erf,

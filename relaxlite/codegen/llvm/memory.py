@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relaxlite.codegen.llvm import scalars
-from relaxlite.codegen.llvm.context import Access, Kernel
-from relaxlite.codegen.llvm.emitter import TRUE, Emitter, Val, int_const, mangle
+from relaxlite.codegen.llvm.context import Access, Kernel, LoadKey
+from relaxlite.codegen.llvm.emitter import TRUE, Emitter, Val, bits_of, int_const, mangle
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.math_double import gather
 from relaxlite.codegen.llvm.types import from_memory, to_memory
@@ -55,12 +55,16 @@ def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
 
 def load(k: Kernel, access: Access) -> Val:
     """The element, or one per lane, in register form."""
-    mask = None if access.kind == "uniform" and k.some_active else k.mask
-    lanes = 0 if access.kind == "uniform" else k.lanes
-    key = (access.buffer, access.offset, lanes, mask.text if mask is not None else "")
+    key = _key(k, access)
     if key not in k.loads:
         k.loads[key] = from_memory(k.e, _load_raw(k, access), access.buffer.dtype)
     return k.loads[key]
+
+
+def _key(k: Kernel, access: Access) -> LoadKey:
+    mask = None if access.kind == "uniform" and k.some_active else k.mask
+    lanes = 0 if access.kind == "uniform" else k.lanes
+    return access.buffer, access.offset, lanes, mask.text if mask is not None else ""
 
 
 def _load_raw(k: Kernel, access: Access) -> Val:
@@ -151,16 +155,21 @@ def _lane_pointers(k: Kernel, access: Access) -> Val:
     return k.e.op(f"getelementptr {access.elem}, {base}, {offsets}", "ptr", k.lanes, f"{access.buffer.name}_lanes")
 
 
-def store(k: Kernel, access: Access, value: Val) -> None:
-    """Put a value in register form there; what is known about memory that may overlap is forgotten."""
+def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False) -> None:
+    """Put a value in register form there; what is known about memory that may overlap is forgotten.
+
+    A vector that goes to memory as it is need not be loaded again: that would wait for memory, above all after a mask.
+    """
     raw = to_memory(k.e, value, access.buffer.dtype)
     if access.kind == "uniform":
         _store_uniform(k, access, raw)
     elif access.kind == "contiguous":
-        _store_vector(k, access, k.e.splat(raw, k.lanes))
+        _store_vector(k, access, k.e.splat(raw, k.lanes), nontemporal=nontemporal)
     else:
         _scatter(k, access, k.e.splat(raw, k.lanes))
     forget_overlapping(k, access.buffer)
+    if access.kind == "contiguous" and raw is value:
+        k.loads[_key(k, access)] = k.e.splat(value, k.lanes)
 
 
 def forget_overlapping(k: Kernel, buffer: Buffer) -> None:
@@ -180,9 +189,12 @@ def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:
         k.e.line(f"store {scalar}, {pointer}, align {access.align}")
 
 
-def _store_vector(k: Kernel, access: Access, raw: Val) -> None:
+def _store_vector(k: Kernel, access: Access, raw: Val, *, nontemporal: bool = False) -> None:
     e = k.e
     pointer = k.ix.pointer(access.buffer, access.base)
+    if nontemporal and k.mask is None and _is_line(k, raw):
+        _store_past_caches(k, access, raw, pointer)
+        return
     if k.mask is not None and not _is_inside(k, access):
         name = f"llvm.masked.store.{mangle(access.elem, k.lanes)}.p0"
         e.call_void(name, [raw, pointer, int_const(access.align, "i32"), k.mask])
@@ -191,6 +203,28 @@ def _store_vector(k: Kernel, access: Access, raw: Val) -> None:
         old = e.op(f"load {raw.ty}, {pointer}, align {access.align}", raw.elem, raw.lanes, access.buffer.name)
         raw = e.select(k.mask, raw, old)
     e.line(f"store {raw}, {pointer}, align {access.align}")
+
+
+def _is_line(k: Kernel, raw: Val) -> bool:
+    """Whether a vector fills one register, which is what can be stored past the caches."""
+    return raw.lanes * bits_of(raw.elem) in (128, 256, 512) and raw.lanes * bits_of(raw.elem) <= k.e.target.vector_bits
+
+
+def _store_past_caches(k: Kernel, access: Access, raw: Val, pointer: Val) -> None:
+    """Only an aligned address can be stored to this way; where a row begins is known when the kernel runs."""
+    e, size = k.e, raw.lanes * bits_of(raw.elem) // 8
+    address = e.op(f"ptrtoint {pointer} to i64", "i64", 0, "address")
+    is_aligned = e.icmp("eq", e.binary("and", address, int_const(size - 1)), int_const(0), "is_aligned")
+    around, through, done = e.fresh("around"), e.fresh("through"), e.fresh("stored")
+    e.branch_if(is_aligned, around, through)
+    e.start(around)
+    e.line(f"store {raw}, {pointer}, align {size}, !nontemporal {e.module.one()}")
+    e.branch(done)
+    e.start(through)
+    e.line(f"store {raw}, {pointer}, align {access.align}")
+    e.branch(done)
+    e.start(done)
+    k.needs_fence = True
 
 
 def _scatter(k: Kernel, access: Access, raw: Val) -> None:

@@ -57,7 +57,7 @@ def _emit_function(module: ModuleEmitter, symbol: str, name: str, program: Tenso
         for var, value in zip(program.symbols, values, strict=True):
             k.ix.define(var, value)
         emit_statement(k, program.body)
-    e.line("ret i32 0")
+    k.finish()
     module.add_function(f"define i32 @{symbol}(ptr %buffers, ptr %symbols)", e, _describe(name, program))
     return tuple(k.checks)
 

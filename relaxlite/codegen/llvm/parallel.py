@@ -109,6 +109,6 @@ def _outline(
             for c, hint in ((chunk, "start"), (e.binary("add", chunk, int_const(1)), "end"))
         )
         count_loop(child, stmt, start, end, lambda: emit_statement(child, stmt.body))
-    e.line("ret i32 0")
+    child.finish()
     e.module.add_function(f"define internal i32 @{name}(ptr %context, i64 %chunk)", e)
     return captures.values

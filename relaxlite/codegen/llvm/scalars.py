@@ -284,6 +284,8 @@ def compare(e: Emitter, op: str, dtype: DType, a: Val, b: Val) -> Val:
 
 def combine(e: Emitter, op: str, dtype: DType, a: Val, b: Val) -> Val:
     """One step of a reduction: the accumulator first."""
+    if op == "maxnum":  # of floats one instruction, which yields `a` when one of them is NaN
+        return e.select(compare(e, "gt", dtype, b, a), b, a)
     return binary(e, op, dtype, a, b)
 
 
@@ -293,16 +295,20 @@ def identity(op: str, dtype: DType) -> Val:
         return TRUE if op in ("and", "mul", "min") else FALSE
     if dtypes.is_float(dtype):
         elem = "double" if dtype == "float64" else "float"
-        values = {"add": -0.0, "mul": 1.0, "max": float("-inf"), "min": float("inf")}
+        values = {"add": -0.0, "mul": 1.0, "max": float("-inf"), "min": float("inf"), "maxnum": float("-inf")}
         return float_const(values[op], elem)
     bits = 8 * dtypes.itemsize(dtype)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if dtypes.is_signed(dtype) else (0, (1 << bits) - 1)
-    return int_const({"add": 0, "mul": 1, "max": low, "min": high, "and": -1, "or": 0}[op], f"i{bits}")
+    return int_const({"add": 0, "mul": 1, "max": low, "min": high, "and": -1, "or": 0, "maxnum": low}[op], f"i{bits}")
 
 
 def reduce_lanes(e: Emitter, op: str, dtype: DType, x: Val) -> Val:
     """All lanes of a vector combined into a scalar; floats in any order."""
     suffix = mangle(x.elem, x.lanes)
+    if op == "maxnum":
+        if dtypes.is_float(dtype):  # NaN only where an accumulator began as one
+            x = e.select(e.fcmp("uno", x, x), identity(op, dtype), x)
+        op = "max"
     if not dtypes.is_float(dtype):
         names = {"add": "or", "mul": "and", "min": "and", "max": "or"} if dtype == "bool" else {}
         sign = ("s" if dtypes.is_signed(dtype) else "u") if op in ("min", "max") and dtype != "bool" else ""

@@ -32,6 +32,7 @@ from relaxlite.ir.program import (
     Stmt,
     Store,
 )
+from relaxlite.ir.program_visitor import loads
 from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 MAX_LANES = 256
@@ -115,7 +116,7 @@ def _store(k: Kernel, stmt: Store) -> None:
     k.values.clear()
     access = memory.classify(k, stmt.buffer, stmt.indices)
     if stmt.combine is None:
-        memory.store(k, access, emit_value(k, stmt.value))
+        memory.store(k, access, emit_value(k, stmt.value), nontemporal=stmt.nontemporal)
     elif not k.lanes:
         _combine(k, stmt, access)
     elif access.kind == "uniform":
@@ -195,11 +196,31 @@ def _optional(k: Kernel, stmt: Stmt | None) -> Callable[[], None] | None:
 
 
 def _if_lanes(k: Kernel, cond: Val, stmt: IfThenElse) -> None:
-    """Each side under its mask, and not at all when no lane takes it."""
+    """Each side under its mask. Without a branch where that is harmless when no lane takes it, else not at all then."""
+    if stmt.other is None and _only_touches_lanes(k, stmt.then):
+        with k.active(cond):
+            emit_statement(k, stmt.then)
+        return
     sides = [(cond, stmt.then), (k.e.binary("xor", cond, TRUE, "not"), stmt.other)]
     for side, body in sides:
         if body is not None:
             branch(k, k.e.any_lane(k.when_active(side)), partial(_masked, k, side, body))
+
+
+def _only_touches_lanes(k: Kernel, stmt: Stmt) -> bool:
+    """Whether with all lanes off nothing is read that may not be there and nothing changes: all accesses are masked
+    vectors, or elements of local buffers, which are always there and only combined into."""
+    if isinstance(stmt, Seq):
+        return all(_only_touches_lanes(k, s) for s in stmt.stmts)
+    if not isinstance(stmt, Store):
+        return False
+    written = memory.classify(k, stmt.buffer, stmt.indices).kind
+    if written != "contiguous" and not (written == "uniform" and stmt.combine and stmt.buffer.scope == "local"):
+        return False
+    return all(
+        load.buffer.scope == "local" or memory.classify(k, load.buffer, load.indices).kind == "contiguous"
+        for load in loads(stmt)
+    )
 
 
 def _masked(k: Kernel, cond: Val, body: Stmt) -> None:

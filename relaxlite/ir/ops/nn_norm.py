@@ -1,12 +1,14 @@
 """Normalizations. Those over the last axis are one program whose row loop is shared by all stages.
 
     for each row:  statistics into local scalars, one loop over the row each;  then one loop that writes the row
+                   (passes/rows.py says what else a stage may be)
 
 Other axes are moved or flattened into the last one by decomposition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -23,6 +25,8 @@ from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.types import Type
+
+LOG2_E = 1 / math.log(2)
 
 Element = Callable[[SymExpr], Scalar]
 
@@ -41,11 +45,6 @@ class Row:
         """Element j of the row of x."""
         where = (*self.i, j)
         return Scalar(self.x[where]).cast(self.dtype)
-
-    def written(self, j: SymExpr) -> Scalar:
-        """Element j of the row of out, written by an earlier stage."""
-        where = (*self.i, j)
-        return Scalar(self.out[where])
 
     @property
     def count(self) -> Scalar:
@@ -66,6 +65,13 @@ class Row:
         local = self.locals[-1]
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
         return found
+
+    def keep(self, name: str, value: Element) -> Element:
+        """A new local row: value(j) for every j, computed once."""
+        local = Buffer(name, (self.size,), self.dtype)
+        self.locals.append(local)
+        self.stages.append(loops("j", (self.size,), lambda j: Store(local, (j,), value(j).value)))
+        return lambda j: Scalar(local[j])
 
     def write(self, value: Element) -> None:
         """out[i..., j] = value(j)"""
@@ -142,17 +148,10 @@ class Softmax(_AxisOp):
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
         def stages(row: Row) -> None:
-            top = row.fold("max", "max", row)
-
-            def exponential(j: SymExpr) -> Scalar:
-                return (row(j) - top).exp()
-
-            keeps = row.dtype == out.dtype  # half precision is too coarse to keep the exponentials in
-            if keeps:
-                row.write(exponential)
-            value: Element = row.written if keeps else exponential
-            scale = row.let("scale", 1.0 / row.fold("sum", "add", value))
-            row.write(lambda j: value(j) * scale)
+            top = row.fold("max", "maxnum", row)  # a NaN makes all exponentials NaN
+            exps = row.keep("exps", lambda j: ((row(j) - top) * LOG2_E).exp2())
+            scale = row.let("scale", 1.0 / row.fold("sum", "add", exps))
+            row.write(lambda j: exps(j) * scale)
 
         return row_program(x, out, stages)
 
@@ -168,8 +167,8 @@ class LogSoftmax(_AxisOp):
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
         def stages(row: Row) -> None:
-            top = row.fold("max", "max", row)
-            total = row.fold("sum", "add", lambda j: (row(j) - top).exp())
+            top = row.fold("max", "maxnum", row)
+            total = row.fold("sum", "add", lambda j: ((row(j) - top) * LOG2_E).exp2())
             log = row.let("log", total.unary("log"))
             row.write(lambda j: row(j) - top - log)
 
@@ -217,7 +216,7 @@ class LpNormalize(_AxisOp):
 
 
 class _TailNorm(Op):
-    """A normalization over all axes from `axis` on, with a scale (and bias) of the shape of those axes."""
+    """A normalization over all axes from `axis` on, perhaps with a scale (and bias) of the shape of those axes."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "epsilon": Attr("float", 1e-5)}
 
@@ -250,9 +249,9 @@ class _TailNorm(Op):
         return equality_checks(f"{self.name}: scale or bias does not have the size of the rows of x", *pairs)
 
 
-def weigh(row: Row, value: Scalar, scale: Buffer, bias: Buffer | None, at: Shape) -> Scalar:
-    """value * scale[at] + bias[at]"""
-    scaled = value * Scalar(scale[at]).cast(row.dtype)
+def weigh(row: Row, value: Scalar, scale: Buffer | None, bias: Buffer | None, at: Shape) -> Scalar:
+    """value * scale[at] + bias[at]; without a scale 1, without a bias 0"""
+    scaled = value if scale is None else value * Scalar(scale[at]).cast(row.dtype)
     return scaled if bias is None else scaled + Scalar(bias[at]).cast(row.dtype)
 
 
@@ -281,10 +280,17 @@ class LayerNorm(_TailNorm):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the axes from `axis` on."""
 
     name = "layer_norm"
-    operands = ("x", "scale", "bias?")
+    operands = ("x", "scale?", "bias?")
 
     def lower(
-        self, x: Buffer, scale: Buffer, bias: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float
+        self,
+        x: Buffer,
+        scale: Buffer | None = None,
+        bias: Buffer | None = None,
+        *,
+        out: Buffer,
+        axis: int,
+        epsilon: float,
     ) -> Stmt:
         def stages(row: Row) -> None:
             value = standardize(row, epsilon)
@@ -292,14 +298,15 @@ class LayerNorm(_TailNorm):
 
         return seq(*self.checks(x, scale, bias), row_program(x, out, stages))
 
-    def reference(self, x: Any, scale: Any, bias: Any = None, *, axis: int, epsilon: float) -> Any:
+    def reference(self, x: Any, scale: Any = None, bias: Any = None, *, axis: int, epsilon: float) -> Any:
         tail = tuple(range(axis % x.ndim, x.ndim))
-        shift = 0 if bias is None else in_accumulator(bias)
-        return in_wide(lambda v: standardized(v, tail, epsilon) * in_accumulator(scale) + shift, x)
+        factor, shift = (neutral if w is None else in_accumulator(w) for w, neutral in ((scale, 1), (bias, 0)))
+        return in_wide(lambda v: standardized(v, tail, epsilon) * factor + shift, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "m"), ("m",), ("m",)), tolerance=1e-4)
         yield Sample((("b", "n", 5), (5,)))
+        yield Sample((("n", 7),), tolerance=1e-4)
         yield Sample((("b", 2, "n", 4), (2, "n", 4), (2, "n", 4)), {"axis": 1, "epsilon": 0.1})
         yield Sample((("n", 6), (6,), (6,)), dtypes=("float16",) * 3, tolerance=5e-3)
 
@@ -309,9 +316,9 @@ class RmsNorm(_TailNorm):
     """x / sqrt(mean(x ** 2) + epsilon) * scale, over the axes from `axis` on."""
 
     name = "rms_norm"
-    operands = ("x", "scale")
+    operands = ("x", "scale?")
 
-    def lower(self, x: Buffer, scale: Buffer, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
+    def lower(self, x: Buffer, scale: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
         def stages(row: Row) -> None:
             squares = row.fold("squares", "add", lambda j: row(j) * row(j))
             factor = row.let("rms", 1.0 / (squares / row.count + epsilon).unary("sqrt"))
@@ -319,15 +326,17 @@ class RmsNorm(_TailNorm):
 
         return seq(*self.checks(x, scale), row_program(x, out, stages))
 
-    def reference(self, x: Any, scale: Any, *, axis: int, epsilon: float) -> Any:
+    def reference(self, x: Any, scale: Any = None, *, axis: int, epsilon: float) -> Any:
         tail = tuple(range(axis % x.ndim, x.ndim))
+        factor = 1 if scale is None else in_accumulator(scale)
 
         def normalize(v: Any) -> Any:
-            return v / np.sqrt(mean_over(v * v, tail) + v.dtype.type(epsilon)) * in_accumulator(scale)
+            return v / np.sqrt(mean_over(v * v, tail) + v.dtype.type(epsilon)) * factor
 
         return in_wide(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "m"), ("m",)))
+        yield Sample((("n", 7),))
         yield Sample((("b", "n", 5), ("n", 5)), {"axis": -2, "epsilon": 1e-3})
         yield Sample((("n", 6), (6,)), dtypes=("bfloat16", "bfloat16"), tolerance=2e-2)

@@ -120,6 +120,9 @@ class Scalar:
     def exp(self) -> Scalar:
         return self.unary("exp")
 
+    def exp2(self) -> Scalar:
+        return self.unary("exp2")
+
     def expm1(self) -> Scalar:
         return self.unary("expm1")
 
@@ -186,5 +189,5 @@ def identity(combine: str, dtype: DType) -> Literal:
     """The neutral element of a combination (program.COMBINE): what a reduction starts from, and an empty one yields."""
     low, high = limits(dtype)
     ones = -1 if dtype in dtypes.SIGNED else high  # all bits set; true for bool
-    start: dict[str, Number] = {"add": 0, "mul": 1, "max": low, "min": high, "and": ones, "or": 0}
+    start: dict[str, Number] = {"add": 0, "mul": 1, "max": low, "min": high, "and": ones, "or": 0, "maxnum": low}
     return literal(start[combine], dtype)

@@ -117,7 +117,7 @@ def _packing(program: TensorProgram, old: Buffer, new: Buffer, dims: Sequence[Te
         for term, var in zip(dims, at, strict=True):
             axis = term if isinstance(term, int) else term[0]
             indices[axis] = indices[axis] + (var * term[2] if not isinstance(term, int) and term[1] == "//" else var)
-        conds = [less(indices[a], old.shape[a]) for a in _filled(old, dims)]
+        conds: list[Value] = [less(indices[a], old.shape[a]) for a in _filled(old, dims)]
         value: Value = Load(old, tuple(indices))
         if conds:
             value = Select(reduce(lambda a, b: Binary("and", a, b), conds), value, zero)
