@@ -85,7 +85,8 @@ class HostFunction:
     ) -> None:
         """`kernels`: addresses, in the order of `data.kernels`."""
         code, layout = data.host, FrameLayout.of(data.signature)
-        self._library = native.load_object(code.object_code, array_reader.symbols())
+        exports = (PREPARE, RUN, FINISH)
+        self._library = native.load_objects((code.object_code,), array_reader.symbols(), exports=exports)
         address = self._library.address
         self._prepare = ctypes.PYFUNCTYPE(ctypes.c_int32, ctypes.py_object, ctypes.c_void_p)(address(PREPARE))
         self._run = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address(RUN))
