@@ -205,6 +205,33 @@ def test_sizes_that_depend_on_data(object_code: bytes) -> None:
     assert exe(np.array([4]), floats(2))[1].shape == (4,)
 
 
+def test_a_result_whose_shape_is_not_the_announced_one(object_code: bytes) -> None:
+    """Of as many bytes, so that it lies in the array that Python has made; another result lies there too. The array
+    must live until both are copied: it is so large that its pages are gone once it is freed."""
+    rows, columns = 2560, 4096
+    data = data_of(
+        object_code, (TensorSpec("x", "float32", ("a", "b")), TensorSpec("k", "int64", (2,))),
+        (out("c", "d"), out(rows * columns)),
+        builtin("alloc_heap", 4, 3),
+        builtin("match_shape", -1, R[0], R[4], (("bind", 0, "a", 0, None, 1), ("bind", 1, "b", 0, None, 1)), "x"),
+        builtin("tensor_to_shape", 5, R[1]),
+        builtin("match_shape", -1, R[5], R[4], (("bind", 0, "c", 0, None, 1), ("bind", 1, "d", 0, None, 1)), "k"),
+        builtin("alloc_tensor", 6, R[4], (-1, -2), "float32"),
+        builtin("reshape", 7, R[6], None, (rows * columns,)),
+        call("kernel:add", -1, R[4], 0, R[0], R[0], R[7]),
+        builtin("make_tuple", 8, R[6], R[7]),
+        Ret(8),
+    )  # fmt: skip
+    exe, x = Executable(data), floats(rows, columns)
+    for k in ((columns, rows), (rows, columns), (2 * rows, columns // 2)):
+        assert runs_natively(exe, [x, np.array(k)])
+        first, second = exe(x, np.array(k))
+        assert first.shape == k and second.shape == (rows * columns,)
+        for result in (first.reshape(-1), second):
+            np.testing.assert_array_equal(result[: k[0]], 2 * np.arange(k[0]))
+        assert not np.shares_memory(first, second)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint64", "int64"])
 def test_shapes_are_read_from_every_integer_type(object_code: bytes, dtype: str) -> None:
     data = data_of(

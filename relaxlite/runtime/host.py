@@ -126,7 +126,7 @@ class HostFunction:
             results = self._make_room(frame)
         status = self._run(frame.address)
         if status > 0:
-            self._copy_results(frame, results)
+            results = self._copied(frame, results)
         self._frames.append(frame)
         if status < 0:
             raise HostFailedError
@@ -158,9 +158,10 @@ class HostFunction:
             raise HostFailedError from error
         return results
 
-    def _copy_results(self, frame: _Frame, results: list[np.ndarray]) -> None:
-        """Arrays for results that are not where they belong: inputs, constants, sizes that depend on data."""
-        words = frame.words
+    def _copied(self, frame: _Frame, prepared: list[np.ndarray]) -> list[np.ndarray]:
+        """The results, with new arrays for those that lie elsewhere: in an input, a constant, a block of the host
+        function, or in a prepared array of another shape or result. So all of those live until the copies are made."""
+        words, results = frame.words, list(prepared)
         try:
             for number, (at, first, last, dtype) in enumerate(self._outputs):
                 if words[at + OUT_COPIED]:
@@ -172,6 +173,7 @@ class HostFunction:
             raise HostFailedError from error
         finally:
             self._finish(frame.address)
+        return results
 
 
 def _reading_plan(signature: Signature) -> list[int]:

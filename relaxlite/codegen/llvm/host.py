@@ -18,6 +18,7 @@ from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Emitter, ModuleEmitter, 
 from relaxlite.codegen.llvm.host_values import MEMORY_IR, Tensor, Value
 from relaxlite.codegen.llvm.host_writer import NULL, Known, Program, Writer
 from relaxlite.codegen.llvm.machine_code import to_object
+from relaxlite.errors import CodegenError
 from relaxlite.runtime import host
 from relaxlite.runtime.executable import (
     ENTRY,
@@ -41,14 +42,21 @@ def compile_host(
     constants: Sequence[np.ndarray],
     target: Target,
 ) -> HostCode:
-    """The host function of valid bytecode; without code, but with a reason, where it has to be interpreted."""
+    """The host function of valid bytecode; without code, but with a reason, where it has to be interpreted.
+
+    CodegenError: LLVM does not take the code.
+    """
     try:
         plan = plan_host(inline_calls(functions, ENTRY), len(signature.outputs))
         program = Program(plan, signature, kernels, constants, host.FrameLayout.of(signature))
         text = emit_host(program, target)
     except NotNativeError as error:
         return HostCode(reason=str(error))
-    return HostCode(to_object(text, target, optimize=False), sum(slots for _, slots in plan.heaps.values()))
+    try:
+        code = to_object(text, target, optimize=False)
+    except CodegenError as error:
+        raise CodegenError(f"the host function: {error}") from error
+    return HostCode(code, sum(slots for _, slots in plan.heaps.values()))
 
 
 def emit_host(program: Program, target: Target) -> str:
@@ -223,9 +231,11 @@ class _Run(Writer):
         items = value if isinstance(value, tuple) else (value,)
         if len(items) != len(self.layout.outputs):
             raise NotNativeError("it does not return as many values as the signature has outputs")
+        results = [self._result(number, item) for number, item in enumerate(items)]
+        sizes = [self.product(result.dims, dtypes.itemsize(result.dtype)) for result in results]  # which may give up
         copied = FALSE
-        for number, item in enumerate(items):
-            copied = self.e.binary("or", copied, self._give(number, self._result(number, item)), "copied")
+        for number, (result, nbytes) in enumerate(zip(results, sizes, strict=True)):
+            copied = self.e.binary("or", copied, self._give(number, result, nbytes), "copied")
         self.store(self.e.cast("zext", copied, "i32", "status"), self.status)
         self.e.branch("leave")
 
@@ -236,7 +246,7 @@ class _Run(Writer):
             raise NotNativeError(f"the output '{spec.name}' is not of the signature's type")
         return tensor
 
-    def _give(self, number: int, tensor: Tensor) -> Val:
+    def _give(self, number: int, tensor: Tensor, nbytes: Val) -> Val:
         """Say in the output's record where the result is; whether Python must copy it."""
         e, record = self.e, self.layout.outputs[number]
         differs = [TRUE]
@@ -250,7 +260,7 @@ class _Run(Writer):
             copied = e.binary("or", copied, other, "copied")
         for axis, dim in enumerate(tensor.dims):
             self.store_word(dim, record + host.OUT_DIMS + axis)
-        self.store_word(self.product(tensor.dims, dtypes.itemsize(tensor.dtype)), record + host.OUT_BYTES)
+        self.store_word(nbytes, record + host.OUT_BYTES)
         owner = tensor.owner or NULL
         e.line(f"call void @retain({owner})")
         self.store_word(owner, record + host.OUT_OWNER)
