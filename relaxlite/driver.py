@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from relaxlite.codegen.bytecode import compile_functions
-from relaxlite.codegen.llvm import ObjectCode, compile_programs
+from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
 from relaxlite.ir.builder import result_types
@@ -78,12 +78,17 @@ def build(
     code = compile_programs(lowered.programs(), machine)
     context.timings.append(("codegen", time.perf_counter() - start))
     functions, constants = compile_functions(lowered)
+    signature = signature_of(module[ENTRY])  # type: ignore[arg-type]
+    start = time.perf_counter()
+    host = compile_host(functions, signature, code.kernels, constants, machine)
+    context.timings.append(("host function", time.perf_counter() - start))
     return ExecutableData(
         functions=functions,
-        signature=signature_of(module[ENTRY]),  # type: ignore[arg-type]
+        signature=signature,
         kernels=_with_costs(code.kernels, lowered, context),
         objects=code.objects,
         constants=constants,
+        host=host,
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
     )

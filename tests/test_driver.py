@@ -49,6 +49,7 @@ from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
 from tests import random_programs
+from tests.both_ways import assert_same_both_ways, interpreted
 from tests.ir_text import module
 from tests.random_graphs import arguments, assert_same_results, graphs
 
@@ -67,7 +68,9 @@ def compiled(given: IRModule) -> rl.Executable:
 def assert_agrees(given: IRModule, runs: Sequence[tuple[Any, ...]], tolerance: float = 1e-5) -> None:
     """One compilation; for all arguments the same as the interpreter finds."""
     exe = compiled(given)
+    slow = interpreted(exe)
     for args in runs:
+        assert_same_both_ways(exe, args, slow)
         got, want = exe(*args), Interpreter(given).run("main", *args)
         pairs = [r if isinstance(r, tuple) else (r,) for r in (got, want)]
         assert len(pairs[0]) == len(pairs[1])
@@ -602,7 +605,7 @@ def test_dumps_parse_back(tmp_path: Path) -> None:
 def test_times_and_notes_are_kept() -> None:
     context = PassContext(HOST)
     exe = rl.compile(model(), context=context)
-    assert [name for name, _ in context.timings] == [*(s.name for s in default_pipeline()), "codegen"]
+    assert [name for name, _ in context.timings] == [*(s.name for s in default_pipeline()), "codegen", "host function"]
     assert all(seconds >= 0 for _, seconds in context.timings)
     assert set(exe.data.metadata.info) >= {"ops", "passes_s", "kernels"}
     assert exe.data.metadata.info["ops"]["matmul"] == 1
@@ -666,9 +669,11 @@ def test_random_graphs_agree_with_the_interpreter(monkeypatch: pytest.MonkeyPatc
     @given(graphs(size=10, control=True))
     def run(given: IRModule) -> None:
         exe = compiled(given)
+        slow = interpreted(exe)
         for sizes in ((0, 3), (1, 1), (3, 5), (17, 3), (3, 33)):
             for flag in (True, False):
                 args: Any = arguments(*sizes, flag=flag)
+                assert_same_both_ways(exe, args, slow)
                 assert_same_results(exe(*args), Interpreter(given).run("main", *args))
 
     run()

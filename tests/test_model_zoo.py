@@ -10,6 +10,7 @@ import pytest
 
 import relaxlite as rl
 from tests import model_zoo, ort_reference
+from tests.both_ways import assert_same_both_ways, interpreted
 
 TOLERANCE = 1e-4
 Inputs = dict[str, np.ndarray]
@@ -177,7 +178,9 @@ def test_one_compilation_matches_onnxruntime_at_every_shape(name: str) -> None:
     build, cases = ZOO[name]
     proto = build()
     exe, reference = rl.compile(rl.from_onnx(proto)), ort_reference.session(proto, optimize=False)
+    slow = interpreted(exe)
     for inputs in cases:
+        assert_same_both_ways(exe, inputs, slow)
         found = ort_reference.errors(exe, reference, inputs)
         shapes = {name: value.shape for name, value in inputs.items()}
         assert max(found.values()) <= TOLERANCE, (shapes, found)

@@ -21,6 +21,7 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.executable import BUILTINS, Call
 from tests import ort_reference
+from tests.both_ways import assert_same_both_ways, interpreted
 from tests.model_inputs import page, planes, scene, speech, table, text_line
 
 pytestmark = pytest.mark.models
@@ -261,6 +262,13 @@ def test_tensors_are_computed_by_kernels_alone(compiled: Callable[[str], Compile
     assert {c.partition(":")[2] for c in calls if c.startswith("kernel:")} == set(data.kernels)
 
 
+@pytest.mark.parametrize("name", FIVE)
+def test_host_functions_give_what_the_interpreter_gives(compiled: Callable[[str], Compiled], name: str) -> None:
+    exe = compiled(name).exe
+    for inputs in FIVE[name][:2]:
+        assert_same_both_ways(exe, inputs, interpreted(exe))
+
+
 def test_a_saved_model_gives_the_same_numbers(compiled: Callable[[str], Compiled], tmp_path: Path) -> None:
     exe = compiled("ppocrv4-rec").exe
     exe.save(tmp_path / "rec.rlx")
@@ -292,6 +300,7 @@ def test_others_of_the_same_kinds(compiled: Callable[[str], Compiled], name: str
     model = compiled(name)
     found = ort_reference.errors(model.exe, model.reference, inputs)
     assert max(found.values()) <= TOLERANCE, found
+    assert_same_both_ways(model.exe, inputs, interpreted(model.exe))
 
 
 QUANTIZED: dict[str, tuple[float, list[Inputs]]] = {

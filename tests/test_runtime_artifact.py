@@ -23,6 +23,7 @@ from relaxlite.runtime.executable import (
     Const,
     ExecutableData,
     Goto,
+    HostCode,
     If,
     Imm,
     KernelInfo,
@@ -55,6 +56,7 @@ def sample(**fields: object) -> ExecutableData:
         signature=Signature((x,), (TensorSpec("y", "bool", ()),)),
         kernels={"k": KernelInfo("k", "rl_k", ("index out of range",), 2, 1)},
         objects=(bytes(range(256)), b"another"),
+        host=HostCode(bytes(range(99)), 4, ""),
         constants=(np.arange(6.0).reshape(2, 3), bfloat16, np.zeros((0, 4), np.int8), np.array(True)),
         target=HOST,
         metadata=Metadata(
@@ -80,7 +82,7 @@ def refused(path: Path) -> str:
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
     before, after = sample(), load(saved)
-    for field in ("functions", "signature", "kernels", "objects", "target", "metadata"):
+    for field in ("functions", "signature", "kernels", "objects", "host", "target", "metadata"):
         assert getattr(after, field) == getattr(before, field)
     assert disassemble(after) == disassemble(before)
     for old, new in zip(before.constants, after.constants, strict=True):
@@ -162,7 +164,7 @@ def test_another_format_version_names_both_versions(saved: Path) -> None:
     content[12:32] = b"9.8.7".ljust(20, b"\0")
     saved.write_bytes(content)
     assert refused(saved).startswith("it has format version 7, written by relaxlite 9.8.7; relaxlite ")
-    assert "reads version 2; compile the model again" in refused(saved)
+    assert "reads version 3; compile the model again" in refused(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:
@@ -253,9 +255,9 @@ def forge(path: Path, change: dict[str, object]) -> None:
         {"constants": [["float99", [6]]] * 4},
         {"constants": [["float64", [7]]] * 4},
         {"sections": []},
-        {"sections": [[-4096, 10, 0, 0]] * 6},
-        {"sections": [[1 << 62, 10, 0, 0]] * 6},
-        {"sections": [["a", 10, 0, 0]] * 6},
+        {"sections": [[-4096, 10, 0, 0]] * 7},
+        {"sections": [[1 << 62, 10, 0, 0]] * 7},
+        {"sections": [["a", 10, 0, 0]] * 7},
     ],
 )
 def test_forged_manifests_are_refused(saved: Path, change: dict[str, object]) -> None:

@@ -48,6 +48,7 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "target": {"triple": data.target.triple, "cpu": data.target.cpu, "llvm": data.metadata.llvm},
         "weights": {"tensors": len(data.constants), "bytes": sum(c.nbytes for c in data.constants)},
         "object_code_bytes": sum(map(len, data.objects)),
+        "host_function": {"bytes": len(data.host.object_code), "reason": data.host.reason},
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
         "ops": dict(data.metadata.info.get("ops", {})),
         "kernels": _calls_of_kernels(data),
@@ -81,6 +82,10 @@ def _show(data: ExecutableData) -> None:
     _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
     _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])
     _show_lines("code", [f"{len(found['kernels'])} kernels, {bytes_text(found['object_code_bytes'])}"])
+    host = found["host_function"]
+    _show_lines(
+        "calls", [f"native, {bytes_text(host['bytes'])}" if host["bytes"] else f"interpreted: {host['reason']}"]
+    )
     _show_lines("memory", _memory_lines(found["arena_bytes"]))
     _show_counts("ops", "in all", found["ops"])
     _show_counts("kernels", "calls", found["kernels"])

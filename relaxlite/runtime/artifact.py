@@ -2,7 +2,7 @@
 
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
     64       manifest, JSON: signature, target, kernels, metadata, and where every section lies with its crc32
-    4096 k   payload: bytecode (JSON), all objects, then weights: the first on a page, each 64-byte aligned
+    4096 k   payload: bytecode (JSON), all objects, host function, weights: the first on a page, each 64-byte aligned
 
 Weights are memory-mapped read-only, so that processes share them and loading does not read them.
 
@@ -36,6 +36,7 @@ from relaxlite.runtime.executable import (
     Const,
     ExecutableData,
     Goto,
+    HostCode,
     If,
     Imm,
     Instruction,
@@ -54,7 +55,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
-FORMAT = 2
+FORMAT = 3
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
@@ -63,6 +64,7 @@ _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
+_CODE_SECTIONS = ("the bytecode", "the object code", "the host function")  # which stand before the weights
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -108,7 +110,8 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableDat
 def _write(data: ExecutableData, file: BinaryIO) -> None:
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
     weights = [_bytes_of(array) for array in data.constants]
-    blobs: list[bytes | memoryview] = [bytecode, b"".join(data.objects), *weights]
+    objects = b"".join(data.objects)
+    blobs: list[bytes | memoryview] = [bytecode, objects, data.host.object_code, *weights]
     sections, size = _layout(blobs)
     manifest = _to_json({**_manifest(data), "sections": sections})
     payload = _align(_HEADER_SIZE + len(manifest), _PAGE)
@@ -126,7 +129,7 @@ def _layout(blobs: list[bytes | memoryview]) -> tuple[list[tuple[int, int, int, 
     """Each section's offset in the payload, size, crc32 and sampled crc32; and the payload's size."""
     sections, end = [], 0
     for index, blob in enumerate(blobs):
-        offset = _align(end, _PAGE if index == 2 else _ALIGNMENT)  # 2: the first weight
+        offset = _align(end, _PAGE if index == len(_CODE_SECTIONS) else _ALIGNMENT)  # a page for the first weight
         end = offset + len(blob)
         sections.append((offset, len(blob), zlib.crc32(blob), _sampled_crc(blob)))
     return sections, end
@@ -158,6 +161,7 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "target": asdict(data.target),
         "kernels": [asdict(kernel) for kernel in data.kernels.values()],
         "objects": [len(item) for item in data.objects],
+        "host": [data.host.heap_slots, data.host.reason],
         "metadata": asdict(data.metadata),
         "constants": [(array.dtype.name, array.shape) for array in data.constants],
     }
@@ -237,13 +241,13 @@ def _read_manifest(content: np.ndarray) -> dict[str, Any]:
 
 def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> ExecutableData:
     target = TargetInfo(**{**manifest["target"], "features": tuple(manifest["target"]["features"])})
-    bytecode, code, *weights = _read_sections(content, manifest, verify=verify)
-    if len(code):
+    bytecode, code, host_code, *weights = _read_sections(content, manifest, verify=verify)
+    if len(code) or len(host_code):
         _check_host(target)
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
-    signature = manifest["signature"]
+    signature, (heap_slots, reason) = manifest["signature"], manifest["host"]
     data = ExecutableData(
         functions={function.name: function for function in functions},
         signature=Signature(_specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"])),
@@ -253,6 +257,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
             weight.view(dtypes.to_numpy(dtype)).reshape(shape)
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)
         ),
+        host=HostCode(host_code.tobytes(), heap_slots, reason),
         target=target,
         metadata=Metadata(**manifest["metadata"]),
     )
@@ -270,14 +275,19 @@ def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
 
 def _read_sections(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> list[np.ndarray]:
     sections = manifest["sections"]
-    whole = verify or sum(size for _, size, _, _ in sections[2:]) <= CHECK_LIMIT
+    whole = verify or sum(size for _, size, _, _ in sections[len(_CODE_SECTIONS) :]) <= CHECK_LIMIT
     blobs = []
     for index, (offset, size, crc, sampled_crc) in enumerate(sections):
         start = manifest["payload"] + offset
         blob = content[start : start + size]
-        is_good = zlib.crc32(blob.data) == crc if whole or index < 2 else _sampled_crc(blob.data) == sampled_crc
+        is_good = (
+            zlib.crc32(blob.data) == crc
+            if whole or index < len(_CODE_SECTIONS)
+            else _sampled_crc(blob.data) == sampled_crc
+        )
         if offset < 0 or len(blob) != size or not is_good:
-            name = ("the bytecode", "the object code")[index] if index < 2 else f"weight {index - 2}"
+            number = index - len(_CODE_SECTIONS)
+            name = f"weight {number}" if number >= 0 else _CODE_SECTIONS[index]
             raise ArtifactError(f"it is corrupted: {name} does not match its checksum")
         blobs.append(blob)
     return blobs

@@ -171,6 +171,15 @@ class Metadata:
     info: Mapping[str, Any] = field(default_factory=dict)  # free-form JSON, shown by `relaxlite inspect`
 
 
+@dataclass(frozen=True, slots=True)
+class HostCode:
+    """The host function (runtime/host.py) of an executable; without object code, why the bytecode is interpreted."""
+
+    object_code: bytes = b""
+    heap_slots: int = 0
+    reason: str = "no host function was compiled"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExecutableData:
     functions: Mapping[str, VMFunction]  # must hold ENTRY, whose params are the signature's inputs
@@ -178,6 +187,7 @@ class ExecutableData:
     kernels: Mapping[str, KernelInfo] = field(default_factory=dict)
     objects: tuple[bytes, ...] = ()  # files in the format of the target, which hold the kernels
     constants: tuple[np.ndarray, ...] = ()
+    host: HostCode = HostCode()
     target: TargetInfo = TargetInfo()
     metadata: Metadata = Metadata()
 

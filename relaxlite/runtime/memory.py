@@ -131,7 +131,7 @@ class ArenaPool:
         """The smallest free arena that is large enough; else the largest free one makes room for a new one."""
         memory = self._find(nbytes)
         if memory is None:
-            return allocate(_rounded(nbytes), what, pooled=True, poison=self._poison)
+            return allocate(rounded_size(nbytes), what, pooled=True, poison=self._poison)
         if self._poison:
             memory.poison()
         return memory
@@ -161,7 +161,7 @@ def _size(memory: Memory) -> int:
     return memory.nbytes
 
 
-def _rounded(nbytes: int) -> int:
+def rounded_size(nbytes: int) -> int:
     """Up to an eighth more, so that a sequence that grows by one token per call does not need a new arena each time."""
     if not 0 <= nbytes <= MEMORY_LIMIT // 2:
         return nbytes

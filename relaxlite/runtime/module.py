@@ -18,8 +18,9 @@ import numpy as np
 
 from relaxlite import config
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
-from relaxlite.runtime import artifact, threadpool
+from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
+from relaxlite.runtime.host import HostFailedError
 from relaxlite.runtime.memory import gathered
 from relaxlite.runtime.profile import Profile, Recorder, measure
 from relaxlite.runtime.roofline import MachineLimits
@@ -50,7 +51,9 @@ class Executable:
         self.inputs = Specs(data.signature.inputs)
         self.outputs = Specs(data.signature.outputs)
         self._vm = VirtualMachine(data)
+        self._host = None if config.get("interpret") else self._vm.host_function()
         self._names = tuple(spec.name for spec in self.inputs)
+        self._output_names = tuple(spec.name for spec in self.outputs)
         self._plans = [_InputPlan(spec) for spec in self.inputs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,13 +62,13 @@ class Executable:
         Arrays are anything with DLPack or the array interface, or lists of numbers. Raises InputError when they do not
         fit the signature, ExecutionError when the model itself fails, OutOfMemoryError.
         """
-        results = self._run(self._vm, self._by_position(args, kwargs))
+        results = self._call(self._by_position(args, kwargs) if kwargs or len(args) != len(self._names) else args)
         return results[0] if len(results) == 1 else tuple(results)
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run the model on named arrays; its outputs by name."""
-        results = self._run(self._vm, self._by_position((), inputs))
-        return {spec.name: result for spec, result in zip(self.outputs, results, strict=True)}
+        results = self._call(self._by_position((), inputs))
+        return dict(zip(self._output_names, results, strict=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, which `relaxlite.load` reads. Raises ArtifactError."""
@@ -83,7 +86,11 @@ class Executable:
         recorder = Recorder(self.data.kernels)
         vm = VirtualMachine(self.data, kernels={n: recorder.timed(n, k) for n, k in self._vm.kernels.items()})
         threads = threadpool.num_threads()
-        profile = measure(lambda: self._run(vm, values), recorder, runs=runs, threads=threads, limits=limits)
+
+        def run() -> None:
+            self._interpret(vm, self._import(values))
+
+        profile = measure(run, recorder, runs=runs, threads=threads, limits=limits)
         shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=True)}
         return replace(profile, inputs=shapes)
 
@@ -92,18 +99,27 @@ class Executable:
         return disassemble(self.data)
 
     def release_memory(self) -> int:
-        """Give the memory of unused arenas back to the system; says how many bytes that were."""
-        return self._vm.release_memory()
+        """Give memory that waits for the next call back to the system; says how many bytes that were.
+
+        It is the arenas of this model, and blocks of data-dependent size that all models share.
+        """
+        arenas = self._vm.release_memory() + (self._host.release_memory() if self._host is not None else 0)
+        return arenas + scratch.trim()
 
     def __repr__(self) -> str:
         outputs = ", ".join(map(str, self.outputs))
         return f"Executable({', '.join(map(str, self.inputs))}) -> ({outputs})"
 
-    def _by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    def _by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments in the model's order."""
         names = self._names
+        if not args and len(kwargs) == len(names):
+            try:
+                return tuple([kwargs[name] for name in names])
+            except KeyError:
+                pass  # which one is missing is said below
         if not kwargs and len(args) == len(names):
-            return args
+            return tuple(args)
         takes = f"the model takes {len(names)} ({', '.join(names)})"
         if len(args) > len(names):
             raise InputError(f"got {len(args)} arguments; {takes}")
@@ -117,11 +133,29 @@ class Executable:
         if missing := [name for name in names if name not in given]:
             plural = "s" if len(missing) > 1 else ""
             raise InputError(f"missing argument{plural} {', '.join(map(repr, missing))}; {takes}")
-        return [given[name] for name in names]
+        return tuple([given[name] for name in names])
 
-    def _run(self, vm: VirtualMachine, values: Sequence[Any]) -> list[np.ndarray]:
+    def _call(self, values: tuple[Any, ...]) -> list[np.ndarray]:
+        """Run natively where that is possible: with the arguments as they are, then with what can be made of them."""
+        host = self._host
+        if host is None:
+            return self._interpret(self._vm, self._import(values))
+        try:
+            if (results := host(values)) is not None:
+                return results
+            tensors = self._import(values)
+            if (results := host(tuple([tensor.owner for tensor in tensors]))) is not None:
+                return results
+        except HostFailedError:
+            tensors = self._import(values)
+        return self._interpret(self._vm, tensors)
+
+    def _import(self, values: Sequence[Any]) -> list[Tensor]:
+        """The arguments as tensors, which fit the signature. Raises InputError."""
         symbols: dict[str, tuple[int, str]] = {}
-        tensors = [plan.take(value, symbols) for plan, value in zip(self._plans, values, strict=True)]
+        return [plan.take(value, symbols) for plan, value in zip(self._plans, values, strict=True)]
+
+    def _interpret(self, vm: VirtualMachine, tensors: list[Tensor]) -> list[np.ndarray]:
         result = vm.run(ENTRY, tensors)
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(self.outputs) or not all(isinstance(item, Tensor) for item in results):

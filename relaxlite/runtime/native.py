@@ -20,7 +20,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from relaxlite.errors import ArtifactError
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import scratch, threadpool
 
 _LIBM = (
     "exp", "log", "log1p", "expm1", "exp2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh",
@@ -30,47 +30,8 @@ _LIBM = (
 # LLVM itself calls these where a target has no instruction for something, and for copies of memory.
 _MEMORY = ("memcpy", "memset", "memmove")
 
-_SCRATCH_IR = """
-declare ptr @aligned_alloc(i64, i64)
-declare void @free(ptr)
-
-; 64-byte aligned memory, or null when there is none
-define ptr @relaxlite_scratch_alloc(i64 %bytes) {
-  %least = call i64 @llvm.umax.i64(i64 %bytes, i64 1)
-  %padded = add i64 %least, 63
-  %size = and i64 %padded, -64
-  %overflows = icmp slt i64 %size, 1
-  br i1 %overflows, label %fail, label %ok
-ok:
-  %memory = call ptr @aligned_alloc(i64 64, i64 %size)
-  ret ptr %memory
-fail:
-  ret ptr null
-}
-
-define void @relaxlite_scratch_free(ptr %memory) {
-  call void @free(ptr %memory)
-  ret void
-}
-"""
-_WINDOWS_SCRATCH_IR = """
-declare ptr @_aligned_malloc(i64, i64)
-declare void @_aligned_free(ptr)
-
-define ptr @relaxlite_scratch_alloc(i64 %bytes) {
-  %least = call i64 @llvm.umax.i64(i64 %bytes, i64 1)
-  %memory = call ptr @_aligned_malloc(i64 %least, i64 64)
-  ret ptr %memory
-}
-
-define void @relaxlite_scratch_free(ptr %memory) {
-  call void @_aligned_free(ptr %memory)
-  ret void
-}
-"""
 _ELF_MACHINES = {"x86_64": 62, "amd64": 62, "aarch64": 183, "arm64": 183}
 _ELF_SYMBOL_TABLE = 2
-_SCRATCH_SYMBOLS = ("relaxlite_scratch_alloc", "relaxlite_scratch_free")
 
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -188,19 +149,7 @@ def _jit() -> llvm.orcjit.LLJIT:
 @cache
 def _imports() -> dict[str, int]:
     """Everything that kernels may call."""
-    return {**threadpool.symbols(), **_scratch_functions(), **_library_functions()}
-
-
-def _scratch_functions() -> dict[str, int]:
-    is_windows = sys.platform == "win32"
-    names = ("_aligned_malloc", "_aligned_free") if is_windows else ("aligned_alloc", "free")
-    library: Any = ctypes.cdll.msvcrt if is_windows else ctypes.CDLL(None)
-    return threadpool.link_native(
-        _WINDOWS_SCRATCH_IR if is_windows else _SCRATCH_IR,
-        imports={name: _address_of(getattr(library, name)) for name in names},
-        exports=_SCRATCH_SYMBOLS,
-        name="relaxlite_scratch",
-    )
+    return {**threadpool.symbols(), **scratch.symbols(), **_library_functions()}
 
 
 def _library_functions() -> dict[str, int]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
-from relaxlite.runtime import native, threadpool
+from relaxlite.runtime import array_reader, native, threadpool
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -37,6 +37,7 @@ from relaxlite.runtime.executable import (
     instruction_text,
     validate,
 )
+from relaxlite.runtime.host import HostFunction
 from relaxlite.runtime.memory import ArenaPool, Memory
 from relaxlite.runtime.tensor import Heap, Tensor, copy, import_tensor, new_tensor
 
@@ -127,6 +128,13 @@ class VirtualMachine:
         finally:
             if arenas:
                 self.pool.give(arenas)
+
+    def host_function(self) -> HostFunction | None:
+        """The bytecode of "main" as machine code, where the executable has it."""
+        if not self.data.host.object_code or not array_reader.is_supported():
+            return None
+        addresses = [ctypes.cast(self.kernels[name], ctypes.c_void_p).value or 0 for name in self.data.kernels]  # type: ignore[arg-type]
+        return HostFunction(self.data, addresses, self.constants, poison=self.poison)
 
     def release_memory(self) -> int:
         """Give unused arenas back to the system; says how many bytes that were."""

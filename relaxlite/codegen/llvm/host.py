@@ -1,0 +1,284 @@
+"""The host function: the bytecode of `main` as machine code, so that a call of a model is one call of a function.
+
+`runtime/host.py` has the interface. It is the bytecode that is compiled, instruction by instruction, with the
+interpreter's checks; what fails a check gives up, and the interpreter words the error. Kernels are called through a
+table of addresses, so that this object needs no other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.codegen.host_inline import NotNativeError, inline_calls
+from relaxlite.codegen.host_plan import plan_host
+from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Emitter, ModuleEmitter, Val, int_const
+from relaxlite.codegen.llvm.host_values import MEMORY_IR, Tensor, Value
+from relaxlite.codegen.llvm.host_writer import NULL, Known, Program, Writer
+from relaxlite.codegen.llvm.machine_code import to_object
+from relaxlite.errors import CodegenError
+from relaxlite.runtime import host
+from relaxlite.runtime.executable import (
+    ENTRY,
+    Call,
+    Goto,
+    HostCode,
+    If,
+    KernelInfo,
+    Reg,
+    Ret,
+    Signature,
+    VMFunction,
+)
+from relaxlite.target import Target
+
+
+def compile_host(
+    functions: Mapping[str, VMFunction],
+    signature: Signature,
+    kernels: Mapping[str, KernelInfo],
+    constants: Sequence[np.ndarray],
+    target: Target,
+) -> HostCode:
+    """The host function of valid bytecode; without code, but with a reason, where it has to be interpreted.
+
+    CodegenError: LLVM does not take the code.
+    """
+    try:
+        plan = plan_host(inline_calls(functions, ENTRY), len(signature.outputs))
+        program = Program(plan, signature, kernels, constants, host.FrameLayout.of(signature))
+        text = emit_host(program, target)
+    except NotNativeError as error:
+        return HostCode(reason=str(error))
+    try:
+        code = to_object(text, target, optimize=False)
+    except CodegenError as error:
+        raise CodegenError(f"the host function: {error}") from error
+    return HostCode(code, sum(slots for _, slots in plan.heaps.values()))
+
+
+def emit_host(program: Program, target: Target) -> str:
+    """The LLVM IR of a host function. NotNativeError says why there is none."""
+    module = ModuleEmitter(target)
+    _Prepare(module, program).write()
+    _Run(module, program).write()
+    _write_finish(module, program)
+    module.functions.append(MEMORY_IR)
+    return module.text()
+
+
+def _write_finish(module: ModuleEmitter, program: Program) -> None:
+    """Copies the results that ask for it into Python's arrays, and lets go of what owns them."""
+    e = Emitter(module)
+    e.start("entry")
+
+    def word(at: int, elem: str, hint: str) -> Val:
+        place = e.op(f"getelementptr i64, ptr %frame, i64 {at}", "ptr", 0, "at")
+        return e.op(f"load {elem}, {place}, align 8", elem, 0, hint)
+
+    for record in program.layout.outputs:
+        copies, done = e.fresh("copies"), e.fresh("done")
+        e.branch_if(e.icmp("ne", word(record + host.OUT_COPIED, "i64", "flag"), int_const(0)), copies, done)
+        e.start(copies)
+        to = e.call("relaxlite_array_data", [word(record + host.OUT_ARRAY, "ptr", "array")], "ptr", 0, "to")
+        source, nbytes = word(record + host.OUT_RESULT, "ptr", "result"), word(record + host.OUT_BYTES, "i64", "bytes")
+        e.line(f"call void @llvm.memcpy.p0.p0.i64({to}, {source}, {nbytes}, i1 false)")
+        e.branch(done)
+        e.start(done)
+        e.line(f"call void @release({word(record + host.OUT_OWNER, 'ptr', 'owner')})")
+    e.line("ret void")
+    module.add_function(f"define void @{host.FINISH}(ptr %frame)", e)
+
+
+class _Prepare(Writer):
+    """Reads the arguments, checks them, computes shapes as far as they do not depend on data."""
+
+    def __init__(self, module: ModuleEmitter, program: Program) -> None:
+        super().__init__(module, program, frozenset())
+
+    def write(self) -> None:
+        e, plan = self.e, self.plan
+        plan_at, place = self.load_word(host.PLAN, "ptr", "plan"), self.at(self.frame, host.INPUTS)
+        arguments = Val("%arguments", "ptr")
+        refused = e.call("relaxlite_read_arrays", [arguments, plan_at, place], "i32", 0, "refused")
+        self.give_up_if([e.icmp("ne", refused, int_const(0, "i32"), "odd")])
+        self._check_arguments()
+        self.registers.update(enumerate(self.parameters()))
+        for at in range(plan.split):
+            call = plan.function.instructions[at]
+            assert isinstance(call, Call)
+            self.instruction(at, call)
+        care = self._announce()
+        ready = e.select(care, int_const(host.READY_WITH_CARE, "i32"), int_const(host.READY, "i32"), "ready")
+        e.line(f"ret {ready}")
+        e.start("give_up")
+        e.line(f"ret i32 {host.REFUSED}")
+        self.module.add_function(f"define i32 @{host.PREPARE}(ptr %arguments, ptr %frame)", e)
+
+    def _check_arguments(self) -> None:
+        """Constant dimensions, bounds where a symbol is met first, and equality where it is met again."""
+        bad: list[Val] = []
+        symbols: dict[str, Val] = {}
+        for at, spec in zip(self.layout.inputs, self.program.signature.inputs, strict=True):
+            for axis, size in enumerate(spec.shape):
+                dim = self.load_word(at + 1 + axis, hint="dim")
+                if isinstance(size, int):
+                    bad += self.differs(dim, int_const(size))
+                elif size in symbols:
+                    bad += self.differs(dim, symbols[size])
+                elif size.isidentifier():
+                    symbols[size] = dim
+                    lower, upper, divisor = spec.bounds.get(size, (0, None, 1))
+                    bad += self.out_of_bounds(dim, lower, upper, divisor, is_size=True)
+        self.give_up_if(bad)
+
+    def _announce(self) -> Val:
+        """Store how much memory the arena and the results need; whether that takes more than small arrays.
+
+        Results whose shape is not known yet are announced as empty, and copied in the end.
+        """
+        e, plan = self.e, self.plan
+        care = [e.icmp("ne", self.load_word(host.POISON), int_const(0), "poisons")]
+        if plan.arena is not None:
+            (needed,) = self.dims(plan.heap, (plan.arena[1],))
+            self.store_word(needed, host.ARENA_NEEDED)
+            care.append(e.icmp("sgt", needed, self.load_word(host.ARENA_BYTES), "grows"))
+        specs = self.program.signature.outputs
+        for record, spec, prepared in zip(self.layout.outputs, specs, plan.prepared, strict=True):
+            is_known = prepared is not None and (prepared.heap == plan.heap or min(prepared.dims, default=0) >= 0)
+            shape = prepared.dims if prepared is not None and is_known else (0,) * len(spec.shape)
+            if len(shape) != len(spec.shape):
+                raise NotNativeError(f"the output '{spec.name}' has another rank than the signature says")
+            dims = self.dims(plan.heap, shape)
+            nbytes = self.product(dims, dtypes.itemsize(spec.dtype))
+            self.store_word(nbytes, record + host.OUT_BYTES)
+            for axis, dim in enumerate(dims):
+                self.store_word(dim, record + host.OUT_DIMS + axis)
+            care.append(e.icmp("sge", nbytes, int_const(host.LARGE_RESULT), "large"))
+        condition = care[0]
+        for other in care[1:]:
+            condition = e.binary("or", condition, other, "care")
+        return condition
+
+
+class _Run(Writer):
+    """Everything from the split on."""
+
+    def __init__(self, module: ModuleEmitter, program: Program) -> None:
+        super().__init__(module, program, program.plan.variables)
+        with self.e.place(self.entry):
+            self.status = self.e.op("alloca i32", "ptr", 0, "status_at")
+        self.prepared: dict[int, Val] = {}  # addresses of arrays that Python has made, by output
+
+    def write(self) -> None:
+        e, code = self.e, self.plan.function.instructions
+        e.call_void("relaxlite_hold_workers", [int_const(1, "i32")])
+        self._take_arrays()
+        for register, tensor in enumerate(self.parameters()):
+            self.define(register, tensor)
+        after_jumps = {at + 1 for at, i in enumerate(code) if isinstance(i, Goto | If | Ret)}
+        labels = self.plan.targets | after_jumps
+        for at in range(self.plan.split, len(code)):
+            if at in labels:
+                if at not in after_jumps:
+                    e.branch(f"at{at}")
+                e.start(f"at{at}")
+                self.known = Known()
+            match code[at]:
+                case Call() as call:
+                    self.instruction(at, call)
+                    for site in self.plan.releases.get(at, ()):
+                        self.release(site)
+                case Goto(target):
+                    e.branch(f"at{target}")
+                case If(register, target):
+                    e.branch_if(self._truth(register), f"at{at + 1}", f"at{target}")
+                case Ret(register):
+                    self._return(register)
+        self._leave()
+
+    def _take_arrays(self) -> None:
+        for number, (record, prepared) in enumerate(zip(self.layout.outputs, self.plan.prepared, strict=True)):
+            if prepared is not None:
+                array = self.load_word(record + host.OUT_ARRAY, "ptr", "array")
+                self.prepared[number] = self.e.call("relaxlite_array_data", [array], "ptr", 0, "result")
+
+    def allocate(self, at: int, nbytes: Val) -> tuple[Val, Val]:
+        """An array that Python has made, where this is a result, and of the size that was announced."""
+        found = [k for k, prepared in enumerate(self.plan.prepared) if prepared is not None and prepared.site == at]
+        if not found:
+            return super().allocate(at, nbytes)
+        pointer = self.prepared[found[0]]
+        announced = self.load_word(self.layout.outputs[found[0]] + host.OUT_BYTES, hint="announced")
+        expected = self.e.icmp("eq", nbytes, announced, "expected")
+        ptr, owner = self.e.if_values(
+            expected, lambda: (pointer, NULL), lambda: super(_Run, self).allocate(at, nbytes), "own"
+        )
+        return ptr, owner
+
+    def _truth(self, register: int) -> Val:
+        condition = self.tensor(Reg(register))
+        if condition.dtype != "bool":
+            raise NotNativeError("a condition is no bool")
+        self.give_up_if(self.differs(self.product(condition.dims, 1), int_const(1)))
+        byte = self.load(condition.ptr, "i8", "condition", 1)
+        return self.e.icmp("ne", byte, int_const(0, "i8"), "is_true")
+
+    def _return(self, register: int) -> None:
+        value = self.value(Reg(register))
+        items = value if isinstance(value, tuple) else (value,)
+        if len(items) != len(self.layout.outputs):
+            raise NotNativeError("it does not return as many values as the signature has outputs")
+        results = [self._result(number, item) for number, item in enumerate(items)]
+        sizes = [self.product(result.dims, dtypes.itemsize(result.dtype)) for result in results]  # which may give up
+        copied = FALSE
+        for number, (result, nbytes) in enumerate(zip(results, sizes, strict=True)):
+            copied = self.e.binary("or", copied, self._give(number, result, nbytes), "copied")
+        self.store(self.e.cast("zext", copied, "i32", "status"), self.status)
+        self.e.branch("leave")
+
+    def _result(self, number: int, item: Value) -> Tensor:
+        spec = self.program.signature.outputs[number]
+        tensor = self.as_tensor(item)
+        if (tensor.dtype, len(tensor.dims)) != (spec.dtype, len(spec.shape)):
+            raise NotNativeError(f"the output '{spec.name}' is not of the signature's type")
+        return tensor
+
+    def _give(self, number: int, tensor: Tensor, nbytes: Val) -> Val:
+        """Say in the output's record where the result is; whether Python must copy it."""
+        e, record = self.e, self.layout.outputs[number]
+        differs = [TRUE]
+        if number in self.prepared:
+            differs = [e.icmp("ne", tensor.ptr, self.prepared[number], "elsewhere")]
+            for axis, dim in enumerate(tensor.dims):
+                announced = self.load_word(record + host.OUT_DIMS + axis, hint="announced")
+                differs.append(e.icmp("ne", dim, announced, "differs"))
+        copied = differs[0]
+        for other in differs[1:]:
+            copied = e.binary("or", copied, other, "copied")
+        for axis, dim in enumerate(tensor.dims):
+            self.store_word(dim, record + host.OUT_DIMS + axis)
+        self.store_word(nbytes, record + host.OUT_BYTES)
+        owner = tensor.owner or NULL
+        e.line(f"call void @retain({owner})")
+        self.store_word(owner, record + host.OUT_OWNER)
+        self.store_word(tensor.ptr, record + host.OUT_RESULT)
+        self.store_word(e.cast("zext", copied, "i64", "copied"), record + host.OUT_COPIED)
+        return copied
+
+    def _leave(self) -> None:
+        e, slots = self.e, self.num_owners
+        e.start("give_up")
+        self.store(int_const(host.GAVE_UP, "i32"), self.status)
+        e.branch("leave")
+        e.start("leave")
+        if slots:
+            with e.place(self.owners):
+                e.line(f"%owners = alloca [{slots} x ptr], align 8")
+                e.line(f"call void @llvm.memset.p0.i64(ptr %owners, i8 0, i64 {8 * slots}, i1 false)")
+            e.line(f"call void @release_all(ptr %owners, i64 {slots})")
+        e.call_void("relaxlite_hold_workers", [int_const(-1, "i32")])
+        e.line(f"ret {self.load(self.status, 'i32', 'result', 4)}")
+        self.module.add_function(f"define i32 @{host.RUN}(ptr %frame)", e)

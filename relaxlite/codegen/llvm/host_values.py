@@ -1,0 +1,184 @@
+"""What a host function computes with: the VM's values, with pointers and dimensions in SSA values; and owned memory.
+
+Ranks and dtypes are known while the code is written, and tuples are taken apart. A block of memory that the host
+function allocates itself carries a count of references. They are held by slots on the stack: one for each place
+that allocates, and one for each tensor that is read from a variable. All slots are let go of when the function ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from string import Template
+from typing import TypeAlias
+
+from relaxlite.codegen.llvm.emitter import Val
+from relaxlite.runtime import host
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """`owner`: the block that keeps the memory, null at run time for none; None when there surely is none."""
+
+    ptr: Val
+    dims: tuple[Val, ...]
+    dtype: str
+    owner: Val | None = None
+    is_borrowed: bool = False  # read from a variable, whose next value may free the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    dims: tuple[Val, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heap:
+    ptr: Val
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    ptr: Val
+    nbytes: Val
+
+
+Value: TypeAlias = "Tensor | Shape | Heap | Arena | tuple[Value, ...]"
+
+
+def kind_of(value: Value) -> object:
+    """What two values have in common that one variable can hold."""
+    match value:
+        case Tensor():
+            return value.dtype, len(value.dims)
+        case Shape():
+            return "shape", len(value.dims)
+        case tuple():
+            return tuple(map(kind_of, value))
+    return None
+
+
+def fields_of(value: Value) -> tuple[Val, ...]:
+    match value:
+        case Tensor():
+            return (value.ptr, *value.dims)
+        case Shape():
+            return value.dims
+        case tuple():
+            return tuple(field for item in value for field in fields_of(item))
+    return ()
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    if isinstance(value, tuple):
+        return tuple(tensor for item in value for tensor in tensors_of(item))
+    return (value,) if isinstance(value, Tensor) else ()
+
+
+def rebuilt(value: Value, fields: Iterator[Val], owners: Iterator[Val]) -> Value:
+    """A value of the same kind, of other fields and owners, which are those of a variable."""
+    match value:
+        case Tensor():
+            return Tensor(
+                next(fields), tuple(next(fields) for _ in value.dims), value.dtype, next(owners), is_borrowed=True
+            )
+        case Shape():
+            return Shape(tuple(next(fields) for _ in value.dims))
+        case tuple():
+            return tuple(rebuilt(item, fields, owners) for item in value)
+    return value
+
+
+def kept(value: Value, known: Mapping[Tensor, Tensor]) -> Value:
+    """The value with borrowed tensors replaced."""
+    if isinstance(value, tuple):
+        return tuple(kept(item, known) for item in value)
+    return known.get(value, value) if isinstance(value, Tensor) else value
+
+
+BLOCK_HEADER = 64  # bytes before a block's data, which keep it aligned; the first word counts references
+
+MEMORY_IR = Template("""
+declare ptr @relaxlite_scratch_alloc(i64)
+declare void @relaxlite_scratch_free(ptr)
+declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare { i64, i1 } @llvm.smul.with.overflow.i64(i64, i64)
+
+; A block with one reference; null when there is no memory for it.
+define internal ptr @new_block(ptr %frame, i64 %bytes) nounwind {
+entry:
+  %limit_at = getelementptr i64, ptr %frame, i64 $limit
+  %limit = load i64, ptr %limit_at
+  %fits = icmp ule i64 %bytes, %limit
+  br i1 %fits, label %take, label %none
+take:
+  %total = add i64 %bytes, $header
+  %block = call ptr @relaxlite_scratch_alloc(i64 %total)
+  %is_none = icmp eq ptr %block, null
+  br i1 %is_none, label %none, label %count
+count:
+  store i64 1, ptr %block
+  %poison_at = getelementptr i64, ptr %frame, i64 $poison
+  %poison = load i64, ptr %poison_at
+  %poisons = icmp ne i64 %poison, 0
+  br i1 %poisons, label %fill, label %done
+fill:
+  %data = getelementptr i8, ptr %block, i64 $header
+  call void @llvm.memset.p0.i64(ptr %data, i8 -1, i64 %bytes, i1 false)
+  br label %done
+done:
+  ret ptr %block
+none:
+  ret ptr null
+}
+
+define internal void @retain(ptr %block) nounwind {
+entry:
+  %is_none = icmp eq ptr %block, null
+  br i1 %is_none, label %done, label %count
+count:
+  %references = load i64, ptr %block
+  %more = add i64 %references, 1
+  store i64 %more, ptr %block
+  br label %done
+done:
+  ret void
+}
+
+define internal void @release(ptr %block) nounwind {
+entry:
+  %is_none = icmp eq ptr %block, null
+  br i1 %is_none, label %done, label %count
+count:
+  %references = load i64, ptr %block
+  %fewer = sub i64 %references, 1
+  store i64 %fewer, ptr %block
+  %is_last = icmp eq i64 %fewer, 0
+  br i1 %is_last, label %free, label %done
+free:
+  call void @relaxlite_scratch_free(ptr %block)
+  br label %done
+done:
+  ret void
+}
+
+; Let go of every block of an array of slots.
+define internal void @release_all(ptr %slots, i64 %count) nounwind {
+entry:
+  br label %test
+test:
+  %k = phi i64 [ 0, %entry ], [ %next, %one ]
+  %more = icmp slt i64 %k, %count
+  br i1 %more, label %one, label %done
+one:
+  %slot = getelementptr ptr, ptr %slots, i64 %k
+  %block = load ptr, ptr %slot
+  call void @release(ptr %block)
+  %next = add i64 %k, 1
+  br label %test
+done:
+  ret void
+}
+""").substitute(limit=host.LIMIT, poison=host.POISON, header=BLOCK_HEADER)

@@ -1,0 +1,143 @@
+"""How native code reads NumPy arrays out of Python's own objects, without a Python operation per array.
+
+The layout of tuples and arrays is public in C: it is what the macros PyTuple_GET_ITEM and PyArray_DATA compile to, and
+so is stable for one kind of Python and for NumPy 1 and 2. `is_supported` compares it with what Python says about an
+array all the same; where it differs (another Python, one without a GIL), the interpreter runs models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from string import Template
+
+import numpy as np
+
+from relaxlite.runtime import threadpool
+
+_TUPLE_ITEMS, _TYPE = 24, 8  # offsets in bytes
+_DATA, _RANK, _DIMS, _DTYPE, _FLAGS = 16, 24, 32, 56, 64  # of an array
+_C_CONTIGUOUS, _ALIGNED = 0x1, 0x100
+
+_READER_IR = Template("""
+; Store address and dimensions of each array of %tuple in %to, one after the other. 1 when one is not of exactly the
+; type, dtype and rank of the plan, or not dense. The plan: count, type of arrays, and a dtype and a rank of each.
+define i32 @relaxlite_read_arrays(ptr %tuple, ptr %plan, ptr %to) {
+entry:
+  %count = load i64, ptr %plan
+  %type_at = getelementptr i64, ptr %plan, i64 1
+  %type = load ptr, ptr %type_at
+  %items = getelementptr i8, ptr %tuple, i64 $items
+  %entries = getelementptr i64, ptr %plan, i64 2
+  br label %test
+test:
+  %k = phi i64 [ 0, %entry ], [ %next, %done ]
+  %place = phi ptr [ %to, %entry ], [ %next_place, %done ]
+  %more = icmp slt i64 %k, %count
+  br i1 %more, label %read, label %good
+read:
+  %item_at = getelementptr ptr, ptr %items, i64 %k
+  %item = load ptr, ptr %item_at
+  %its_type_at = getelementptr i8, ptr %item, i64 $type
+  %its_type = load ptr, ptr %its_type_at
+  %is_array = icmp eq ptr %its_type, %type
+  br i1 %is_array, label %look, label %bad
+look:
+  %at = shl i64 %k, 1
+  %wanted_dtype_at = getelementptr i64, ptr %entries, i64 %at
+  %wanted_dtype = load ptr, ptr %wanted_dtype_at
+  %rank_at = getelementptr i64, ptr %wanted_dtype_at, i64 1
+  %rank = load i64, ptr %rank_at
+  %dtype_at = getelementptr i8, ptr %item, i64 $dtype
+  %dtype = load ptr, ptr %dtype_at
+  %is_dtype = icmp eq ptr %dtype, %wanted_dtype
+  %its_rank_at = getelementptr i8, ptr %item, i64 $rank
+  %its_rank = load i32, ptr %its_rank_at
+  %its_rank_wide = sext i32 %its_rank to i64
+  %is_rank = icmp eq i64 %its_rank_wide, %rank
+  %flags_at = getelementptr i8, ptr %item, i64 $flags
+  %flags = load i32, ptr %flags_at
+  %dense = and i32 %flags, $dense
+  %is_dense = icmp eq i32 %dense, $dense
+  %fits = and i1 %is_dtype, %is_rank
+  %is_good = and i1 %fits, %is_dense
+  br i1 %is_good, label %take, label %bad
+take:
+  %data_at = getelementptr i8, ptr %item, i64 $data
+  %data = load ptr, ptr %data_at
+  store ptr %data, ptr %place
+  %dims_at = getelementptr i8, ptr %item, i64 $dims
+  %dims = load ptr, ptr %dims_at
+  br label %axis_test
+axis_test:
+  %axis = phi i64 [ 0, %take ], [ %next_axis, %axis_copy ]
+  %next_axis = add i64 %axis, 1
+  %more_axes = icmp slt i64 %axis, %rank
+  br i1 %more_axes, label %axis_copy, label %done
+axis_copy:
+  %dim_at = getelementptr i64, ptr %dims, i64 %axis
+  %dim = load i64, ptr %dim_at
+  %dim_place = getelementptr i64, ptr %place, i64 %next_axis
+  store i64 %dim, ptr %dim_place
+  br label %axis_test
+done:
+  %next_place = getelementptr i64, ptr %place, i64 %next_axis
+  %next = add i64 %k, 1
+  br label %test
+good:
+  ret i32 0
+bad:
+  ret i32 1
+}
+
+define ptr @relaxlite_array_data(ptr %array) {
+  %data_at = getelementptr i8, ptr %array, i64 $data
+  %data = load ptr, ptr %data_at
+  ret ptr %data
+}
+""")
+_SYMBOLS = ("relaxlite_read_arrays", "relaxlite_array_data")
+
+
+@cache
+def symbols() -> dict[str, int]:
+    """Names and addresses of the functions for host functions to import."""
+    ir = _READER_IR.substitute(
+        items=_TUPLE_ITEMS, type=_TYPE, data=_DATA, rank=_RANK, dims=_DIMS, dtype=_DTYPE, flags=_FLAGS,
+        dense=_C_CONTIGUOUS | _ALIGNED,
+    )  # fmt: skip
+    return threadpool.link_native(ir, imports={}, exports=_SYMBOLS, name="relaxlite_array_reader")
+
+
+@cache
+def is_supported() -> bool:
+    """Whether tuples and arrays lie in memory as this module believes."""
+    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8 or not _has_gil():
+        return False
+    dense, transposed = np.zeros((2, 3), np.int16), np.zeros((2, 3), np.int16).T
+    pair = (transposed, dense)
+    return _word(id(pair) + _TUPLE_ITEMS + 8) == id(dense) and _reads(dense) and _reads(transposed)
+
+
+def _has_gil() -> bool:
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+def _reads(array: np.ndarray) -> bool:
+    start, flags = id(array), array.flags
+    dims = _word(start + _DIMS)
+    seen = ctypes.c_int32.from_address(start + _FLAGS).value
+    return (
+        _word(start + _TYPE) == id(np.ndarray)
+        and _word(start + _DATA) == array.ctypes.data
+        and ctypes.c_int32.from_address(start + _RANK).value == array.ndim
+        and _word(start + _DTYPE) == id(array.dtype)
+        and bool(seen & _C_CONTIGUOUS) == flags.c_contiguous
+        and bool(seen & _ALIGNED) == flags.aligned
+        and all(_word(dims + 8 * axis) == size for axis, size in enumerate(array.shape))
+    )
+
+
+def _word(address: int) -> int:
+    return ctypes.c_int64.from_address(address).value
