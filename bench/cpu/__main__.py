@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,19 +28,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.cpu", description=bench.cpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", type=_names([*GROUPS, "sweep"]), metavar="GROUP,...", help=", ".join([*GROUPS, "sweep"]))
+    parser.add_argument(
+        "--only", type=_names([*GROUPS, "sweep"]), metavar="GROUP,...", help=", ".join([*GROUPS, "sweep"])
+    )
     parser.add_argument("--peers", type=_names(list(PEERS)), metavar="PEER,...", help=", ".join(PEERS))
     parser.add_argument("--match", default="", metavar="TEXT", help="only models whose name contains this")
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of every peer (default 5; 2 when quick)")
     parser.add_argument("--turn", type=float, metavar="SECONDS", help="of one turn (default 0.3; 0.1 for kernels)")
     parser.add_argument("--threads", type=int, default=min(2, threadpool.usable_cores()), help="default 2")
     parser.add_argument("--quick", action="store_true", help="one or two sizes of each group, short turns")
-    parser.add_argument("--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for cpu.json and others")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for cpu.json and others"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where to write the tables instead of DIR/cpu.md")
     return parser.parse_args(argv)
 
 
-def _names(known: Sequence[str]):  # type: ignore[no-untyped-def]
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
     def parse_names(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         unknown = [name for name in names if name not in known]
@@ -103,7 +107,11 @@ def _sweep(
 @contextmanager
 def _empty_caches(folder: Path) -> Iterator[None]:
     """Caches of relaxlite, inductor and others in new folders, for this block and the processes started in it."""
-    changed = {"XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "RELAXLITE_CACHE": folder / "relaxlite"}
+    changed = {
+        "XDG_CACHE_HOME": folder,
+        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+        "RELAXLITE_CACHE": folder / "relaxlite",
+    }
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update({name: str(path) for name, path in changed.items()})
     try:

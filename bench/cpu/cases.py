@@ -38,17 +38,18 @@ class Input:
         if self.kind in ("ones", "zeros"):
             return np.full(self.shape, self.kind == "ones", np.int64)
         if self.kind == "text":
-            return np.stack([_text_picture(*self.shape[2:], seed=k) for k in range(self.shape[0])])
+            batch, _, height, width = self.shape
+            return np.stack([_text_picture(height, width, k) for k in range(batch)])
         return rng.standard_normal(self.shape, np.float32)
 
 
-def _text_picture(height: int, width: int, seed: int) -> np.ndarray:
+def _text_picture(height: int, width: int, number: int) -> np.ndarray:
     """Lines of dark text, (3, height, width) float32 in -1 .. 1. A detector that sees no text answers with scores of
     1e-7, whose differences say nothing."""
     picture = Image.new("L", (width, height), 245)
     draw, size = ImageDraw.Draw(picture), min(28, int(height * 0.62))
     for line, y in enumerate(range(4, height - size // 2, int(size * 1.5))):
-        start = 7 * (line + seed) % len(TEXT)
+        start = 7 * (line + number) % len(TEXT)
         draw.text((6, y), (TEXT[start:] + TEXT) * (1 + width // 400), 20, ImageFont.load_default(size=size))
     return np.repeat((np.asarray(picture, np.float32) / 127.5 - 1)[None], 3, axis=0)
 
@@ -172,7 +173,9 @@ def _rows(options: Options) -> Iterator[Workload]:
         path = onnx_models.save(options.folder, form, onnx_models.row_operator(form))
         names = onnx_models.ROW_OPERATORS[form].inputs
         cases = tuple(
-            Case(label, tuple(Input(n, shape) for n in names), Work("copy", 4.0 * shape[0] * shape[1] * (len(names) + 1)))
+            Case(
+                label, tuple(Input(n, shape) for n in names), Work("copy", 4.0 * shape[0] * shape[1] * (len(names) + 1))
+            )
             for label, shape in kept.items()
         )
         yield Workload("rows", form, path, cases, KERNEL_PEERS, threads, form, is_kernel=True)

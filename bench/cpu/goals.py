@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.cpu.cases import L3_BYTES
@@ -64,7 +64,12 @@ def check_goals(results: Sequence[Result], sweep: Mapping[str, SweepTiming]) -> 
         _each("minilm: at no shape slower than OpenVINO in float32", minilm, ["openvino"], 1.0),
         *_sweep_goals(sweep),
         _each("convolutional models: 0.95x onnxruntime at every shape", convolutional, ["onnxruntime"], 0.95),
-        _mean("convolutional models: 1.2x onnxruntime, geometric mean (the goal that follows)", convolutional, "onnxruntime", 1.2),
+        _mean(
+            "convolutional models: 1.2x onnxruntime, geometric mean (the goal that follows)",
+            convolutional,
+            "onnxruntime",
+            1.2,
+        ),
     ]
     for group, what in (("matmul", "matmul"), ("matmul-gelu", "matmul + bias + GELU")):
         goals += _matmul_goals(what, by_group[group])
@@ -82,7 +87,9 @@ def _least(text: str, ratios: Sequence[Ratio], wanted: float, unit: str = "x") -
     worst = min(ratios, key=lambda r: r.value)
     mean = geometric_mean(r.value for r in ratios)
     reached = sum(r.value >= wanted for r in ratios)
-    shown = f"least {_show(worst.value, unit)} ({worst.at}), mean {_show(mean, unit)}, {reached} of {len(ratios)} reach it"
+    shown = (
+        f"least {_show(worst.value, unit)} ({worst.at}), mean {_show(mean, unit)}, {reached} of {len(ratios)} reach it"
+    )
     return Goal(text, shown, reached == len(ratios))
 
 
@@ -128,7 +135,10 @@ def _sweep_goals(sweep: Mapping[str, SweepTiming]) -> list[Goal]:
     own = sweep.get("relaxlite")
     rivals = {n: t for n, t in sweep.items() if not n.startswith("relaxlite") and n not in NOT_FLOAT32 and t.warm}
     if own is None or not own.warm or not own.cold:
-        return [Goal(text, "not measured", None), Goal("minilm compiles in 5 s, in 0.5 s with a warm cache", "not measured", None)]
+        return [
+            Goal(text, "not measured", None),
+            Goal("minilm compiles in 5 s, in 0.5 s with a warm cache", "not measured", None),
+        ]
     goals = [Goal(text, "no peer was measured", None)]
     if rivals:
         best = min(rivals, key=lambda n: rivals[n].warm or math.inf)
@@ -201,6 +211,3 @@ def _agreement_goal(results: Sequence[Result]) -> Goal:
         return Goal(text, "not measured", None)
     worst = max(errors, key=lambda e: e.value)
     return Goal(text, f"largest difference {worst.value:.1e} ({worst.at})", worst.value <= 1e-4)
-
-
-GoalCheck = Callable[[Sequence[Result]], Goal]

@@ -14,7 +14,7 @@ import numpy as np
 from bench.cpu.cases import Case, Workload
 from bench.cpu.peers import Peer, Prepared, Unsupported
 from relaxlite.codegen.llvm import compile_programs
-from relaxlite.ir.program import Allocate, Binary, Buffer, For, Literal, Seq, Stmt, Store, TensorProgram, loops
+from relaxlite.ir.program import Allocate, Binary, Buffer, For, Literal, Seq, Stmt, Store, TensorProgram
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.runtime import memory, threadpool
 from relaxlite.runtime.native import load_object
@@ -39,7 +39,11 @@ class Machine(Peer):
         target = Target.host()
         lanes = target.vector_lanes(4)
         self.lanes = lanes
-        programs = {"fma": fma(self.threads, lanes), "read": read(self.threads, lanes), "copy": copy(self.threads, lanes)}
+        programs = {
+            "fma": fma(self.threads, lanes),
+            "read": read(self.threads, lanes),
+            "copy": copy(self.threads, lanes),
+        }
         code = compile_programs(programs, target)
         self.library = load_object(code.object_code)
         self.kernels = {name: _callable(self.library.address(info.symbol)) for name, info in code.kernels.items()}
@@ -102,7 +106,9 @@ def fma(threads: int, lanes: int) -> TensorProgram:
         Seq(
             (
                 each(lambda c, v: Store(tile, (c, v), x[v])),
-                For(SymVar("step"), sym(steps), each(lambda c, v: Store(tile, (c, v), Binary("mul", x[v], x[v]), "add"))),
+                For(
+                    SymVar("step"), sym(steps), each(lambda c, v: Store(tile, (c, v), Binary("mul", x[v], x[v]), "add"))
+                ),
                 each(lambda c, v: Store(out, (thread, c, v), tile[c, v])),
             )
         ),
@@ -140,7 +146,6 @@ def copy(threads: int, lanes: int) -> TensorProgram:
     x, out = (Buffer.of(name, (threads, steps, PARTS, lanes), "float32") for name in ("x", "out"))
     thread, step, part, lane = SymVar("thread"), SymVar("step"), SymVar("part"), SymVar("lane")
     at: tuple[SymExpr, ...] = (thread, step, part, lane)
-    body = Store(out, at, x[at])
-    kinds = ("parallel", "serial", "unrolled", "vectorized")
-    around = zip((thread, step, part, lane), (threads, steps, PARTS, lanes), kinds, strict=True)
-    return TensorProgram((x, out), (steps,), _nest(*around, body=body))
+    body: Stmt = Store(out, at, x[at])
+    body = _nest((part, PARTS, "unrolled"), (lane, lanes, "vectorized"), body=body)
+    return TensorProgram((x, out), (steps,), _nest((thread, threads, "parallel"), (step, steps, "serial"), body=body))

@@ -14,14 +14,21 @@ from bench.cpu.cases import Case, Workload
 from bench.cpu.worker import PeerError, Worker
 
 TOLERANCE = 1e-4
-REFERENCES = ("onnxruntime", "relaxlite", "relaxlite-kernels")  # the first that has run a case is what others must equal
+REFERENCES = (
+    "onnxruntime",
+    "relaxlite",
+    "relaxlite-kernels",
+)  # the first that has run a case is what others must equal
 MOST_RUNS = 400  # of a turn
 
 
 @dataclass(slots=True)
 class Timing:
-    """Of one peer on one case. Seconds per run of the whole model; `error`: the largest difference of any output from the
-    reference's, against that output's largest magnitude; `problem`: why there is nothing."""
+    """Of one peer on one case, in seconds per run of the whole model.
+
+    error: the largest difference of any output from the reference's, against that output's largest magnitude.
+    problem: why there is nothing.
+    """
 
     median: float | None = None
     p10: float | None = None
@@ -50,7 +57,7 @@ class Result:
 
 @dataclass(slots=True)
 class Team:
-    """The workers, one for each peer and thread count, started at first use; `versions` and `absent` say who they are."""
+    """The workers, one for each peer and thread count, started at first use."""
 
     chosen: Sequence[str]
     versions: dict[str, str] = field(default_factory=dict)

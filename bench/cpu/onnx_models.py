@@ -96,7 +96,7 @@ def row_operator(name: str) -> Model:
     found = ROW_OPERATORS[name]
     rng = np.random.default_rng(0)
     weights = {w: rng.standard_normal(ROW_LENGTH, np.float32) for w in found.weights}
-    sizes = {"m": "m", "n": ROW_LENGTH}
+    sizes: dict[str, int | str] = {"m": "m", "n": ROW_LENGTH}
     return _model(
         list(found.nodes),
         {x: ("m", ROW_LENGTH) for x in found.inputs},

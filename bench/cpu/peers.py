@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,10 @@ class RelaxliteBf16(Relaxlite):
 
 
 class RelaxliteKernels(Relaxlite):
-    """The kernels of a call alone: recorded once, with their buffers and sizes, then called again and again."""
+    """The kernels of a call alone: recorded once, with their buffers and sizes, then called again and again.
+
+    Without the programs that compute sizes, whose results the recording holds.
+    """
 
     title = "relaxlite, kernels"
 
@@ -112,13 +116,17 @@ class RelaxliteKernels(Relaxlite):
 
         def call(buffers: bytes, symbols: int) -> int:
             kept = np.frombuffer(ctypes.string_at(symbols, 8 * count), np.int64) if count else _NO_SYMBOLS
-            tape.append((kernel, buffers, kept))
+            first = int.from_bytes(buffers[:8], sys.byteorder)
+            is_shape_program = 0 <= symbols - first < _HEAP_BYTES  # its buffer is the heap, which ends with the call
+            if not is_shape_program:
+                tape.append((kernel, buffers, kept))
             return kernel(buffers, symbols)
 
         return call
 
 
 _NO_SYMBOLS = np.zeros(1, np.int64)
+_HEAP_BYTES = 1 << 16  # more than the sizes of any model take
 
 
 class OnnxRuntime(Peer):
@@ -203,7 +211,8 @@ class Tvm(Peer):
 
         self.tvm = tvm
         module = from_onnx(onnx.load(workload.model), keep_params_in_input=False)
-        compiled = tvm.compile(module, target={"kind": "llvm", "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
+        target = tvm.target.Target({"kind": "llvm", "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
+        compiled = tvm.compile(module, target=target)
         self.vm = relax.VirtualMachine(compiled, tvm.cpu())
 
     def prepare(self, case: Case) -> Prepared:
@@ -224,7 +233,7 @@ class OpenBlas(Peer):
 
     def version(self) -> str:
         with contextlib.suppress(KeyError, TypeError):
-            blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload,index]
+            blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
             if "openblas" in blas["name"]:
                 return f"{blas['version']} in numpy {np.__version__}"
         raise Unsupported("NumPy is built with another BLAS")

@@ -62,6 +62,9 @@ class Report:
         for group in dict.fromkeys(result.group for result in self.results):
             rows = [result for result in self.results if result.group == group]
             yield f"## {group}\n\nMilliseconds (relaxlite's speed).\n\n" + group_table(rows)
+        problems = problem_lines(self.results)
+        if problems:
+            yield "## What did not run\n\n" + "\n".join(problems)
         if self.sweep:
             yield f"## {self.sweep_shapes} shapes never seen before\n\n" + sweep_table(self.sweep)
 
@@ -196,7 +199,9 @@ def _own_text(result: Result, timing: Timing | None) -> str:
     if timing is None or timing.median is None or timing.p10 is None or timing.p90 is None:
         problems = [result.peers[name].problem for name in result.peers if name.startswith("relaxlite")]
         return next((p for p in problems if p), "-")
-    spread = f"{_ms(timing.median, result.layers)} ({_ms(timing.p10, result.layers)} to {_ms(timing.p90, result.layers)})"
+    spread = (
+        f"{_ms(timing.median, result.layers)} ({_ms(timing.p10, result.layers)} to {_ms(timing.p90, result.layers)})"
+    )
     return spread + _disagreement(timing)
 
 
@@ -212,6 +217,19 @@ def _peer_text(result: Result, peer: str) -> str:
     return text + _disagreement(timing)
 
 
+def problem_lines(results: Iterable[Result]) -> list[str]:
+    """Each peer's reasons once, with where they were given."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for name, timing in result.peers.items():
+            if timing.problem is not None:
+                where.setdefault((name, timing.problem), []).append(f"{result.workload} {result.case}")
+    return [
+        f"- {name}: {why} ({cases[0]}{f' and {len(cases) - 1} more' if len(cases) > 1 else ''})"
+        for (name, why), cases in where.items()
+    ]
+
+
 def sweep_table(sweep: Mapping[str, SweepTiming]) -> str:
     """Seconds."""
     rows = []
@@ -222,7 +240,14 @@ def sweep_table(sweep: Mapping[str, SweepTiming]) -> str:
         later = min(t.load[1:], default=t.load[0])
         numbers = [t.load[0], later, min(t.runs), t.cold or 0.0, t.warm or 0.0]
         rows.append([name, *(f"{value:.2f}" for value in numbers)])
-    header = ["peer", "load, empty caches (s)", "load, later (s)", "all shapes once (s)", "total, first (s)", "total, later (s)"]
+    header = [
+        "peer",
+        "load, empty caches (s)",
+        "load, later (s)",
+        "all shapes once (s)",
+        "total, first (s)",
+        "total, later (s)",
+    ]
     return _table(header, rows)
 
 

@@ -1,6 +1,7 @@
 """PyTorch: eager, compiled, and the two libraries inside of it that multiply matrices (MKL and oneDNN).
 
-PyTorch does not read ONNX, so each form of workload is written here as a PyTorch user would, with the ONNX file's weights.
+PyTorch does not read ONNX, so each form of workload is written here as a PyTorch user would, over the weights of the
+ONNX file.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class Bert(torch.nn.Module):
 
 
 def _parameters(workload: Workload, weights: Tensors) -> dict[str, torch.Tensor]:
-    """By the names of the checkpoint. The exporter has transposed the matrices of linear layers, and left them without a
-    name of their own: the bias that is added to their product has it."""
+    """By the names of the checkpoint. The exporter has transposed the matrices of linear layers, and left them without
+    a name of their own: the bias that is added to their product has it."""
     graph = onnx.load(workload.model, load_external_data=False).graph
     found = {name: value for name, value in weights.items() if name.endswith((".weight", ".bias"))}
     reader = {name: node for node in graph.node for name in node.input}
@@ -162,7 +163,7 @@ class Mkl(Torch):
             return outputs
 
         def with_gelu() -> Any:
-            return [F.gelu(torch.addmm(b, x, w, out=y)) for w, b, y in layers]
+            return [F.gelu(torch.addmm(b, x, w, out=y)) for w, b, y in layers if b is not None]
 
         return Prepared(with_gelu if self.gelu else plain, _arrays)
 
@@ -199,4 +200,3 @@ def linear_layers(workload: Workload) -> tuple[bool, list[tuple[torch.Tensor, to
     weights = {name: torch.from_numpy(array.copy()) for name, array in weights_of(workload).items()}
     layers = [(weights[f"w{k}"], weights.get(f"b{k}")) for k in range(workload.layers)]
     return workload.form == "linear-gelu", layers
-

@@ -73,7 +73,7 @@ class Worker:
         return list(self._ask("prepare", case))
 
     def time(self, seconds: float, most: int) -> list[float]:
-        """Seconds of each of up to `most` runs in about `seconds`, at least LEAST_RUNS; one more before is not counted."""
+        """Seconds of each of up to `most` runs in about `seconds`, at least LEAST_RUNS; one more, before, warms up."""
         return list(self._ask("time", seconds, most))
 
     def once(self, case: Case) -> float:
@@ -139,7 +139,6 @@ def _serve(pipe: Connection, name: str, threads: int) -> None:
         except Exception as error:  # of any library; the parent reports it
             text = f"{type(error).__name__}: {error}"
             pipe.send(("failed", text if len(text) <= 300 else text[:300] + "..."))
-    os._exit(0)  # libraries whose threads do not end are of no interest any more
 
 
 def _received(pipe: Connection) -> Any:
