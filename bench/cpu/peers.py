@@ -7,10 +7,8 @@ installed, `Unsupported` from `open` or `prepare` that it has no form of this wo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from onnx import numpy_helper
 
 import relaxlite as rl
 from bench.cpu.cases import Case, Workload
-from relaxlite.runtime.vm import Kernel, VirtualMachine
+from relaxlite.runtime.replay import Recorder
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -86,47 +84,17 @@ class RelaxliteBf16(Relaxlite):
 
 
 class RelaxliteKernels(Relaxlite):
-    """The kernels of a call alone: recorded once, with their buffers and sizes, then called again and again.
-
-    Without the programs that compute sizes, whose results the recording holds.
-    """
+    """The kernels of a call alone: recorded once, with their buffers and sizes, then called again and again."""
 
     title = "relaxlite, kernels"
 
+    def open(self, workload: Workload) -> None:
+        super().open(workload)
+        self.recorder = Recorder(self.exe.data)
+
     def prepare(self, case: Case) -> Prepared:
-        plain = VirtualMachine(self.exe.data)
-        tape: list[tuple[Kernel, bytes, Any]] = []
-        vm = VirtualMachine(self.exe.data, kernels={n: self._recorder(n, k, tape) for n, k in plain.kernels.items()})
-        recording = rl.Executable(self.exe.data, threads=self.threads)
-        recording._vm = vm
-        inputs = case.arrays()
-        results = list(recording.run(inputs).values())
-        calls = [(kernel, buffers, symbols.ctypes.data) for kernel, buffers, symbols in tape]
-
-        def run() -> None:
-            for kernel, buffers, symbols in calls:
-                kernel(buffers, symbols)
-
-        keep = (plain, vm, tape, inputs, results)  # all that the addresses on the tape point to
-        return Prepared(run, lambda _: keep[-1])
-
-    def _recorder(self, name: str, kernel: Kernel, tape: list[tuple[Kernel, bytes, Any]]) -> Kernel:
-        count = self.exe.data.kernels[name].num_symbols
-        assert count is not None, name
-
-        def call(buffers: bytes, symbols: int) -> int:
-            kept = np.frombuffer(ctypes.string_at(symbols, 8 * count), np.int64) if count else _NO_SYMBOLS
-            first = int.from_bytes(buffers[:8], sys.byteorder)
-            is_shape_program = 0 <= symbols - first < _HEAP_BYTES  # its buffer is the heap, which ends with the call
-            if not is_shape_program:
-                tape.append((kernel, buffers, kept))
-            return kernel(buffers, symbols)
-
-        return call
-
-
-_NO_SYMBOLS = np.zeros(1, np.int64)
-_HEAP_BYTES = 1 << 16  # more than the sizes of any model take
+        replay = self.recorder.record(case.arrays())
+        return Prepared(replay.run, lambda _: replay.outputs)
 
 
 class OnnxRuntime(Peer):
