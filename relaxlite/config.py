@@ -57,6 +57,7 @@ _TABLE = (
     Knob("isolate_codegen", bool, False, "Run LLVM in child processes: where it aborts, the kernel is named."),
     Knob("verify_passes", bool, False, "Run the IR verifier after every compiler pass."),
     Knob("dump_dir", str, "", "Folder for the IR after every pass, as text; empty: no dumps."),
+    Knob("tuning", str, "", "File of schedules that `relaxlite tune` has chosen; empty: as the rules say."),
     Knob("poison_memory", bool, False, "Fill fresh arenas and tensors with 0xFF (NaN), to show reads of garbage."),
 )
 KNOBS: dict[str, Knob] = {knob.name: knob for knob in _TABLE}

@@ -40,7 +40,8 @@ LAYERS: dict[str, set[str]] = {
     "frontend": BASE | {"ir"},
     "codegen": BASE | {"ir", "runtime"},
     "driver": BASE | {"ir", "passes", "codegen", "runtime"},
-    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models"},
+    "tuner": BASE | {"ir", "passes", "runtime", "driver"},
+    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "tuner"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {
