@@ -81,8 +81,8 @@ def tune(
     """Choices for the programs of a module, by measuring them on inputs of the sizes that matter.
 
     samples: inputs by name, as `Executable.run` takes them, one mapping per size. precision: as `compile` takes it.
-    tuning: what is known already, which is extended and given back. Raises InvalidArgumentError without samples or for another machine's target, and what
-    compiling and running raise.
+    tuning: what is known already, which is extended and given back. Raises InvalidArgumentError without samples or for
+    another machine's target, and what compiling and running raise.
     """
     machine = Target.parse(target) if isinstance(target, str) else target
     if not samples:
