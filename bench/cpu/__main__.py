@@ -109,8 +109,8 @@ def _empty_caches(folder: Path) -> Iterator[None]:
     """Caches of relaxlite, inductor and others in new folders, for this block and the processes started in it."""
     changed = {
         "XDG_CACHE_HOME": folder,
+        "RELAXLITE_KERNEL_CACHE": folder / "relaxlite",
         "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
-        "RELAXLITE_CACHE": folder / "relaxlite",
     }
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update({name: str(path) for name, path in changed.items()})

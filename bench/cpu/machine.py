@@ -17,7 +17,7 @@ from relaxlite.codegen.llvm import compile_programs
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, Literal, Seq, Stmt, Store, TensorProgram
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.runtime import memory, threadpool
-from relaxlite.runtime.native import load_object
+from relaxlite.runtime.native import load_objects
 from relaxlite.target import Target
 
 CHAINS = 24  # independent accumulators: latency of a multiply-add times its throughput, with room
@@ -45,7 +45,7 @@ class Machine(Peer):
             "copy": copy(self.threads, lanes),
         }
         code = compile_programs(programs, target)
-        self.library = load_object(code.object_code)
+        self.library = load_objects(code.objects)
         self.kernels = {name: _callable(self.library.address(info.symbol)) for name, info in code.kernels.items()}
 
     def prepare(self, case: Case) -> Prepared:

@@ -49,7 +49,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 class PeerError(Exception):
-    """What a peer could not do, in its own words."""
+    """What a peer could not do, in its own words. `is_expected`: as it is not installed, or not made for it."""
+
+    def __init__(self, reason: str, *, is_expected: bool = False) -> None:
+        super().__init__(reason)
+        self.is_expected = is_expected
 
 
 class Worker:
@@ -108,7 +112,7 @@ class Worker:
             self._process.join(5)
             raise PeerError(f"its process died with exit code {self._process.exitcode}") from error
         if kind != "done":
-            raise PeerError(value)
+            raise PeerError(value, is_expected=kind == "unsupported")
         return value
 
 
@@ -135,7 +139,7 @@ def _serve(pipe: Connection, name: str, threads: int) -> None:
         verb, *arguments = message
         try:
             pipe.send(("done", getattr(server, verb)(*arguments)))
-        except (Unsupported, ImportError) as error:
+        except (Unsupported, ModuleNotFoundError) as error:
             pipe.send(("unsupported", str(error)))
         except Exception as error:  # of any library; the parent reports it
             text = f"{type(error).__name__}: {error}"

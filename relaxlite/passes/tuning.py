@@ -1,7 +1,7 @@
 """Schedules that measurements have chosen: a small database from programs to choices, kept as JSON.
 
     tuning = Tuning.load("model.tuning.json")
-    rl.compile(module, tuning=tuning)          # or tuning="model.tuning.json", or RELAXLITE_TUNING in the environment
+    rl.compile(module, tuning=tuning)          # or tuning="model.tuning.json", or the knob `tuning`
 
 A program is known by the hash of its structure before scheduling, without names, and by the target: the same matmul of
 another model finds its choice too. What is not in the database is scheduled as the rules say.
