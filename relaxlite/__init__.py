@@ -21,6 +21,8 @@ _HOME = {
     "from_onnx": "relaxlite.frontend.onnx",
     "compile": "relaxlite.driver",
     "load": "relaxlite.runtime.module",
+    "tune": "relaxlite.tuner",
+    "Tuning": "relaxlite.passes.tuning",
     "Executable": "relaxlite.runtime.module",
     "Target": "relaxlite.target",
     "IRModule": "relaxlite.ir.module",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from relaxlite.ir.verifier import verify
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime.executable import (
     ENTRY,
     ExecutableData,
@@ -45,15 +47,18 @@ def compile(
     context: PassContext | None = None,
     precision: str | None = None,
     threads: int | None = None,
+    tuning: str | os.PathLike[str] | Tuning | None = None,
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
 
     `precision="bf16"` rounds the operands of matrix products with constant weights to bfloat16 (8 significant bits) and
     sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
-    Raises InvalidArgumentError for a module without "main" or an unknown target, VerifyError for an illegal module,
-    PassError and CodegenError naming the pass or program that failed. `context` receives times and notes.
+    `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
+    names one for every compilation. `context` receives times and notes.
+    Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
+    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed.
     """
-    data = build(module, target, passes=passes, context=context, precision=precision)
+    data = build(module, target, passes=passes, context=context, precision=precision, tuning=tuning)
     return Executable(data, threads=threads)
 
 
@@ -64,6 +69,7 @@ def build(
     passes: Sequence[Pass] | None = None,
     context: PassContext | None = None,
     precision: str | None = None,
+    tuning: str | os.PathLike[str] | Tuning | None = None,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one."""
     machine = Target.parse(target) if isinstance(target, str) else target
@@ -72,6 +78,8 @@ def build(
     context = context or PassContext(machine)
     if precision is not None:
         context.precision = precision
+    if tuning is not None:
+        context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
     verify(module, "graph")
     lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
     start = time.perf_counter()

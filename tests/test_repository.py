@@ -41,7 +41,8 @@ LAYERS: dict[str, set[str]] = {
     "codegen": BASE | {"ir", "runtime"},
     "driver": BASE | {"ir", "passes", "codegen", "runtime"},
     "machine": BASE | {"ir", "runtime", "driver"},
-    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine"},
+    "tuner": BASE | {"ir", "passes", "runtime", "driver"},
+    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {

@@ -13,12 +13,17 @@ from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.module import IRModule
 from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import PASSES
+from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
 
 def make_context(args: argparse.Namespace) -> PassContext:
-    return PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", "float32"))
+    """Of the target, precision and tuning that the options name."""
+    context = PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", "float32"))
+    if getattr(args, "tuning", None):
+        context.tuning = Tuning.load(args.tuning)
+    return context
 
 
 def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:

@@ -25,7 +25,7 @@ def open_data(args: argparse.Namespace) -> ExecutableData:
         from relaxlite.cli.compiling import compile_model
 
         return compile_model(args)
-    check_not_compiled(args, dynamic_shape="--dynamic-shape", bound="--bound", target="--target")
+    check_not_compiled(args, dynamic_shape="--dynamic-shape", bound="--bound", target="--target", tuning="--tuning")
     return load(args.model)
 
 

@@ -148,6 +148,19 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     _add_import_options(parser)
 
 
+def _tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an ONNX file")
+    parser.add_argument(
+        "--shapes", action="append", type=_case, metavar="A=1x2;B=3", help="input shapes to be fast at; repeat"
+    )
+    _add_range(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="extended if it exists (default: the model's name with .tuning.json)"
+    )
+    _add_threads(parser)
+    _add_import_options(parser, tuning=False)
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", help="lines of text to draw and read (default: a few of our own)")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture of one line; repeat")
@@ -228,6 +241,16 @@ FLOPs count multiply-adds twice, divisions and roots 4 times, exp 20, tanh and e
   relaxlite profile model.rlx --shapes x=1x3x224x224 --trace trace.json      for https://ui.perfetto.dev""",
         _profile,
     ),
+    "tune": Command(
+        "search faster schedules for a model's kernels",
+        """\
+Each kernel's candidates are compiled, checked against the usual schedule and timed at the sizes that the model runs at;
+what is faster goes into a file, for this machine. Without --shapes, sizes are guessed from the bounds of the symbols.
+
+  relaxlite tune model.onnx --shapes "ids=1x16;mask=1x16" --shapes "ids=8x128;mask=8x128" -o model.tuning.json
+  relaxlite compile model.onnx --tuning model.tuning.json""",
+        _tune,
+    ),
     "demo": Command(
         "read lines of text of every width with one compiled model",
         """\
@@ -244,7 +267,7 @@ reads each line at its own width, then all of them as one batch.
 # Options that several commands share
 
 
-def _add_import_options(parser: argparse.ArgumentParser) -> None:
+def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True) -> None:
     group = parser.add_argument_group("how an ONNX model is compiled")
     group.add_argument(
         "--dynamic-shape",
@@ -260,6 +283,8 @@ def _add_import_options(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=PRECISIONS, default=PRECISIONS[0], help="bf16: round operands of large products (faster)"
     )
     _add_target(group)
+    if tuning:
+        group.add_argument("--tuning", metavar="FILE", help="schedules that `relaxlite tune` has chosen")
 
 
 def _add_target(parser: argparse._ActionsContainer) -> None:

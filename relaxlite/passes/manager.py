@@ -14,21 +14,27 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.cost import Cost
+from relaxlite.passes.tuning import Tuning
 from relaxlite.target import Target
 
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`, `precision`) and what they leave behind: `timings` in seconds, `notes` on
-    decisions, `costs` of programs by name."""
+    """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds, `notes`
+    on decisions, `costs` of programs by name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
+    tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     timings: list[tuple[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
+
+
+def _tuning(path: str) -> Tuning:
+    return Tuning.load(path) if path else Tuning()
 
 
 def _path(value: object) -> Path | None:

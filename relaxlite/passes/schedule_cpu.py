@@ -56,6 +56,7 @@ from relaxlite.passes.schedule import (
     when_positive,
     with_variant,
 )
+from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
 from relaxlite.passes.schedule_reduction import Block, panel_width, panel_widths, reduction_block, tiled
@@ -69,14 +70,15 @@ PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguo
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
-    return map_programs(module, lambda p: schedule_program(p, context.target))
+    target, tuning = context.target, context.tuning
+    return map_programs(module, lambda p: schedule_program(p, target, tuning.choice(p, target)))
 
 
-def schedule_program(program: TensorProgram, target: Target) -> TensorProgram:
+def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
-    rules = _Rules(program, target, {}, {})
+    rules = _Rules(program, target, choice, {}, {})
     body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
@@ -89,6 +91,7 @@ def schedule_program(program: TensorProgram, target: Target) -> TensorProgram:
 class _Rules:
     program: TensorProgram
     target: Target
+    choice: ScheduleChoice
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
 
@@ -99,6 +102,10 @@ class _Rules:
         ]
         widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
         return max(1, self.target.vector_bits // 8 // widest)
+
+    @property
+    def partial_sums(self) -> int:
+        return self.choice.partial_sums or PARTIAL_SUMS
 
     def stage(self, stage: Stmt) -> Stmt:
         clamps = clamped_loops(stage)
@@ -167,7 +174,7 @@ class _Rules:
         if _combines_into_one(loop) and self._contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
-            return split_reduction(loop, lanes, PARTIAL_SUMS, identity(store.combine, store.buffer.dtype))
+            return split_reduction(loop, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
         if not _is_independent(loop) or not self._contiguous(loop):
             return loop
         main, inner, start, count = split(loop, lanes)
@@ -196,11 +203,11 @@ class _Rules:
         if column is not None:
             dots = dot_products(block, column, self.target) if packs else None
             if packs:
-                self.panels.update(panel_widths(block, column, lanes, registers))
+                self.panels.update(panel_widths(block, column, lanes, registers, self.choice))
             if dots is not None:
-                self.panels[dots.operand] = panel_width(block, column, lanes, registers)
+                self.panels[dots.operand] = panel_width(block, column, lanes, registers, self.choice)
                 self.groups[dots.operand] = dots.group
-            return tiled(block, column, lanes, registers, None if dots is None else dots.body)
+            return tiled(block, column, lanes, registers, None if dots is None else dots.body, self.choice)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         return parallel_nest(block.spatial, body)
 
@@ -221,7 +228,7 @@ class _Rules:
                 store = stmt.body
                 if store.combine is None or not self._contiguous(stmt):
                     return stmt
-                return split_reduction(stmt, lanes, PARTIAL_SUMS, identity(store.combine, store.buffer.dtype))
+                return split_reduction(stmt, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
             return replace(stmt, body=rewrite(stmt.body))
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))

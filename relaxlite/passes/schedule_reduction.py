@@ -22,18 +22,27 @@ from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.register_tile import Tile, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import fuse
+from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
 ENOUGH_PARALLEL = 8  # row blocks that are worth sharing out on their own
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
-def tiled(block: Block, column: For, lanes: int, registers: int = 32, body: Allocate | None = None) -> Stmt:
+def tiled(
+    block: Block,
+    column: For,
+    lanes: int,
+    registers: int = 32,
+    body: Allocate | None = None,
+    choice: ScheduleChoice = DEFAULT,
+) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more."""
     row = block.row_loop(column)
-    vectors = _vectors(row, column, lanes, registers)
-    tile = Tile(body or block.body, row, column, lanes, 1 if row is None else _rows(row, vectors, registers))
+    vectors = _vectors(row, column, lanes, registers, choice)
+    rows = 1 if row is None else _rows(row, vectors, registers, choice)
+    tile = Tile(body or block.body, row, column, lanes, rows)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -44,20 +53,23 @@ def tiled(block: Block, column: For, lanes: int, registers: int = 32, body: Allo
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     many_rows = row is not None and (as_int(row.extent) or 0) // tile.most_rows >= ENOUGH_PARALLEL
-    return grid([*others, down, across] if many_rows else [*others, across, down], tiles)
+    rows_outside = choice.outer == "rows" if choice.outer else many_rows
+    return grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
 
 
-def panel_width(block: Block, column: For, lanes: int, registers: int = 32) -> int:
+def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
     """How many columns a tile has."""
-    return _vectors(block.row_loop(column), column, lanes, registers) * lanes
+    return _vectors(block.row_loop(column), column, lanes, registers, choice) * lanes
 
 
-def panel_widths(block: Block, column: For, lanes: int, registers: int = 32) -> dict[Buffer, int]:
+def panel_widths(
+    block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
+) -> dict[Buffer, int]:
     """Operands that a tile streams through by rows of `width` columns, `width` being the tile's: weights of a matmul.
 
     Packed into panels of that width (pack_constants.py) they are read from one end to the other.
     """
-    width = panel_width(block, column, lanes, registers)
+    width = panel_width(block, column, lanes, registers, choice)
     if (as_int(column.extent) or 0) <= width:
         return {}
     found: dict[Buffer, int] = {}
@@ -73,18 +85,19 @@ def _accumulators(registers: int) -> int:
     return registers * 3 // 4
 
 
-def _vectors(row: For | None, column: For, lanes: int, registers: int) -> int:
+def _vectors(row: For | None, column: For, lanes: int, registers: int, choice: ScheduleChoice) -> int:
     """How many vectors wide a tile is: few beside rows that are many and known (channels), else as many as leave
     accumulators for six rows."""
     most = max(1, _accumulators(registers) // 6)
     width = as_int(column.extent)
-    if width is None:
+    if width is None and choice.vectors is None:
         return min(most, 2) if row is not None and row.extent.is_const else most
-    return max(1, min(most, -(-width // lanes)))
+    most = choice.vectors or most
+    return most if width is None else max(1, min(most, -(-width // lanes)))
 
 
-def _rows(row: For, vectors: int, registers: int) -> int:
-    most = max(1, min(MOST_ROWS, _accumulators(registers) // vectors))
+def _rows(row: For, vectors: int, registers: int, choice: ScheduleChoice) -> int:
+    most = choice.rows or max(1, min(MOST_ROWS, _accumulators(registers) // vectors))
     extent = as_int(row.extent)
     return most if extent is None else min(most, max(extent, 1))
 

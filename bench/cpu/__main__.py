@@ -1,0 +1,128 @@
+"""python -m bench.cpu: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+import bench.cpu
+from bench.cpu import report as reports
+from bench.cpu.cases import GROUPS, MODEL_PEERS, Options, Workload, minilm_case, sweep_cases
+from bench.cpu.measure import Team, measure, sweep
+from bench.cpu.worker import PEERS
+from relaxlite import models
+from relaxlite.errors import FetchError
+from relaxlite.runtime import threadpool
+
+SWEEP_SHAPES = 64
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu", description=bench.cpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", type=_names([*GROUPS, "sweep"]), metavar="GROUP,...", help=", ".join([*GROUPS, "sweep"])
+    )
+    parser.add_argument("--peers", type=_names(list(PEERS)), metavar="PEER,...", help=", ".join(PEERS))
+    parser.add_argument("--match", default="", metavar="TEXT", help="only models whose name contains this")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of every peer (default 5; 2 when quick)")
+    parser.add_argument("--turn", type=float, metavar="SECONDS", help="of one turn (default 0.3; 0.1 for kernels)")
+    parser.add_argument("--threads", type=int, default=min(2, threadpool.usable_cores()), help="default 2")
+    parser.add_argument("--quick", action="store_true", help="one or two sizes of each group, short turns")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for cpu.json and others"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="where to write the tables instead of DIR/cpu.md")
+    return parser.parse_args(argv)
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse_names(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
+        return names
+
+    return parse_names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    rounds = args.rounds or (2 if args.quick else 5)
+    chosen = args.peers or list(PEERS)
+    groups = args.only or [*GROUPS, "sweep"]
+    settings = {"threads": args.threads, "rounds": rounds, "quick": args.quick, "groups": " ".join(groups)}
+    with tempfile.TemporaryDirectory(prefix="bench-cpu-") as folder, Team(chosen) as team, tqdm(unit="case") as bar:
+        options = Options(args.threads, args.quick, Path(folder))
+        report = reports.Report(settings, team.versions, team.absent)
+        for group in groups:
+            try:
+                for workload in _workloads(group, options, args.match):
+                    turn = args.turn or (0.02 if args.quick else 0.1 if workload.is_kernel else 0.3)
+                    report.results += measure(workload, team, rounds=rounds, turn_seconds=turn, bar=bar)
+                    _show(report.results[-len(workload.cases) :])
+                if group == "sweep":
+                    _sweep(report, options, chosen, team, rounds, bar)
+            except FetchError as error:
+                report.skipped[group] = str(error).splitlines()[0]
+        files = reports.write(report, args.output, args.markdown)
+    print("\n" + report.markdown())
+    print("written:", ", ".join(map(str, files)), file=sys.stderr)
+    return 0
+
+
+def _workloads(group: str, options: Options, match: str) -> Iterator[Workload]:
+    for workload in GROUPS[group](options) if group in GROUPS else ():
+        if match in workload.name:
+            yield workload
+
+
+def _show(results: Sequence[reports.Result]) -> None:
+    tqdm.write(reports.group_table(results), file=sys.stderr)
+
+
+def _sweep(
+    report: reports.Report, options: Options, chosen: Sequence[str], team: Team, rounds: int, bar: tqdm[None]
+) -> None:
+    """Every peer finds its caches empty in the first round, whatever was measured before."""
+    path = models.fetch("minilm-l6-onnx", progress=False)
+    cases = sweep_cases(4 if options.quick else SWEEP_SHAPES)
+    workload = Workload("sweep", "minilm-l6", path, (minilm_case(1, 16),), MODEL_PEERS, options.threads, "bert")
+    names = [name for name in MODEL_PEERS if name in chosen and team.worker(name, options.threads) is not None]
+    bar.set_postfix_str(f"{len(cases)} new shapes")
+    with _empty_caches(options.folder / "caches"):
+        report.sweep = sweep(workload, cases, names, rounds=min(rounds, 3), bar=bar)
+    report.sweep_shapes = len(cases)
+
+
+@contextmanager
+def _empty_caches(folder: Path) -> Iterator[None]:
+    """Caches of relaxlite, inductor and others in new folders, for this block and the processes started in it."""
+    changed = {
+        "XDG_CACHE_HOME": folder,
+        "RELAXLITE_KERNEL_CACHE": folder / "relaxlite",
+        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update({name: str(path) for name, path in changed.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""relaxlite tune: search schedules for a model's kernels by measuring them, and keep what is faster in a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from relaxlite.cli.compiling import import_model, make_context
+from relaxlite.cli.inputs import make_inputs
+from relaxlite.cli.opening import is_compiled
+from relaxlite.driver import signature_of
+from relaxlite.errors import ExecutionError, InvalidArgumentError, RelaxliteError
+from relaxlite.ir.expr import Function
+from relaxlite.ir.module import IRModule
+from relaxlite.passes.tuning import Tuning
+from relaxlite.runtime import threadpool
+from relaxlite.runtime.executable import ENTRY
+from relaxlite.tuner import sample_shapes, tune
+
+
+def execute(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    if is_compiled(args.model):
+        raise InvalidArgumentError(f"{args.model!r} is compiled already; schedules are chosen for an ONNX file")
+    output = Path(args.output or Path(args.model).with_suffix(".tuning.json").name)
+    if not output.parent.is_dir():
+        raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}")
+    known = Tuning.load(output) if output.exists() else Tuning()
+    if args.threads is not None:
+        threadpool.set_num_threads(args.threads)
+    context = make_context(args)
+    module = import_model(args, context)
+    tuning = _tuned(args, module, context.target, known)
+    tuning.save(output)
+    _show(tuning, str(context.target))
+    print(f"{output}: tuned in {time.perf_counter() - start:.0f} s; give it to `relaxlite compile --tuning`")
+
+
+def _tuned(args: argparse.Namespace, module: IRModule, target: object, known: Tuning) -> Tuning:
+    main = module[ENTRY]
+    assert isinstance(main, Function)
+    shapes = [shapes for _, shapes in args.shapes] if args.shapes else sample_shapes(module)
+    specs = signature_of(main).inputs
+    samples = [make_inputs(specs, files={}, shapes=s, ranges=args.range, seed=0) for s in shapes]
+    try:
+        return tune(module, samples, target, precision=args.precision, tuning=known)  # type: ignore[arg-type]
+    except ExecutionError as error:
+        if args.shapes:
+            raise
+        sizes = "; ".join(f"{name}={'x'.join(map(str, shape))}" for s in shapes for name, shape in s.items())
+        raise RelaxliteError(
+            f"the model does not run at sizes guessed from its bounds ({sizes}): {error}; give --shapes"
+        ) from error
+
+
+def _show(tuning: Tuning, target: str) -> None:
+    entries = sorted(tuning.targets.get(target, {}).values(), key=lambda e: e.seconds - e.default_seconds)
+    if not entries:
+        print("the rules' own schedules are as fast as any that was tried", file=sys.stderr)
+        return
+    width = max(len(entry.program) for entry in entries)
+    print(f"{'program':<{width}}  {'rules us':>12}  {'tuned us':>12}  {'speed':>6}  schedule")
+    for entry in entries:
+        times = f"{entry.default_seconds * 1e6:>12.1f}  {entry.seconds * 1e6:>12.1f}"
+        print(f"{entry.program:<{width}}  {times}  {entry.speedup:>5.2f}x  {entry.choice}")

@@ -1,0 +1,80 @@
+"""What the rules of scheduling would choose themselves, as data: so that it can be searched, stored and read back.
+
+A field is None where the rule decides. To make another number of a rule tunable: add a field and an axis of
+alternatives here, and let the rule ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Literal
+
+from relaxlite.errors import InvalidArgumentError
+
+Outer = Literal["rows", "columns"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleChoice:
+    """How one program is scheduled; applies to every reduction in it."""
+
+    rows: int | None = None  # of a register tile, at most
+    vectors: int | None = None  # of a register tile, side by side; also the width of packed panels
+    outer: Outer | None = None  # which loop over tiles is outside of the other, and shared out among threads
+    partial_sums: int | None = None  # vectors of partial results of a reduction along its contiguous loop
+
+    def as_dict(self) -> dict[str, int | str]:
+        """The fields that are set."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def updated(self, other: ScheduleChoice) -> ScheduleChoice:
+        """With the fields that the other one sets."""
+        return replace(self, **other.as_dict())  # type: ignore[arg-type]
+
+    @staticmethod
+    def from_dict(values: Mapping[str, object]) -> ScheduleChoice:
+        """Raises InvalidArgumentError for a field or value that this version does not know."""
+        for name, value in values.items():
+            if name not in _KNOWN or not _is_valid(name, value):
+                raise InvalidArgumentError(f"a schedule has no {name}={value!r}; there are {_known_text()}")
+        return ScheduleChoice(**values)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.as_dict().items()) or "as the rules say"
+
+
+_LARGEST = 64
+_KNOWN: dict[str, tuple[str, ...]] = {"rows": (), "vectors": (), "outer": ("rows", "columns"), "partial_sums": ()}
+
+DEFAULT = ScheduleChoice()
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if _KNOWN[name]:
+        return value in _KNOWN[name]
+    return type(value) is int and 1 <= value <= _LARGEST
+
+
+def _known_text() -> str:
+    texts = [f"{name} ({' or '.join(values) or f'1 to {_LARGEST}'})" for name, values in _KNOWN.items()]
+    return ", ".join(texts)
+
+
+def axes(registers: int) -> tuple[tuple[ScheduleChoice, ...], ...]:
+    """What is worth trying on a processor with so many vector registers, whatever the program.
+
+    An axis is a list of alternatives that do not depend much on the other axes, so that one axis is searched after the
+    other. A rule that does not ask for a field makes the same schedule of all its values: equal schedules are dropped.
+    """
+    tiles = tuple(
+        ScheduleChoice(rows=rows, vectors=vectors)
+        for vectors, rows in product((1, 2, 3, 4, 6), (1, 2, 3, 4, 5, 6, 8, 12, 14))
+        if rows * vectors >= 4 and rows * vectors + vectors + 1 <= registers  # sums, a row of operands, a broadcast
+    )
+    return (
+        tiles,
+        (ScheduleChoice(outer="rows"), ScheduleChoice(outer="columns")),
+        tuple(ScheduleChoice(partial_sums=count) for count in (1, 2, 8)),
+    )

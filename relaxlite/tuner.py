@@ -1,0 +1,342 @@
+"""Searching schedules by measuring them: what `relaxlite tune` does.
+
+    tuning = tune(module, [{"ids": ids_of_16}, {"ids": ids_of_128}])
+    tuning.save("model.tuning.json")
+    exe = rl.compile(module, tuning=tuning)
+
+1. The model is compiled as the rules say and run on every sample; that tells which programs run, at which sizes, how
+   often, and how long they take.
+2. Each program that takes a share worth having becomes a model of its own, whose constants are random. Choices that
+   change its schedule (passes/schedule_choice.py) are compiled, and dropped when their results are not the same.
+3. Those that are left run in turn at the sampled sizes; the slower half leaves after each round. What beats the rules
+   by more than noise is kept. One axis of choices is searched after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from relaxlite import dtypes
+from relaxlite.driver import build, signature_of
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.equality import structural_hash
+from relaxlite.ir.expr import Attrs, Call, Constant, Expr, Function, GlobalVar, Let, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import Buffer, TensorProgram
+from relaxlite.ir.symbolic import SymVar, evaluate
+from relaxlite.ir.types import TensorType, TupleType, type_symbols
+from relaxlite.ir.visitor import bodies
+from relaxlite.passes.manager import Pass, PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice, axes
+from relaxlite.passes.schedule_cpu import schedule_program
+from relaxlite.passes.tuning import TunedProgram, Tuning, program_key
+from relaxlite.runtime import threadpool
+from relaxlite.runtime.executable import ENTRY
+from relaxlite.runtime.replay import Recorder, Replay
+from relaxlite.target import Target
+
+MIN_SHARE = 0.01  # of a model's time: programs below it are not worth a search
+MIN_GAIN = 1.03  # what is gained less is noise
+ROUNDS = 4
+UNBOUNDED = 64  # the largest size that is guessed for a symbol without an upper bound
+TURN_SECONDS = 0.01  # of one choice at one size
+LEAST_RUNS, MOST_RUNS = 3, 200
+LOW_PERCENTILE = 20.0  # on a machine that others use too, the fast runs say what a kernel takes
+TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2}  # of a result's largest magnitude; sums may be added in another order
+USUAL_TOLERANCE = 1e-4
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(slots=True)
+class Task:
+    """A program to tune. `sizes`: values of its symbols, and how many calls have them in all samples together."""
+
+    name: str
+    program: TensorProgram
+    constants: frozenset[int]  # inputs that are constants wherever it is called
+    sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    seconds: float = 0.0  # in all samples together
+
+
+def tune(
+    module: IRModule,
+    samples: Sequence[Mapping[str, Any]],
+    target: str | Target = "llvm",
+    *,
+    precision: str = "float32",
+    tuning: Tuning | None = None,
+    threads: int | None = None,
+    progress: bool = True,
+) -> Tuning:
+    """Choices for the programs of a module, by measuring them on inputs of the sizes that matter.
+
+    samples: inputs by name, as `Executable.run` takes them, one mapping per size. precision: as `compile` takes it.
+    tuning: what is known already, which is extended and given back. Raises InvalidArgumentError without samples or for
+    another machine's target, and what compiling and running raise.
+    """
+    machine = Target.parse(target) if isinstance(target, str) else target
+    if not samples:
+        raise InvalidArgumentError("tuning needs at least one sample of inputs")
+    if machine != Target.host():
+        raise InvalidArgumentError(f"tuning runs what it compiles, so the target must be this machine, not {machine}")
+    if threads is not None:
+        threadpool.set_num_threads(threads)
+    found = Tuning() if tuning is None else tuning
+    tasks = find_tasks(module, samples, machine, precision)
+    with tqdm(tasks, desc="tune", unit="program", disable=not progress) as bar:
+        for task in bar:
+            bar.set_postfix_str(task.name)
+            entry = search(task, machine)
+            if entry is None:
+                found.remove(task.program, machine)  # an older choice is no better than the rules any more
+            else:
+                found.add(task.program, machine, entry)
+    return found
+
+
+# What there is to tune
+
+
+def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes of a model's inputs, by name, at sizes that its symbols' bounds suggest: smallest, middle and largest."""
+    main = module[ENTRY]
+    assert isinstance(main, Function)
+    types = [p.ty for p in main.params if isinstance(p.ty, TensorType) and p.ty.shape is not None]
+    symbols = list(dict.fromkeys(s for ty in types for s in type_symbols(ty)))
+    names = [spec.name for spec in signature_of(main).inputs]
+    found: list[dict[str, tuple[int, ...]]] = []
+    for part in (0.0, 0.5, 1.0):
+        values = {symbol: _between(symbol, part) for symbol in symbols}
+        shapes = {
+            name: tuple(evaluate(dim, values) for dim in p.ty.shape)
+            for name, p in zip(names, main.params, strict=True)
+            if isinstance(p.ty, TensorType) and p.ty.shape is not None
+        }
+        if shapes not in found:
+            found.append(shapes)
+    return found
+
+
+def _between(symbol: SymVar, part: float) -> int:
+    """A legal value, by geometric interpolation between the bounds; what has no upper bound goes up to UNBOUNDED."""
+    low = max(symbol.lower or 0, 1)
+    high = max(UNBOUNDED, low) if symbol.upper is None else max(symbol.upper, 1)
+    value = round(low ** (1 - part) * high**part)
+    step = symbol.divisor
+    return min(max(-(-low // step), round(value / step)), max(high // step, 1)) * step
+
+
+def find_tasks(
+    module: IRModule, samples: Sequence[Mapping[str, Any]], target: Target, precision: str = "float32"
+) -> list[Task]:
+    """The programs that take a share of the samples' time worth having, longest first."""
+    unscheduled = run_passes(module, _passes_before_schedule(), PassContext(target, precision))
+    programs, constants = unscheduled.programs(), _constant_inputs(unscheduled)
+    recorder = Recorder(build(module, target, precision=precision, tuning=Tuning()))
+    tasks: dict[str, Task] = {}
+    total = 0.0
+    for sample in samples:
+        replay = recorder.record(sample)
+        times = np.min([replay.seconds() for _ in range(LEAST_RUNS)], axis=0) if replay.calls else ()
+        for call, seconds in zip(replay.calls, times, strict=True):
+            total += seconds
+            program = programs.get(call.kernel)
+            if program is None or len(call.symbols) != len(program.symbols) or min(call.symbols, default=1) < 0:
+                continue
+            key = program_key(program)
+            task = tasks.setdefault(key, Task(call.kernel, program, constants.get(call.kernel, frozenset())))
+            task.sizes[call.symbols] += 1
+            task.seconds += seconds
+    worth = [task for task in tasks.values() if task.seconds >= MIN_SHARE * total]
+    return sorted(worth, key=lambda task: -task.seconds)
+
+
+def _passes_before_schedule() -> list[Pass]:
+    return _split_pipeline()[0]
+
+
+def _split_pipeline() -> tuple[list[Pass], list[Pass]]:
+    """The passes before the one that schedules, and the others."""
+    steps = list(default_pipeline())
+    at = next(k for k, step in enumerate(steps) if step.name == "schedule")
+    return steps[:at], steps[at:]
+
+
+def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
+    """By program: the inputs for which every call passes a constant."""
+    found: dict[str, frozenset[int]] = {}
+    for function in module.functions().values():
+        for body in bodies(function):
+            for binding in body.bindings():
+                value = binding.value if isinstance(binding, Let) else None
+                if isinstance(value, Call) and isinstance(value.callee, GlobalVar):
+                    name = value.callee.name
+                    here = frozenset(k for k, arg in enumerate(value.args) if isinstance(arg, Constant))
+                    found[name] = found.get(name, here) & here
+    return found
+
+
+# Measuring one program
+
+
+def search(task: Task, target: Target) -> TunedProgram | None:
+    """The best choice for a program; None when nothing beats the rules. One axis of choices after the other."""
+    bench = _Bench(task, target)
+    rules = bench.contender(DEFAULT)
+    assert rules is not None  # the first is never refused
+    best = rules
+    for axis in axes(target.num_vector_registers):
+        rivals = [found for choice in axis if (found := bench.contender(best.choice.updated(choice))) is not None]
+        if not rivals:
+            continue
+        winner = bench.tournament([rules, *([] if best is rules else [best]), *rivals])
+        if winner.total * MIN_GAIN <= best.total:
+            best = winner
+    if best is rules:
+        return None
+    sizes = tuple(task.sizes)
+    return TunedProgram(task.name, best.choice, best.total, rules.total, threadpool.num_threads(), sizes)
+
+
+@dataclass(slots=True)
+class _Contender:
+    choice: ScheduleChoice
+    replays: list[Replay]  # one per size
+    calls: list[int]  # that the samples make, at each size
+    times: list[list[float]] = field(default_factory=list)  # seconds per call, at each size
+    total: float = math.inf  # seconds of all the samples' calls
+
+    def measure(self) -> None:
+        """Some runs at each size, after one that warms up."""
+        for replay, times in zip(self.replays, self.times, strict=True):
+            replay.run()
+            spent, runs = 0.0, 0
+            while runs < LEAST_RUNS or (spent < TURN_SECONDS and runs < MOST_RUNS):
+                seconds = sum(replay.seconds())
+                times.append(seconds)
+                spent, runs = spent + seconds, runs + 1
+        low = [float(np.percentile(times, LOW_PERCENTILE)) for times in self.times]
+        self.total = sum(count * seconds for count, seconds in zip(self.calls, low, strict=True))
+
+
+class _Bench:
+    """Makes and compares contenders for one program."""
+
+    def __init__(self, task: Task, target: Target) -> None:
+        self._task, self._target = task, target
+        self._module, self._passes = lone_module(task), _split_pipeline()[1]
+        self._inputs = [_random_inputs(task, size) for size in task.sizes]
+        self._expected: list[list[np.ndarray]] | None = None  # what the rules' schedule gives
+        self._seen: set[str] = set()  # schedules
+
+    def contender(self, choice: ScheduleChoice) -> _Contender | None:
+        """None when its schedule has been seen before, cannot be compiled, or gives other results than the first."""
+        schedule = structural_hash(schedule_program(self._task.program, self._target, choice))
+        if schedule in self._seen:
+            return None
+        self._seen.add(schedule)
+        try:
+            context = _with(self._task, self._target, choice)
+            recorder = Recorder(build(self._module, self._target, passes=self._passes, context=context))
+            replays = [recorder.record(arrays) for arrays in self._inputs]
+        except RelaxliteError:
+            if self._expected is None:
+                raise
+            return None
+        outputs = [replay.outputs for replay in replays]
+        if self._expected is None:
+            self._expected = outputs
+        elif not all(map(_same, outputs, self._expected)):
+            return None
+        return _Contender(choice, replays, list(self._task.sizes.values()))
+
+    def tournament(self, contenders: Sequence[_Contender]) -> _Contender:
+        """The fastest of several rounds, of which the slower half leaves after each; the first stays for comparison."""
+        for contender in contenders:
+            contender.times = [[] for _ in contender.replays]
+        left = list(contenders)
+        for _ in range(ROUNDS):
+            for contender in left:
+                contender.measure()
+            first, *others = left
+            others.sort(key=lambda c: c.total)
+            left = [first, *others[: max(2, len(others) // 2)]]
+        return min(left, key=lambda c: c.total)
+
+
+def _with(task: Task, target: Target, choice: ScheduleChoice) -> PassContext:
+    tuning = Tuning()
+    tuning.add(task.program, target, TunedProgram(task.name, choice, 1.0, 1.0, 1, ()))
+    return PassContext(target, tuning=tuning)
+
+
+def lone_module(task: Task) -> IRModule:
+    """A model that only calls the program. Its symbols are the lengths of inputs of their own, so that sizes which no
+    other input has can be given too."""
+    program, builder = task.program, BlockBuilder()
+    callee = builder.define(task.name if task.name != ENTRY else f"{ENTRY}_program", program)
+    params = [Var(_size_name(k), TensorType((symbol,), "bool")) for k, symbol in enumerate(program.symbols)]
+    args: list[Expr] = []
+    for k, buffer in enumerate(program.inputs):
+        if k in task.constants:
+            args.append(Constant.of(_random(buffer, {}, k), buffer.dtype))
+        else:
+            params.append(Var(_input_name(k), TensorType(buffer.shape, buffer.dtype)))
+            args.append(params[-1])
+    types = tuple(TensorType(buffer.shape, buffer.dtype) for buffer in program.outputs)
+    result = types[0] if len(types) == 1 else TupleType(types)
+    with builder.function_of(ENTRY, tuple(params)):
+        builder.result(builder.emit(Call(callee, tuple(args), Attrs(), program.symbols, result)))
+    return builder.module()
+
+
+def _size_name(k: int) -> str:
+    return f"size_{k}"
+
+
+def _input_name(k: int) -> str:
+    return f"input_{k}"
+
+
+def _random_inputs(task: Task, size: tuple[int, ...]) -> dict[str, np.ndarray]:
+    values = dict(zip(task.program.symbols, size, strict=True))
+    lengths = {_size_name(k): np.zeros(length, np.bool_) for k, length in enumerate(size)}
+    inputs = enumerate(task.program.inputs)
+    return lengths | {_input_name(k): _random(b, values, k) for k, b in inputs if k not in task.constants}
+
+
+def _random(buffer: Buffer, values: Mapping[SymVar, int], seed: int) -> np.ndarray:
+    """Integers are zeros, which are legal indices of anything."""
+    shape = tuple(evaluate(dim, values) for dim in buffer.shape)
+    rng = np.random.default_rng(seed)
+    dtype = dtypes.to_numpy(buffer.dtype)
+    if dtypes.is_float(buffer.dtype):
+        return np.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+    return np.asarray(rng.integers(0, 2, shape)).astype(dtype) if buffer.dtype == "bool" else np.zeros(shape, dtype)
+
+
+def _same(outputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
+    return all(_agree(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def _agree(output: np.ndarray, expected: np.ndarray) -> bool:
+    """Not finite: in the same places. Integers: equal."""
+    name = dtypes.from_numpy(output.dtype) or ""
+    if not dtypes.is_float(name):
+        return bool(np.array_equal(output, expected))
+    a, b = output.astype(np.float64), expected.astype(np.float64)
+    finite = np.isfinite(b)
+    if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return False
+    scale = np.abs(b[finite]).max(initial=1e-30)
+    return bool(np.abs(a[finite] - b[finite]).max(initial=0.0) <= TOLERANCE.get(name, USUAL_TOLERANCE) * scale)
