@@ -66,7 +66,7 @@ class ModelImporter:
     def __init__(self, loaded: LoadedModel) -> None:
         self.proto = loaded.proto
         self.name = loaded.name
-        self.reader = TensorReader(loaded.path)
+        self.reader = TensorReader(loaded.path, loaded.content)
         self.opsets = opset_versions(self.proto.opset_import)
         self.choices = Choices()
         self.functions = {function_key(f): f for f in self.proto.functions}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.onnx.large_tensors import LEAST_FILE, without_large_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,7 @@ class LoadedModel:
     proto: onnx.ModelProto
     path: Path | None  # where external data is looked for; None for a model in memory
     name: str  # for messages
+    content: mmap.mmap | None = None  # of the file, where large tensors only name their places in it
 
 
 def load_model(model: str | Path | bytes | onnx.ModelProto) -> LoadedModel:
@@ -27,16 +30,25 @@ def load_model(model: str | Path | bytes | onnx.ModelProto) -> LoadedModel:
     if not isinstance(model, str | Path):
         raise InvalidArgumentError(f"from_onnx takes a path, bytes or an onnx.ModelProto, not {type(model).__name__}")
     path = Path(model)
-    return _with_graph(LoadedModel(_parse(_read(path), f"'{path}'"), path, f"'{path}'"))
+    data, content = _read(path)
+    return _with_graph(LoadedModel(_parse(data, f"'{path}'"), path, f"'{path}'", content))
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> tuple[bytes, mmap.mmap | None]:
+    """What is to be parsed, and the file's content where that is without its large tensors."""
     if path.is_dir():
         raise ImportModelError(f"'{path}' is a folder; give the path of the .onnx file in it")
     if not path.exists():
         raise ImportModelError(f"there is no file '{path}'")
     try:
-        return path.read_bytes()
+        if path.stat().st_size < LEAST_FILE:
+            return path.read_bytes(), None
+        with path.open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            return without_large_tensors(content), content
+        except ValueError:  # parsing says what is wrong
+            return content[:], None
     except OSError as error:
         raise ImportModelError(f"'{path}' cannot be read: {error.strerror}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -13,6 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.onnx.large_tensors import range_of
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.expr import Constant
 
@@ -49,10 +51,10 @@ def element_type(elem_type: int, what: str) -> str:
 
 
 class TensorReader:
-    """Makes constants of a model's tensors. `model_path` is where external data is looked for."""
+    """Makes constants of a model's tensors. `model_path` is where external data is looked for, `content` the file's."""
 
-    def __init__(self, model_path: Path | None) -> None:
-        self._model_path = model_path
+    def __init__(self, model_path: Path | None, content: mmap.mmap | None = None) -> None:
+        self._model_path, self._content = model_path, content
 
     def constant(self, tensor: TensorProto, name: str | None = None) -> Constant:
         """The tensor as a constant; `name` where the tensor itself has none."""
@@ -68,6 +70,9 @@ class TensorReader:
             raise ImportModelError(f"{what} has a negative dimension: {shape}")
         if tensor.HasField("segment"):
             raise ImportModelError(f"{what} is stored in segments, which no known version of ONNX uses")
+        place = range_of(tensor) if self._content is not None else None
+        if place is not None:
+            return self._large(place, dtype, shape, what)
         if tensor.data_location == TensorProto.EXTERNAL:
             if narrow is not None:
                 return self._external_narrow(tensor, narrow, what)
@@ -77,6 +82,12 @@ class TensorReader:
         if not tensor.HasField("raw_data"):
             return _decoded(tensor, dtype, shape, what)
         return _from_bytes(tensor.raw_data, dtype, shape, what)
+
+    def _large(self, place: tuple[int, int], dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
+        """A copy: the file may be written again while the model is in use."""
+        assert self._content is not None
+        offset, size = place
+        return _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what).copy()
 
     def _external(self, tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
         size = math.prod(shape) * dtype.itemsize
@@ -149,7 +160,7 @@ def _number(info: dict[str, str], key: str, default: int, what: str) -> int:
     return int(text)
 
 
-def _from_bytes(data: bytes, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
+def _from_bytes(data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
     needed = math.prod(shape) * dtype.itemsize
     if len(data) != needed:
         raise ImportModelError(
