@@ -445,6 +445,20 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Non
     return change
 
 
+def test_a_program_that_cannot_be_expressed_is_named_and_kept(tmp_path: Path) -> None:
+    out = Buffer.of("out", (1,), "int32")
+    program = TensorProgram((out,), (), Store(out, (sym(0),), Unary("exp", Literal(1, "int32"))))
+    with (
+        config.override(dump_dir=str(tmp_path)),
+        pytest.raises(
+            CodegenError,
+            match=r"program 'bad': .*exp of an integer[^\n]*\n  hint: the program is in .*relaxlite-bad.py",
+        ),
+    ):
+        compile_programs({"bad": program}, HOST)
+    assert 'def bad(out: Buffer((1,), "int32")):' in (tmp_path / "relaxlite-bad.py").read_text()
+
+
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_kernel_that_llvm_rejects_is_named(

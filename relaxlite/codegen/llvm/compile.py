@@ -28,6 +28,7 @@ from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.codegen.llvm.module import KernelText, emit_kernel, emit_program
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program_printer import print_program
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import KernelInfo
 from relaxlite.target import Target
@@ -79,7 +80,7 @@ def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> O
         else:
             objects[key] = _Object.unpack(content)
     looked_up = time.perf_counter()
-    texts = {key: emit_kernel(name, programs[name], target, _symbol(key)) for key, name in missing.items()}
+    texts = {key: _emit(name, programs[name], target, _symbol(key)) for key, name in missing.items()}
     emitted = time.perf_counter()
     made = _compile_texts(texts, missing, target)
     objects |= made
@@ -124,6 +125,15 @@ def _generator_key(target: Target) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def _emit(name: str, program: TensorProgram, target: Target, symbol: str) -> KernelText:
+    try:
+        return emit_kernel(name, program, target, symbol)
+    except CodegenError as error:
+        raise CodegenError(
+            f"{error}\n  hint: the program is in {_keep(name, '.py', print_program(name, program))}"
+        ) from error
+
+
 def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], target: Target) -> dict[str, _Object]:
     """LLVM's part, on several threads: the most text first, so that no thread is left with much at the end."""
     if not texts:
@@ -153,15 +163,15 @@ def _compile_one(
         return to_object(text)
     except CodegenError as error:
         raise CodegenError(
-            f"program {names[key]!r}: {error}\n  hint: its LLVM IR is in {_keep(names[key], text)}"
+            f"program {names[key]!r}: {error}\n  hint: its LLVM IR is in {_keep(names[key], '.ll', text)}"
         ) from error
 
 
-def _keep(name: str, text: str) -> str:
-    """Write the code of a program that failed to where a person finds it."""
+def _keep(name: str, suffix: str, text: str) -> str:
+    """Write a program that failed, or its code, to where a person finds it."""
     folder = config.get("dump_dir") or tempfile.gettempdir()
     Path(folder).mkdir(parents=True, exist_ok=True)
-    path = Path(folder) / f"relaxlite-{re.sub(r'[^A-Za-z0-9_]', '_', name)[:80]}.ll"
+    path = Path(folder) / f"relaxlite-{re.sub(r'[^A-Za-z0-9_]', '_', name)[:80]}{suffix}"
     path.write_text(text)
     return str(path)
 

@@ -79,6 +79,7 @@ def float_const(value: float, elem: str = "float") -> Val:
 TRUE, FALSE = Val("true", "i1"), Val("false", "i1")
 
 
+@cache
 def lane_numbers(lanes: int, elem: str = "i64") -> Val:
     """<0, 1, 2, ...>"""
     return Val("<" + ", ".join(f"{elem} {k}" for k in range(lanes)) + ">", elem, lanes)
