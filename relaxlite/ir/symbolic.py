@@ -70,7 +70,7 @@ class SymExpr:
         return tuple(dict.fromkeys(v for monomial, _ in self.terms for atom in monomial for v in atom.free_vars()))
 
     # Written the same is the same object, at the speed of C; that `n == m` is False does not say that the two differ at
-    # run time. Only a constant also equals its int: SymConst.
+    # run time. Only a constant also equals its int: _Constant.
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __add__(self, other: IntLike) -> SymExpr:
@@ -167,7 +167,7 @@ class SymVar(SymExpr):
         self._vars = (self,)
 
 
-class SymConst(SymExpr):
+class _Constant(SymExpr):
     """An integer; equal to it."""
 
     __slots__ = ()
@@ -257,7 +257,7 @@ def _intern(const: int, terms: Terms) -> SymExpr:
     reference = _references.get((const, terms))
     found = reference() if reference is not None else None
     if found is None:
-        found = SymExpr() if terms else SymConst()
+        found = SymExpr() if terms else _Constant()
         found.const, found.terms, found._vars, found._key = const, terms, None, None
         _interned[const, terms] = found
     return found
