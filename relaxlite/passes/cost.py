@@ -60,7 +60,9 @@ from relaxlite.ir.symbolic import (
 # fused multiply-add 2; functions count what our own float32 code for them takes (codegen/llvm/math.py), about. What
 # moves, compares, chooses or converts counts nothing. Operations on integers count like those on floats, bools nothing.
 FLOPS: Mapping[str, int] = {
-    **dict.fromkeys(("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1),
+    **dict.fromkeys(
+        ("add", "sub", "mul", "min", "max", "maxnum", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1
+    ),
     **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
