@@ -69,7 +69,7 @@ FLOPS: Mapping[str, int] = {
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,
-    "exp": 20,
+    **dict.fromkeys(("exp", "exp2"), 20),
     **dict.fromkeys(("log", "tanh", "erf"), 30),
     **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan"), 50),
     **dict.fromkeys(("asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow"), 70),
