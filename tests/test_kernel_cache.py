@@ -223,7 +223,7 @@ def test_another_target_is_another_kernel(target: Target) -> None:
 
 def test_another_llvm_or_code_generator_is_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_compiled(scaled(2)) == 1
-    compile_module._generator_key.cache_clear()
+    compile_module.generator_key.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(machine_code, "llvm_version", lambda: "99.0.0")
         assert num_compiled(scaled(2)) == 1
@@ -231,11 +231,11 @@ def test_another_llvm_or_code_generator_is_another_kernel(tmp_path: Path, monkey
     (sources / "codegen" / "llvm").mkdir(parents=True)
     for text in ("VALUE = 1", "VALUE = 2"):
         (sources / "codegen" / "llvm" / "emitter.py").write_text(text)
-        compile_module._generator_key.cache_clear()
+        compile_module.generator_key.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(compile_module, "_PACKAGE", sources)
             assert num_compiled(scaled(2)) == 1
-    compile_module._generator_key.cache_clear()
+    compile_module.generator_key.cache_clear()
     assert num_compiled(scaled(2)) == 0
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from relaxlite import config
 from relaxlite.codegen.llvm import compile_host
+from relaxlite.codegen.llvm import host as host_module
+from relaxlite.codegen.llvm.machine_code import to_object
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, ShapeMismatchError
 from relaxlite.runtime import array_reader, threadpool
 from relaxlite.runtime.executable import (
@@ -130,6 +132,40 @@ def adding(object_code: bytes) -> Executable:
     return Executable(adder(object_code))
 
 
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts what host functions allocate and free, and holds of the workers; what is freed is filled with NaN."""
+    counts: Counter[str] = Counter()
+    libc = ctypes.CDLL(None)
+    libc.aligned_alloc.restype, libc.aligned_alloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t, ctypes.c_size_t)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    live: dict[int, int] = {}  # address -> bytes
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
+    def alloc(nbytes: int) -> int:
+        counts["allocated"] += 1
+        counts["most"] = max(counts["most"], len(live) + 1)
+        address = libc.aligned_alloc(64, -(-nbytes // 64) * 64)
+        live[address] = nbytes
+        return int(address)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def free(address: int) -> None:
+        ctypes.memset(address, 0xFF, live.pop(address))
+        counts["freed"] += 1
+        libc.free(address)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int32)
+    def hold(delta: int) -> None:
+        counts["held"] += delta
+
+    wrapped = {"relaxlite_scratch_alloc": alloc, "relaxlite_scratch_free": free, "relaxlite_hold_workers": hold}
+    addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in wrapped.items()}
+    own = array_reader.symbols()
+    monkeypatch.setattr(array_reader, "symbols", lambda: {**own, **addresses})
+    yield counts
+
+
 # Results
 
 
@@ -181,7 +217,7 @@ def test_scalars_and_models_without_inputs(object_code: bytes) -> None:
     assert runs_natively(exe, []) and exe() == 7 and exe().shape == ()
 
 
-def test_sizes_that_depend_on_data(object_code: bytes) -> None:
+def test_sizes_that_depend_on_data(object_code: bytes, blocks: Counter[str]) -> None:
     """n comes from a tensor's values, so that Python cannot prepare the result: its guess is wrong, and it copies."""
     data = data_of(
         object_code,
@@ -261,7 +297,7 @@ def test_shapes_are_read_from_every_integer_type(object_code: bytes, dtype: str)
 # Control flow
 
 
-def test_branches_give_one_or_the_other(object_code: bytes) -> None:
+def test_branches_give_one_or_the_other(object_code: bytes, blocks: Counter[str]) -> None:
     """Owned memory, an argument, or a constant, through one variable; and a tuple of them."""
     data = data_of(
         object_code, (FLAG, TensorSpec("x", "float32", ("n",), N)), (out("n"), out("n")),
@@ -320,7 +356,7 @@ def looping(object_code: bytes) -> ExecutableData:
     )  # fmt: skip
 
 
-def test_loops_carry_tensors_of_their_own(object_code: bytes) -> None:
+def test_loops_carry_tensors_of_their_own(object_code: bytes, blocks: Counter[str]) -> None:
     exe = Executable(looping(object_code))
     for limit in (-1, 0, 1, 2, 100, 1e6):
         assert_same_both_ways(exe, [np.float32(limit) * ONE], interpreted(exe))
@@ -359,7 +395,7 @@ def test_conditions_are_one_bool_of_any_rank(object_code: bytes, shape: tuple[in
             exe(np.zeros((2, *shape[1:]), bool))
 
 
-def test_functions_are_part_of_the_host_function(object_code: bytes) -> None:
+def test_functions_are_part_of_the_host_function(object_code: bytes, blocks: Counter[str]) -> None:
     """doubled(a) = a + a through an arena and heap of its own, with a second way out for a short a; called in a row,
     by another function, and with a constant."""
     doubled = VMFunction(
@@ -398,9 +434,10 @@ def test_functions_are_part_of_the_host_function(object_code: bytes) -> None:
         for flag in (True, False):
             assert_same_both_ways(exe, [floats(n), np.array(flag)], interpreted(exe))
     np.testing.assert_array_equal(exe(floats(2), np.array(True))[0], 5 * floats(2))
+    assert blocks["allocated"] == blocks["freed"]
 
 
-def test_a_function_in_a_loop_with_a_heap_of_its_own(object_code: bytes) -> None:
+def test_a_function_in_a_loop_with_a_heap_of_its_own(object_code: bytes, blocks: Counter[str]) -> None:
     """steps times: x = copy of x, by way of a function that computes its size anew in a heap of zeros."""
     again = VMFunction(
         "again", ("a",), 4,
@@ -540,6 +577,25 @@ def test_host_functions_are_saved(adding: Executable, tmp_path: Path) -> None:
     assert again.data.host == adding.data.host and runs_natively(again, [floats(4)])
 
 
+def test_the_kernel_cache_has_host_functions_too(
+    object_code: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def counting(text: str, target: Target, *, optimize: bool) -> bytes:
+        made.append(text)
+        return to_object(text, target, optimize=optimize)
+
+    monkeypatch.setattr(host_module, "to_object", counting)
+    with config.override(kernel_cache=str(tmp_path)):
+        first, second = adder(object_code).host, adder(object_code).host
+        assert first == second and len(made) == 1
+        looping(object_code)
+        assert len(made) == 2
+    with config.override(kernel_cache_mb=0):
+        assert adder(object_code).host == first and len(made) == 3
+
+
 # Arguments
 
 
@@ -590,40 +646,6 @@ def test_the_signature_is_checked_natively(object_code: bytes) -> None:
 
 
 # Memory
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Counts what host functions allocate and free, and holds of the workers; wraps the runtime's own functions."""
-    counts: Counter[str] = Counter()
-    libc = ctypes.CDLL(None)
-    libc.aligned_alloc.restype, libc.aligned_alloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t, ctypes.c_size_t)
-    libc.free.argtypes = (ctypes.c_void_p,)
-    live: set[int] = set()
-
-    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
-    def alloc(nbytes: int) -> int:
-        counts["allocated"] += 1
-        counts["most"] = max(counts["most"], len(live) + 1)
-        address = libc.aligned_alloc(64, -(-nbytes // 64) * 64)
-        live.add(address)
-        return int(address)
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def free(address: int) -> None:
-        live.remove(address)
-        counts["freed"] += 1
-        libc.free(address)
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int32)
-    def hold(delta: int) -> None:
-        counts["held"] += delta
-
-    wrapped = {"relaxlite_scratch_alloc": alloc, "relaxlite_scratch_free": free, "relaxlite_hold_workers": hold}
-    addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in wrapped.items()}
-    own = array_reader.symbols()
-    monkeypatch.setattr(array_reader, "symbols", lambda: {**own, **addresses})
-    yield counts
 
 
 def test_loops_free_what_they_allocate(object_code: bytes, blocks: Counter[str]) -> None:

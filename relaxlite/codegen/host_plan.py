@@ -44,7 +44,6 @@ class HostPlan:
     arena: tuple[int, int] | None  # where the first arena is allocated, and its size as a dim
     variables: frozenset[int]  # registers that several instructions write
     targets: frozenset[int]  # of jumps
-    results: tuple[Operand, ...]  # the model's outputs; empty when that is not known from one return
     prepared: tuple[Prepared | None, ...]  # per output
     releases: Mapping[int, tuple[int, ...]]  # after an instruction: those whose memory nobody reads any more
 
@@ -60,7 +59,6 @@ def plan_host(function: VMFunction, num_outputs: int) -> HostPlan:
     variables = frozenset(register for register, count in writes.items() if count > 1)
     heaps = _heaps(code, variables)
     heap, split = _prologue(function)
-    values = _Values(function, variables)
     return HostPlan(
         function=function,
         split=split,
@@ -69,8 +67,7 @@ def plan_host(function: VMFunction, num_outputs: int) -> HostPlan:
         arena=_first_arena(code, heap, split),
         variables=variables,
         targets=_jump_targets(code),
-        results=(results := values.results(num_outputs)),
-        prepared=_prepare(values, results, num_outputs),
+        prepared=_prepare(_Values(function, variables), num_outputs),
         releases=_releases(code, variables),
     )
 
@@ -176,9 +173,9 @@ class _Values:
         return (operand,) if num_outputs == 1 else ()
 
 
-def _prepare(values: _Values, results: tuple[Operand, ...], num_outputs: int) -> tuple[Prepared | None, ...]:
+def _prepare(values: _Values, num_outputs: int) -> tuple[Prepared | None, ...]:
     prepared: list[Prepared | None] = []
-    for operand in results or (Const(0),) * num_outputs:
+    for operand in values.results(num_outputs) or (Const(0),) * num_outputs:
         found = _allocation(values, operand)
         taken = {other.site for other in prepared if other is not None}
         prepared.append(None if found is None or found.site in taken or _in_loop(values.code, found.site) else found)

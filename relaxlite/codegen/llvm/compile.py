@@ -35,7 +35,7 @@ from relaxlite.target import Target
 from relaxlite.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_SOURCES = ("codegen/**/*.py", "ir/*.py", "dtypes.py", "target.py")  # all that decides about the code of a program
+_SOURCES = ("codegen/**/*.py", "ir/*.py", "dtypes.py", "target.py", "runtime/host.py")  # all that decides about code
 _LENGTH = struct.Struct("<I")
 
 
@@ -107,7 +107,7 @@ def emit_assembly(programs: Mapping[str, TensorProgram], target: Target) -> str:
 
 def _key_of(name: str, program: TensorProgram, target: Target) -> str:
     try:
-        return hashlib.sha256(f"{_generator_key(target)} {fingerprint(program)}".encode()).hexdigest()
+        return hashlib.sha256(f"{generator_key(target)} {fingerprint(program)}".encode()).hexdigest()
     except TypeError as error:
         raise CodegenError(f"program {name!r}: {error}") from error
 
@@ -117,8 +117,8 @@ def _symbol(key: str) -> str:
 
 
 @cache
-def _generator_key(target: Target) -> str:
-    """Everything but the program that a kernel's code depends on."""
+def generator_key(target: Target) -> str:
+    """Everything but the program that the code of a kernel or a host function depends on."""
     parts = [__version__, llvmlite.__version__, machine_code.llvm_version(), repr(target)]
     for pattern in _SOURCES:
         parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_PACKAGE.glob(pattern))]

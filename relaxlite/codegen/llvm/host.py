@@ -7,6 +7,7 @@ table of addresses, so that this object needs no other one.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.codegen.host_inline import NotNativeError, inline_calls
 from relaxlite.codegen.host_plan import plan_host
+from relaxlite.codegen.kernel_cache import open_cache
+from relaxlite.codegen.llvm.compile import generator_key
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Emitter, ModuleEmitter, Val, int_const
 from relaxlite.codegen.llvm.host_values import MEMORY_IR, Tensor, Value
 from relaxlite.codegen.llvm.host_writer import NULL, Known, Program, Writer
@@ -49,14 +52,26 @@ def compile_host(
     try:
         plan = plan_host(inline_calls(functions, ENTRY), len(signature.outputs))
         program = Program(plan, signature, kernels, constants, host.FrameLayout.of(signature))
-        text = emit_host(program, target)
+        code = _code_of(program, target)
     except NotNativeError as error:
         return HostCode(reason=str(error))
-    try:
-        code = to_object(text, target, optimize=False)
     except CodegenError as error:
         raise CodegenError(f"the host function: {error}") from error
     return HostCode(code, sum(slots for _, slots in plan.heaps.values()))
+
+
+def _code_of(program: Program, target: Target) -> bytes:
+    """Object code, from the cache of kernels where it is there."""
+    types = [(array.dtype.name, array.shape) for array in program.constants]
+    parts = (program.plan.function, program.signature, list(program.kernels.values()), types)
+    key = hashlib.sha256(f"host {generator_key(target)} {parts!r}".encode()).hexdigest()
+    store = open_cache()
+    found = store.get(key) if store else None
+    if found is None:
+        found = to_object(emit_host(program, target), target, optimize=False)
+        if store:
+            store.put({key: found})
+    return found
 
 
 def emit_host(program: Program, target: Target) -> str:

@@ -42,6 +42,7 @@ class Heap:
 class Arena:
     ptr: Val
     nbytes: Val
+    owner: Val | None  # None: Python's
 
 
 Value: TypeAlias = "Tensor | Shape | Heap | Arena | tuple[Value, ...]"

@@ -379,11 +379,12 @@ class Writer:
     def _alloc_arena(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
         (nbytes,) = self.dims(operands[0], (immediate(operands[1]),))
         if self.plan.arena is None or self.plan.arena[0] != at:
-            self.registers[dst] = Arena(self._block(at, nbytes)[0], nbytes)
+            pointer, owner = self._block(at, nbytes)
+            self.registers[dst] = Arena(pointer, nbytes, owner)
             return
         room = self.load_word(host.ARENA_BYTES, hint="room")
         self.give_up_if([self.e.icmp("ugt", nbytes, room, "too_small")])
-        self.registers[dst] = Arena(self.load_word(host.ARENA, "ptr", "arena"), nbytes)
+        self.registers[dst] = Arena(self.load_word(host.ARENA, "ptr", "arena"), nbytes, None)
 
     def _view(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
         arena = self.value(operands[0])
@@ -399,7 +400,7 @@ class Writer:
             negative = self.e.icmp("slt", offset, int_const(0), "negative")
             self.give_up_if([negative, self.e.icmp("sgt", offset, room, "outside")])
         pointer = self.e.op(f"getelementptr i8, {arena.ptr}, {offset}", "ptr", 0, f"r{dst}")
-        self.define(dst, Tensor(pointer, tuple(dims), dtype))
+        self.define(dst, Tensor(pointer, tuple(dims), dtype, arena.owner))
 
     def _reshape(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
         source, dims = self.value(operands[0]), self.dims(operands[1], immediate(operands[2]))
