@@ -12,6 +12,7 @@ chosen; register_tile.py makes their code. Every shape is exact.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from relaxlite.ir.program import Allocate, Buffer, For, Seq, Stmt, Store, seq
@@ -25,7 +26,7 @@ from relaxlite.passes.schedule import fuse
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
-ENOUGH_PARALLEL = 8  # row blocks that are worth sharing out on their own
+FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
@@ -40,7 +41,7 @@ def tiled(
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more."""
     row = block.row_loop(column)
-    vectors = _vectors(row, column, lanes, registers, choice)
+    vectors = _vectors(column, lanes, registers, choice)
     rows = 1 if row is None else _rows(row, vectors, registers, choice)
     tile = Tile(body or block.body, row, column, lanes, rows)
     pieces = column_pieces(column.extent, lanes, vectors)
@@ -52,14 +53,20 @@ def tiled(
     )
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
-    many_rows = row is not None and (as_int(row.extent) or 0) // tile.most_rows >= ENOUGH_PARALLEL
-    rows_outside = choice.outer == "rows" if choice.outer else many_rows
+    rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     return grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+
+
+def _rows_first(block: Block, row: For) -> bool:
+    """Whether to go along rows of tiles rather than down their columns, in which the columns' operand stays in the
+    cache: for few steps and many rows, as results that lie side by side are then written one after the other."""
+    steps = [as_int(loop.extent) or FEW_STEPS + 1 for loop in perfect_nest(block.stmts[1]).loops]
+    return math.prod(steps) <= FEW_STEPS and (as_int(row.extent) or 0) >= MANY_ROWS
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
     """How many columns a tile has."""
-    return _vectors(block.row_loop(column), column, lanes, registers, choice) * lanes
+    return _vectors(column, lanes, registers, choice) * lanes
 
 
 def panel_widths(
@@ -69,8 +76,8 @@ def panel_widths(
 
     Packed into panels of that width (pack_constants.py) they are read from one end to the other.
     """
-    width = panel_width(block, column, lanes, registers, choice)
-    if (as_int(column.extent) or 0) <= width:
+    width, columns = panel_width(block, column, lanes, registers, choice), as_int(column.extent)
+    if columns is None or (columns <= width and columns % lanes == 0):
         return {}
     found: dict[Buffer, int] = {}
     for load in loads(block.update):
@@ -85,14 +92,10 @@ def _accumulators(registers: int) -> int:
     return registers * 3 // 4
 
 
-def _vectors(row: For | None, column: For, lanes: int, registers: int, choice: ScheduleChoice) -> int:
-    """How many vectors wide a tile is: few beside rows that are many and known (channels), else as many as leave
-    accumulators for six rows."""
-    most = max(1, _accumulators(registers) // 6)
+def _vectors(column: For, lanes: int, registers: int, choice: ScheduleChoice) -> int:
+    """How many vectors wide a tile is: as many as leave accumulators for six rows."""
+    most = choice.vectors or max(1, _accumulators(registers) // 6)
     width = as_int(column.extent)
-    if width is None and choice.vectors is None:
-        return min(most, 2) if row is not None and row.extent.is_const else most
-    most = choice.vectors or most
     return most if width is None else max(1, min(most, -(-width // lanes)))
 
 
