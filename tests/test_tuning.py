@@ -84,6 +84,7 @@ choices = st.builds(
     ScheduleChoice,
     rows=st.none() | st.integers(1, 14),
     vectors=st.none() | st.integers(1, 6),
+    sums=st.none() | st.integers(1, 24),
     outer=st.sampled_from([None, "rows", "columns"]),
     partial_sums=st.none() | st.integers(1, 8),
 )
@@ -104,7 +105,12 @@ def test_no_choice_changes_what_a_program_computes(
 def test_each_field_changes_the_schedule_of_some_program() -> None:
     task = task_of(product_module(), 3)
     usual = structural_hash(schedule_program(task.program, HOST))
-    for choice in (ScheduleChoice(rows=3), ScheduleChoice(vectors=1), ScheduleChoice(outer="rows")):
+    for choice in (
+        ScheduleChoice(rows=3),
+        ScheduleChoice(vectors=1),
+        ScheduleChoice(outer="rows"),
+        ScheduleChoice(sums=16),
+    ):
         assert structural_hash(schedule_program(task.program, HOST, choice)) != usual, choice
     assert structural_hash(schedule_program(task.program, HOST, ScheduleChoice(outer="columns"))) == usual
 
