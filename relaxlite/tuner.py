@@ -200,21 +200,21 @@ def search(task: Task, target: Target) -> TunedProgram | None:
         if not rivals:
             continue
         winner = bench.tournament([rules, *([] if best is rules else [best]), *rivals])
-        if winner.total * MIN_GAIN <= best.total:
+        if winner.slowness(rules) * MIN_GAIN <= best.slowness(rules):
             best = winner
     if best is rules:
         return None
     sizes = tuple(task.sizes)
-    return TunedProgram(task.name, best.choice, best.total, rules.total, threadpool.num_threads(), sizes)
+    low, usual = tuple(best.low), tuple(rules.low)
+    return TunedProgram(task.name, best.choice, sizes, low, usual, threadpool.num_threads())
 
 
 @dataclass(slots=True)
 class _Contender:
     choice: ScheduleChoice
     replays: list[Replay]  # one per size
-    calls: list[int]  # that the samples make, at each size
-    times: list[list[float]] = field(default_factory=list)  # seconds per call, at each size
-    total: float = math.inf  # seconds of all the samples' calls
+    times: list[list[float]] = field(default_factory=list)  # seconds of each run, at each size
+    low: list[float] = field(default_factory=list)  # seconds that a call takes, at each size
 
     def measure(self) -> None:
         """Some runs at each size, after one that warms up."""
@@ -225,8 +225,13 @@ class _Contender:
                 seconds = sum(replay.seconds())
                 times.append(seconds)
                 spent, runs = spent + seconds, runs + 1
-        low = [float(np.percentile(times, LOW_PERCENTILE)) for times in self.times]
-        self.total = sum(count * seconds for count, seconds in zip(self.calls, low, strict=True))
+        self.low = [float(np.percentile(times, LOW_PERCENTILE)) for times in self.times]
+
+    def slowness(self, other: _Contender) -> float:
+        """How many times as long as the other it takes: the geometric mean of the sizes, so that none is sacrificed to
+        a larger one."""
+        ratios = [own / max(theirs, 1e-12) for own, theirs in zip(self.low, other.low, strict=True)]
+        return math.exp(sum(math.log(max(ratio, 1e-12)) for ratio in ratios) / len(ratios))
 
 
 class _Bench:
@@ -258,10 +263,11 @@ class _Bench:
             self._expected = outputs
         elif not all(map(_same, outputs, self._expected)):
             return None
-        return _Contender(choice, replays, list(self._task.sizes.values()))
+        return _Contender(choice, replays)
 
     def tournament(self, contenders: Sequence[_Contender]) -> _Contender:
-        """The fastest of several rounds, of which the slower half leaves after each; the first stays for comparison."""
+        """The fastest of several rounds, of which the slower half leaves after each; the first stays for comparison,
+        and is what the others are measured by."""
         for contender in contenders:
             contender.times = [[] for _ in contender.replays]
         left = list(contenders)
@@ -269,14 +275,14 @@ class _Bench:
             for contender in left:
                 contender.measure()
             first, *others = left
-            others.sort(key=lambda c: c.total)
+            others.sort(key=lambda c: c.slowness(first))
             left = [first, *others[: max(2, len(others) // 2)]]
-        return min(left, key=lambda c: c.total)
+        return min(left, key=lambda c: c.slowness(left[0]))
 
 
 def _with(task: Task, target: Target, choice: ScheduleChoice) -> PassContext:
     tuning = Tuning()
-    tuning.add(task.program, target, TunedProgram(task.name, choice, 1.0, 1.0, 1, ()))
+    tuning.add(task.program, target, TunedProgram(task.name, choice, (), (), (), 1))
     return PassContext(target, tuning=tuning)
 
 

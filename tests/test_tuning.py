@@ -52,7 +52,7 @@ def task_of(module: IRModule, *sizes: int) -> tuner.Task:
 
 
 def tuned(choice: ScheduleChoice, name: str = "p") -> TunedProgram:
-    return TunedProgram(name, choice, 1.0, 2.0, 2, ((1,), (16,)))
+    return TunedProgram(name, choice, ((1,), (16,)), (1.0, 2.0), (2.0, 2.0), 2)
 
 
 # Choices
@@ -84,6 +84,7 @@ choices = st.builds(
     ScheduleChoice,
     rows=st.none() | st.integers(1, 14),
     vectors=st.none() | st.integers(1, 6),
+    sums=st.none() | st.integers(1, 24),
     outer=st.sampled_from([None, "rows", "columns"]),
     partial_sums=st.none() | st.integers(1, 8),
 )
@@ -104,7 +105,12 @@ def test_no_choice_changes_what_a_program_computes(
 def test_each_field_changes_the_schedule_of_some_program() -> None:
     task = task_of(product_module(), 3)
     usual = structural_hash(schedule_program(task.program, HOST))
-    for choice in (ScheduleChoice(rows=3), ScheduleChoice(vectors=1), ScheduleChoice(outer="rows")):
+    for choice in (
+        ScheduleChoice(rows=3),
+        ScheduleChoice(vectors=1),
+        ScheduleChoice(outer="rows"),
+        ScheduleChoice(sums=16),
+    ):
         assert structural_hash(schedule_program(task.program, HOST, choice)) != usual, choice
     assert structural_hash(schedule_program(task.program, HOST, ScheduleChoice(outer="columns"))) == usual
 
@@ -203,7 +209,7 @@ def prefers(monkeypatch: pytest.MonkeyPatch, cost: Callable[[ScheduleChoice], fl
 
     def measure(contender: tuner._Contender) -> None:
         measured.append(contender.choice)
-        contender.total = cost(contender.choice)
+        contender.low = [cost(contender.choice)] * len(contender.replays)
 
     monkeypatch.setattr(tuner._Contender, "measure", measure)
     return measured
@@ -219,7 +225,7 @@ def test_the_fastest_of_every_axis_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     found = tuner.tune(product_module(), [sample(3), sample(16)], progress=False)
     (entry,) = found.targets[str(HOST)].values()
     assert entry.choice == wanted and entry.sizes == ((3,), (16,))
-    assert (entry.seconds, entry.default_seconds, entry.speedup) == (1.0, 4.0, 4.0)
+    assert (entry.seconds, entry.default_seconds, entry.speeds) == ((1.0, 1.0), (4.0, 4.0), (4.0, 4.0))
     assert measured.count(DEFAULT) > measured.count(ScheduleChoice(rows=4, vectors=1)), "the slower half leaves"
 
 
@@ -246,14 +252,20 @@ def test_equal_means_equal_but_for_rounding() -> None:
     assert not tuner._same([np.array([1, 2])], [np.array([1, 3])]) and tuner._same([np.empty(0)], [np.empty(0)])
 
 
-def test_measuring_counts_the_calls_of_the_samples() -> None:
+def test_measuring_takes_a_low_percentile_at_each_size() -> None:
     bench = tuner._Bench(task_of(product_module(), 3, 16, 16), HOST)
     contender = bench.contender(DEFAULT)
-    assert contender is not None and contender.calls == [1, 2] and bench.contender(DEFAULT) is None
+    assert contender is not None and bench.contender(DEFAULT) is None
     contender.times = [[], []]
     contender.measure()
     low = [np.percentile(times, tuner.LOW_PERCENTILE) for times in contender.times]
-    assert all(len(t) >= tuner.LEAST_RUNS for t in contender.times) and contender.total == low[0] + 2 * low[1]
+    assert all(len(t) >= tuner.LEAST_RUNS for t in contender.times) and contender.low == low
+
+
+def test_every_size_counts_as_much_as_a_larger_one() -> None:
+    rules, faster_when_large = (tuner._Contender(DEFAULT, [], low=low) for low in ([1.0, 100.0], [4.0, 50.0]))
+    assert sum(faster_when_large.low) < sum(rules.low)
+    assert faster_when_large.slowness(rules) == pytest.approx(2**0.5) and rules.slowness(rules) == 1.0
 
 
 def test_tuning_needs_samples_and_this_machine() -> None:
@@ -298,7 +310,9 @@ def test_tune_writes_what_compile_reads(
     prefers(monkeypatch, lambda choice: 0.5 if choice == ScheduleChoice(rows=3, vectors=2) else 1.0)
     assert cli.main(["tune", model, "--shapes", "x=7x40", "--shapes", "x=64x40", "--threads", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "2.00x  rows=3, vectors=2" in shown and shown.splitlines()[-1].startswith("m.tuning.json: tuned in")
+    assert "rows=3, vectors=2: 2.00x at 7, 2.00x at 64" in shown and shown.splitlines()[-1].startswith(
+        "m.tuning.json: tuned in"
+    )
     (entries,) = json.loads(Path("m.tuning.json").read_text())["targets"].values()
     (entry,) = entries.values()
     assert entry["choice"] == {"rows": 3, "vectors": 2} and entry["sizes"] == [[7], [64]] and entry["threads"] == 1

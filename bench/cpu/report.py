@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ class Report:
     sweep: dict[str, SweepTiming] = field(default_factory=dict)
     sweep_shapes: int = 0
     skipped: dict[str, str] = field(default_factory=dict)  # groups, and why
+    machine: dict[str, Any] = field(default_factory=lambda: describe_machine())  # before anything is measured
 
     @property
     def goals(self) -> list[Goal]:
@@ -40,7 +42,7 @@ class Report:
         """Everything that was measured; times in seconds, work in operations or bytes."""
         return {
             "relaxlite": __version__,
-            "machine": describe_machine(),
+            "machine": self.machine,
             "settings": self.settings,
             "peers": {name: {"version": version} for name, version in self.versions.items()}
             | {name: {"absent": reason} for name, reason in self.absent.items()},
@@ -90,7 +92,13 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "llvm": ".".join(map(str, llvm.llvm_version_info)),
         "llvmlite": llvmlite.__version__,
+        "load": _load_average(),
     }
+
+
+def _load_average() -> float | None:
+    """How many threads wanted to run in the last minute; far more than there are cores spoils every comparison."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 
 
 def _cpu_model() -> str:
@@ -115,11 +123,11 @@ def measured_limits(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def _machine_section(report: Report) -> str:
-    about = describe_machine()
+    about = report.machine
     lines = [
         f"{about['cpu']} (LLVM: {about['llvm_cpu']}, {about['vector_bits']}-bit vectors), {about['cores']} cores, "
         f"{about['system']}, Python {about['python']}, LLVM {about['llvm']}, llvmlite {about['llvmlite']}, "
-        f"relaxlite {__version__}.",
+        f"relaxlite {__version__}; load average before: {about['load']}.",
         "",
         "Settings: " + ", ".join(f"{name} {value}" for name, value in report.settings.items()) + ".",
         "",

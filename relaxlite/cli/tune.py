@@ -56,12 +56,14 @@ def _tuned(args: argparse.Namespace, module: IRModule, target: object, known: Tu
 
 
 def _show(tuning: Tuning, target: str) -> None:
-    entries = sorted(tuning.targets.get(target, {}).values(), key=lambda e: e.seconds - e.default_seconds)
+    entries = sorted(tuning.targets.get(target, {}).values(), key=lambda e: e.program)
     if not entries:
         print("the rules' own schedules are as fast as any that was tried", file=sys.stderr)
         return
     width = max(len(entry.program) for entry in entries)
-    print(f"{'program':<{width}}  {'rules us':>12}  {'tuned us':>12}  {'speed':>6}  schedule")
     for entry in entries:
-        times = f"{entry.default_seconds * 1e6:>12.1f}  {entry.seconds * 1e6:>12.1f}"
-        print(f"{entry.program:<{width}}  {times}  {entry.speedup:>5.2f}x  {entry.choice}")
+        speeds = ", ".join(
+            f"{speed:.2f}x at {'x'.join(map(str, size)) or 'its size'}"
+            for speed, size in zip(entry.speeds, entry.sizes, strict=True)
+        )
+        print(f"{entry.program:<{width}}  {entry.choice}: {speeds}")

@@ -110,6 +110,7 @@ class Tile:
     column: For
     lanes: int
     most_rows: int
+    enough_sums: int = ENOUGH_SUMS
 
     @property
     def rows(self) -> RowSplit:
@@ -196,7 +197,7 @@ class Tile:
         """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
         innermost = perfect_nest(self._stmts[1]).loops[-1]
         own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
-        times = max(1, ENOUGH_SUMS // own)
+        times = max(1, self.enough_sums // own)
         return times if as_int(innermost.extent % times) == 0 and self._starts_neutral() else 1
 
     def _parts(self) -> For | None:

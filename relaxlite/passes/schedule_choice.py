@@ -22,6 +22,7 @@ class ScheduleChoice:
 
     rows: int | None = None  # of a register tile, at most
     vectors: int | None = None  # of a register tile, side by side; also the width of packed panels
+    sums: int | None = None  # independent sums of a tile; where it has fewer elements, each gets several
     outer: Outer | None = None  # which loop over tiles is outside of the other, and shared out among threads
     partial_sums: int | None = None  # vectors of partial results of a reduction along its contiguous loop
 
@@ -46,7 +47,13 @@ class ScheduleChoice:
 
 
 _LARGEST = 64
-_KNOWN: dict[str, tuple[str, ...]] = {"rows": (), "vectors": (), "outer": ("rows", "columns"), "partial_sums": ()}
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "rows": (),
+    "vectors": (),
+    "sums": (),
+    "outer": ("rows", "columns"),
+    "partial_sums": (),
+}
 
 DEFAULT = ScheduleChoice()
 
@@ -75,6 +82,7 @@ def axes(registers: int) -> tuple[tuple[ScheduleChoice, ...], ...]:
     )
     return (
         tiles,
+        tuple(ScheduleChoice(sums=count) for count in (4, 16, 24)),
         (ScheduleChoice(outer="rows"), ScheduleChoice(outer="columns")),
         tuple(ScheduleChoice(partial_sums=count) for count in (1, 2, 8)),
     )

@@ -21,7 +21,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.parallel_loops import writes_apart
-from relaxlite.passes.register_tile import Tile, by_piece, column_pieces, grid
+from relaxlite.passes.register_tile import ENOUGH_SUMS, Tile, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import fuse
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
@@ -43,7 +43,7 @@ def tiled(
     row = block.row_loop(column)
     vectors = _vectors(column, lanes, registers, choice)
     rows = 1 if row is None else _rows(row, vectors, registers, choice)
-    tile = Tile(body or block.body, row, column, lanes, rows)
+    tile = Tile(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())

@@ -27,19 +27,20 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TunedProgram:
-    """Seconds are those of all runs that were sampled, with the choice and with what the rules say; `sizes` the values
-    of the program's symbols."""
+    """`sizes`: the sampled values of the program's symbols. Seconds are those of one call at each size, with the choice
+    and with what the rules say."""
 
     program: str  # its name in the model, for people
     choice: ScheduleChoice
-    seconds: float
-    default_seconds: float
-    threads: int
     sizes: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    default_seconds: tuple[float, ...]
+    threads: int
 
     @property
-    def speedup(self) -> float:
-        return self.default_seconds / self.seconds
+    def speeds(self) -> tuple[float, ...]:
+        """How many times as fast as the rules' schedule, at each size."""
+        return tuple(before / after for before, after in zip(self.default_seconds, self.seconds, strict=True))
 
 
 @dataclass(slots=True)
@@ -110,8 +111,8 @@ def _entry(data: Mapping[str, Any]) -> TunedProgram:
     return TunedProgram(
         program=str(data["program"]),
         choice=ScheduleChoice.from_dict(data["choice"]),
-        seconds=float(data["seconds"]),
-        default_seconds=float(data["default_seconds"]),
-        threads=int(data["threads"]),
         sizes=sizes,
+        seconds=tuple(float(s) for s in data["seconds"]),
+        default_seconds=tuple(float(s) for s in data["default_seconds"]),
+        threads=int(data["threads"]),
     )
