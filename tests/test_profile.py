@@ -239,6 +239,12 @@ def test_the_table_says_what_was_measured() -> None:
     assert "a <processor> & more could do: 400 GFLOP/s" in remarks
 
 
+def test_a_share_above_the_roof_is_explained() -> None:
+    slow = replace(LIMITS, levels=(MemoryLevel("RAM", None, False, {1: 1e-3}),))
+    assert "relaxlite profile --measure" in str(record(limits=slow))
+    assert "--measure" not in str(record())
+
+
 def test_a_failing_kernel_still_says_so() -> None:
     recorder = Recorder(KERNELS)
     assert recorder.timed("plain", lambda buffers, symbols: 7)(b"", 0) == 7

@@ -139,6 +139,11 @@ class Profile:
             peak = f"{_figure(self.limits.peak_gflops(self.threads))} GFLOP/s in float32"
             speeds = [f"{level.name} {_figure(level.speed(self.threads))} GB/s" for level in self.limits.levels]
             said.append(f"roof: the share of what {self.limits.cpu} could do: {peak}; {', '.join(speeds)}.")
+        if any((record.roofline or 0) > _ABOVE_THE_ROOF for record in self.records):
+            said.append(
+                "A share above 100%: the kernel computes in narrower numbers than float32, or the machine was busy when "
+                "it was measured; `relaxlite profile --measure` does that again."
+            )
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -289,6 +294,7 @@ class ClockCost:
 
 
 _BATCH, _BATCHES = 500, 7
+_ABOVE_THE_ROOF = 1.05  # the figures of a machine are that uncertain
 
 
 def clock_cost() -> ClockCost:
