@@ -173,6 +173,19 @@ def test_one_element_per_index_though_the_place_is_data() -> None:
         assert evaluate(cost.bytes_read, {N: n, M: m}) == min(n, 100) * m * 4 + n * m * 8
 
 
+def test_places_that_the_program_counts_itself() -> None:
+    """out[at] = x[at]; at += 1, for each of n elements: where it reads depends on every loop round it."""
+    x, out = Buffer.of("x", (100,), "float32"), Buffer.of("out", (100,), "float32")
+    cursor = Buffer.of("cursor", (), "int64", "local")
+
+    def element(i: SymVar) -> Any:
+        at = SymVar("at")
+        return LetIndex(at, cursor[()], seq(Store(out, (at,), x[at]), Store(cursor, (), Literal(1, "int64"), "add")))
+
+    body = Allocate(cursor, seq(Store(cursor, (), Literal(0, "int64")), loops("i", (N,), element)))
+    assert_cost(cost_of(program([x], out, body)), N, smin(N, 100) * 4, smin(N, 100) * 4)
+
+
 def test_padding_and_concatenation_read_no_more_than_there_is() -> None:
     padded = cost_of_graph(lambda bb, x: ops.pad(x, (2, 0), (1, 3)), (N, M))
     assert_cost(padded, 0, N * M * 4, (N + 3) * (M + 3) * 4)
@@ -262,6 +275,8 @@ def test_tiles_of_which_the_last_is_shorter() -> None:
 
     cost = cost_of(program([x], out, loops("t", ((N + 15) // 16,), tile)))
     assert cost.flops is N
+    full = cost_of(program([x], out, loops("t", (N // 16,), tile))).flops
+    assert [evaluate(full, {N: n}) for n in (16, 17, 100)] == [16, 16, 96], "the last tile is left out"
     for n in (1, 15, 16, 17, 100):
         assert values(cost, {N: n}) == (n, n * 4, n * 4)
 

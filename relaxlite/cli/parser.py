@@ -136,10 +136,10 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     _add_range(parser)
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of random values (default 0)")
     parser.add_argument(
-        "--runs", type=_at_least(1), default=10, metavar="N", help="timed runs, of which the faster half counts"
+        "--runs", type=_at_least(1), default=10, metavar="N", help="runs, of which each call's least time counts"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page: roofline plot, table, time line")
-    parser.add_argument("--trace", metavar="FILE", help="write the fastest run as Chrome trace JSON")
+    parser.add_argument("--trace", metavar="FILE", help="write each call as Chrome trace JSON")
     parser.add_argument("--json", metavar="FILE", help="write the table, for programs")
     parser.add_argument(
         "--measure", action="store_true", help="measure the machine again, which is best done while it is idle"

@@ -6,7 +6,8 @@
     profile.html("profile.html")            # a page with a roofline plot, a table and a time line
 
 The interpreter of bytecode runs the model, with a clock round each kernel. The clock's own time is measured first and
-taken off. The slower half of the runs is left out: what disturbed them was not the model.
+taken off. Of several runs, each call counts with the least time that it took, and so does what lies between two calls:
+what else the machine did meanwhile is no part of the model.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class KernelEvent:
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """All calls of one kernel in a run, on average over the runs that count."""
+    """All calls of one kernel in a run."""
 
     kernel: str
-    calls: float
+    calls: int
     total_us: float
     share: float  # of the run's time
-    flops: float | None = None
-    nbytes: float | None = None
+    flops: int | None = None
+    nbytes: int | None = None
     least_us: float | None = None  # by the roofline
     limit: str | None = None  # what most of `least_us` comes from: "compute" or a memory level
     is_bound: bool = True  # False: flops and nbytes leave out what only data could tell
@@ -93,13 +94,12 @@ class Profile:
     """Where the time of a run went, longest first. `str()` gives a table."""
 
     records: list[KernelRecord]
-    run_us: float  # mean of the runs that count, without the clock's own time
-    runs: int  # as asked for
-    counted: int = 1  # the runs that count: the faster half
+    run_us: float  # of an undisturbed run: each call, and each pause between calls, as short as it was in any run
+    runs: int  # from which this is put together
     threads: int = 1
     clock_us: float = 0.0  # the clock's own time per kernel call, which is taken off
     limits: MachineLimits | None = None
-    events: Sequence[KernelEvent] = field(default=(), repr=False)  # of the fastest run
+    events: Sequence[KernelEvent] = field(default=(), repr=False)  # in order
     inputs: Mapping[str, str] = field(default_factory=dict)  # name -> "float32[1, 128]"
 
     @property
@@ -130,8 +130,8 @@ class Profile:
     def remarks(self) -> list[str]:
         """What to know about the figures, a sentence each."""
         said = [
-            f"{self.threads} thread{'s' if self.threads > 1 else ''}; mean of the faster {self.counted} of {self.runs} "
-            f"runs; the clock's {self.clock_us:.2f} us per kernel call are taken off."
+            f"{self.threads} thread{'s' if self.threads > 1 else ''}; each call at its least time of {self.runs} runs, "
+            f"without the clock's own {self.clock_us:.2f} us per call."
         ]
         if any(not record.is_bound for record in self.records):
             said.append("~: loops as long as data says are counted as one iteration.")
@@ -139,6 +139,11 @@ class Profile:
             peak = f"{_figure(self.limits.peak_gflops(self.threads))} GFLOP/s in float32"
             speeds = [f"{level.name} {_figure(level.speed(self.threads))} GB/s" for level in self.limits.levels]
             said.append(f"roof: the share of what {self.limits.cpu} could do: {peak}; {', '.join(speeds)}.")
+        if any((record.roofline or 0) > _ABOVE_THE_ROOF for record in self.records):
+            said.append(
+                "A share above 100%: the kernel computes in narrower numbers than float32, or the machine was busy "
+                "when it was measured; `relaxlite profile --measure` does that again."
+            )
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -148,7 +153,6 @@ class Profile:
             "outside_kernels_us": self.other_us,
             "least_us": self.least_us,
             "runs": self.runs,
-            "counted_runs": self.counted,
             "threads": self.threads,
             "clock_us": self.clock_us,
             "inputs": dict(self.inputs),
@@ -157,7 +161,7 @@ class Profile:
         }
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the fastest run as Chrome trace JSON, one event per kernel call. Raises OSError."""
+        """Write the run as Chrome trace JSON, one event per kernel call. Raises OSError."""
         named = {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "relaxlite"}}
         trace = {
             "traceEvents": [named, *map(_trace_event, self.events)],
@@ -167,7 +171,7 @@ class Profile:
         Path(path).write_text(json.dumps(trace))
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page that needs nothing else: roofline plot, table, the fastest run's time line. Raises OSError."""
+        """Write one page that needs nothing else: roofline plot, table, time line. Raises OSError."""
         timeline = [(event.kernel, event.start_us, event.us) for event in self.events]
         Path(path).write_text(page(self.to_json(), timeline, self.remarks()), "utf-8")
 
@@ -231,7 +235,7 @@ def _figure(value: float | None, scale: float = 1.0) -> str:
 
 
 def _calls(record: KernelRecord) -> str:
-    return f"{record.calls:g}" if record.calls else ""
+    return str(record.calls) if record.calls else ""
 
 
 _COLUMNS: tuple[_Column, ...] = (
@@ -290,6 +294,7 @@ class ClockCost:
 
 
 _BATCH, _BATCHES = 500, 7
+_ABOVE_THE_ROOF = 1.05  # the figures of a machine are that uncertain
 
 
 def clock_cost() -> ClockCost:
@@ -328,62 +333,85 @@ def measure(
     """
     run()
     recorder.take()
-    clock, timed = clock_cost(), []
+    clock, timed = clock_cost(), list[_Run]()
     for _ in range(runs):
         start = time.perf_counter_ns()
         run()
         end = time.perf_counter_ns()
-        calls = recorder.take()
-        timed.append((max(end - start - clock.total * len(calls), 0.0), start, calls))
-    timed.sort(key=lambda item: item[0])
-    kept = timed[: (runs + 1) // 2]
-    cost_of = _Costs(recorder.kernels, limits, threads)
-    by_run = [_events(calls, start, clock, cost_of) for _, start, calls in kept]
-    run_us = sum(ns for ns, _, _ in kept) / len(kept) / 1e3
+        timed.append(_Run.of(start, end, recorder.take(), clock))
+    steps = _undisturbed(timed)
+    events, now, cost_of = [], 0.0, _Costs(recorder.kernels, limits, threads)
+    for (number, symbols), pause, us in zip(steps.calls, steps.pauses_us, steps.calls_us, strict=True):
+        now += pause
+        events.append(KernelEvent(recorder.kernels[number].name, now, us, *cost_of(number, symbols)))
+        now += us
+    run_us = now + steps.rest_us
     return Profile(
-        records=_records(by_run, run_us, recorder.kernels),
+        records=_records(events, run_us, recorder.kernels),
         run_us=run_us,
         runs=runs,
-        counted=len(kept),
         threads=threads,
         clock_us=clock.total / 1e3,
         limits=limits,
-        events=by_run[0],
+        events=events,
     )
 
 
-def _events(calls: list[_Raw], start: int, clock: ClockCost, cost_of: _Costs) -> list[KernelEvent]:
-    """One run's calls, with the clock's own time taken out of the time line; none begins before the last has ended."""
-    events, last = [], 0.0
-    for position, (number, began, ended, symbols) in enumerate(calls):
-        offset = max((began - start - clock.total * position) / 1e3, last)
-        us = max(ended - began - clock.inside, 0.0) / 1e3
-        events.append(KernelEvent(cost_of.kernels[number].name, offset, us, *cost_of(number, symbols)))
-        last = offset + us
-    return events
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one run did, in microseconds, without the clock's own time."""
+
+    calls: list[tuple[int, bytes]]  # the kernel's number, its symbols
+    pauses_us: list[float]  # before each call
+    calls_us: list[float]
+    rest_us: float  # after the last call
+
+    @staticmethod
+    def of(start: int, end: int, calls: list[_Raw], clock: ClockCost) -> _Run:
+        pauses, times, last, between = [], [], float(start), clock.total - clock.inside
+        for _, began, ended, _ in calls:
+            pauses.append(max(began - last, 0.0) / 1e3)
+            times.append(max(ended - began - clock.inside, 0.0) / 1e3)
+            last = ended + between
+        return _Run([(number, symbols) for number, _, _, symbols in calls], pauses, times, max(end - last, 0.0) / 1e3)
+
+    @property
+    def total_us(self) -> float:
+        return sum(self.pauses_us) + sum(self.calls_us) + self.rest_us
 
 
-def _records(by_run: list[list[KernelEvent]], run_us: float, kernels: list[KernelInfo]) -> list[KernelRecord]:
-    groups: dict[str, list[KernelEvent]] = {}
-    for events in by_run:
-        for event in events:
-            groups.setdefault(event.kernel, []).append(event)
+def _undisturbed(runs: list[_Run]) -> _Run:
+    """The least of each time, of those runs that made the same calls as the fastest one."""
+    calls = min(runs, key=lambda run: run.total_us).calls
+    same = [run for run in runs if run.calls == calls]
+    pauses = [min(times) for times in zip(*(run.pauses_us for run in same), strict=True)]
+    times = [min(times) for times in zip(*(run.calls_us for run in same), strict=True)]
+    return _Run(calls, pauses, times, min(run.rest_us for run in same))
+
+
+def _records(events: list[KernelEvent], run_us: float, kernels: list[KernelInfo]) -> list[KernelRecord]:
     unbound = {kernel.name for kernel in kernels if kernel.cost is not None and not kernel.cost.is_bound}
-    count = len(by_run)
+    groups: dict[str, list[KernelEvent]] = {}
+    for event in events:
+        groups.setdefault(event.kernel, []).append(event)
     records = []
-    for name, events in groups.items():
-        us = sum(event.us for event in events) / count
-        bounds = [event.bound for event in events if event.bound is not None]
-        limits: dict[str, float] = {}
-        for bound in bounds:
-            limits[bound.limit] = limits.get(bound.limit, 0.0) + bound.seconds
-        totals = _sum(event.flops for event in events), _sum(event.nbytes for event in events)
-        amounts = [None if total is None else total / count for total in totals]
-        least = sum(limits.values()) * 1e6 / count if bounds else None
-        limit = max(limits, key=limits.__getitem__) if limits else None
-        calls = len(events) / count
+    for name, calls in groups.items():
+        least_us: dict[str, float] = {}  # by limit
+        for bound in (event.bound for event in calls if event.bound is not None):
+            least_us[bound.limit] = least_us.get(bound.limit, 0.0) + bound.seconds * 1e6
+        us = sum(event.us for event in calls)
         records.append(
-            KernelRecord(name, calls, us, us / max(run_us, 1e-9), *amounts, least, limit, name not in unbound)
+            KernelRecord(
+                name,
+                len(calls),
+                us,
+                us / max(run_us, 1e-9),
+                flops=_sum(event.flops for event in calls),
+                nbytes=_sum(event.nbytes for event in calls),
+                least_us=_sum(least_us.values()),
+                limit=max(least_us, key=least_us.__getitem__, default=None),
+                is_bound=name not in unbound,
+            )
         )
     return sorted(records, key=lambda record: -record.total_us)
 

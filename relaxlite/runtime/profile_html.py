@@ -37,7 +37,7 @@ def page(profile: Json, timeline: Sequence[Event], remarks: Sequence[str]) -> st
             '<h2>Kernels</h2><div class="wide"><table id="kernels">',
             _table(kernels, profile["run_us"]),
             "</table></div>",
-            "<h2>Time line of the fastest run</h2>",
+            "<h2>Time line</h2>",
             '<p class="hint">Wheel: zoom. Drag: move. Double click: all. A click on a row marks its kernel.</p>',
             '<canvas id="timeline" role="img" aria-label="kernel calls over time"></canvas><p id="at">&nbsp;</p>',
             *(f'<p class="hint">{escape(remark)}</p>' for remark in remarks),
@@ -77,7 +77,7 @@ def _time(us: float) -> str:
 _COLUMNS = (
     ("us", "us", "{:.1f}"),
     ("share", "share", "{:.1%}"),
-    ("calls", "calls", "{:g}"),
+    ("calls", "calls", "{}"),
     ("bytes", "bytes", "{:,.0f}"),
     ("flops", "FLOPs", "{:,.0f}"),
     ("intensity", "FLOP/byte", "{:.2f}"),
