@@ -39,9 +39,7 @@ def tiled(
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more."""
-    row = block.row_loop(column)
-    vectors = _vectors(row, column, lanes, registers, choice)
-    rows = 1 if row is None else _rows(row, vectors, registers, choice)
+    row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     tile = Tile(body or block.body, row, column, lanes, rows)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
@@ -55,6 +53,15 @@ def tiled(
     many_rows = row is not None and (as_int(row.extent) or 0) // tile.most_rows >= ENOUGH_PARALLEL
     rows_outside = choice.outer == "rows" if choice.outer else many_rows
     return grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+
+
+def tile_size(
+    block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
+) -> tuple[For | None, int, int]:
+    """(the loop down the tile or None, the rows of a tile at most, its vectors)"""
+    row = block.row_loop(column)
+    vectors = _vectors(row, column, lanes, registers, choice)
+    return row, 1 if row is None else _rows(row, vectors, registers, choice), vectors
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
