@@ -207,6 +207,7 @@ def test_the_rules_leave_a_schedule() -> None:
     assert steps_of(made) == (
         'fuse("i", "j")',
         'vectorize("ij", lanes=16)',
+        'store_past_caches("y")',
         'split_reduction("q", 16, 4)',
         'parallelize("ijo")',
         'parallelize("p")',

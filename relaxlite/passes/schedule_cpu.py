@@ -136,6 +136,7 @@ class _Rules:
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if scheduled is not None:
+            self.note("row_program", lanes=self.lanes(stage))
             return scheduled
         stage = mark_parallel(stage)
         outer = perfect_nest(stage)
@@ -148,6 +149,7 @@ class _Rules:
         store = injective_store(perfect_nest(stage))
         if store is None or store.buffer not in self.program.outputs:
             return scheduled
+        self.note("store_past_caches", store.buffer.name)
         most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
         return with_variant(less(most, product(store.buffer.shape)), past_caches(scheduled, store.buffer), scheduled)
 
@@ -209,12 +211,15 @@ class _Rules:
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         window = window_of(block, lanes)
         if window is not None:
+            self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
         tile = filter_tile(block, lanes, registers)
         if tile is not None:
             if packs:
                 self.panels.update(tile.panels)
+            sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
+            self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
             return tiled_filters(tile)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
