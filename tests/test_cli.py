@@ -447,6 +447,9 @@ def test_inspect_shows_the_bytecode_and_the_module(run: Run) -> None:
     assert "@function" in ir and "softmax(" in ir and "@program" not in ir
     assert "@program" in run("inspect", "toy.onnx", "--after", "legalize").out
     assert run("inspect", "toy.onnx", "--notes").status == 0
+    schedules = run("inspect", "toy.onnx", "--schedules").out
+    assert re.search(r"^\w+\(.*float32\[.*\)\n    \w+\(", schedules, re.MULTILINE) and "parallelize(" in schedules
+    assert "--schedules needs an ONNX file" in run("inspect", "toy.rlx", "--schedules").err
 
 
 def test_bytes_are_counted_for_a_person() -> None:

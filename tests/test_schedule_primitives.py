@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from relaxlite.codegen.interpreter import run_program
+from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.equality import first_difference
 from relaxlite.ir.module import IRModule
@@ -18,7 +19,9 @@ from relaxlite.ir.printer import print_module
 from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.ir.program_verifier import verify_program
 from relaxlite.ir.symbolic import evaluate
+from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.passes.scheduling import Schedule, steps_of
+from relaxlite.target import Target
 from tests.ir_text import program
 from tests.native_kernel import NativeKernel
 from tests.random_programs import (
@@ -42,7 +45,8 @@ PROGRAMS = {f.__name__: f for f in (maps, products, reductions, rows, pipelines,
 
 def arrays_for(program: TensorProgram, sizes: tuple[int, int], seed: int) -> list[Any]:
     rng, values = np.random.default_rng(seed), values_of(program, sizes)
-    return [draw_array(tuple(evaluate(d, values) for d in b.shape), b.dtype, rng) for b in program.inputs]
+    shapes = [tuple(evaluate(d, values) for d in b.shape) for b in program.inputs]
+    return [np.asarray(draw_array(s, b.dtype, rng)) for s, b in zip(shapes, program.inputs, strict=True)]
 
 
 def packed(s: Schedule, buffers: tuple[Buffer, ...], arrays: list[Any], sizes: tuple[int, int]) -> list[Any]:
@@ -176,3 +180,47 @@ def test_a_line_that_is_no_step(line: str) -> None:
 def test_an_unknown_primitive() -> None:
     with pytest.raises(ScheduleError, match="program is no primitive; there are split, fuse"):
         Schedule.replay(matmul(), ["program()"])
+
+
+def test_the_rules_leave_a_schedule() -> None:
+    """Which rule took which loops, the size of tiles and vectors, and what runs in parallel."""
+    target = Target.parse("llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu")
+    assert steps_of(schedule_program(matmul(), target)) == (
+        'register_tile("j", row="i", rows=8, vectors=3, lanes=16)',
+        'parallelize("io")',
+    )
+    sums = program(
+        """
+        n = symbol("n")
+        @program(symbols=(n,), outputs=2)
+        def stages(x: f32[n, 9], y: f32[n, 9], z: f32[n]):
+            for i in serial(n):
+                for j in serial(9):
+                    y[i, j] = exp(x[i, j])
+            for p in serial(n):
+                z[p] = float32(0.0)
+                for q in serial(9):
+                    z[p] += y[p, q]
+        """
+    )
+    made = schedule_program(sums, target)
+    assert steps_of(made) == (
+        'fuse("i", "j")',
+        'vectorize("ij", lanes=16)',
+        'store_past_caches("y")',
+        'split_reduction("q", 16, 4)',
+        'parallelize("ijo")',
+        'parallelize("p")',
+    )
+    with pytest.raises(ScheduleError, match="register_tile is no primitive"):
+        Schedule.replay(matmul(), steps_of(schedule_program(matmul(), target)))
+
+
+def test_equal_programs_may_have_different_schedules() -> None:
+    """The steps say how a program came about, and neither equality nor the cache of kernels asks."""
+    s, t = Schedule(matmul()), Schedule(matmul())
+    s.split("i", 4, tail="mask")
+    t.predicate("i", 4)
+    t.split("i", 4, tail="none")
+    assert str(s) != str(t) and first_difference(s.program(), t.program()) is None
+    assert fingerprint(s.program()) == fingerprint(t.program())

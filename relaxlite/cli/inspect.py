@@ -15,7 +15,8 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.runtime.executable import Call, ExecutableData, TensorSpec, disassemble
 
 _FIXED = "\x00"
-_ONNX_ONLY = {"ir": "--ir", "after": "--after", "notes": "--notes", "embed": "--embed"}
+_INSIDE = {"ir": "--ir", "after": "--after", "notes": "--notes", "schedules": "--schedules"}
+_ONNX_ONLY = {**_INSIDE, "embed": "--embed"}
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -23,7 +24,7 @@ def execute(args: argparse.Namespace) -> None:
         raise InvalidArgumentError("--embed goes with --ir or --after")
     if is_compiled(args.model):
         check_not_compiled(args, **_ONNX_ONLY)
-    if args.ir or args.after or args.notes:
+    if any(getattr(args, view) for view in _INSIDE):
         from relaxlite.cli.inspecting import show_inside
 
         return show_inside(args)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 
 from relaxlite.cli.compiling import find_pass, import_model, make_context, show_timings
+from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.scheduling import steps_of
 
 
 def show_inside(args: argparse.Namespace) -> None:
-    """--ir, --after PASS or --notes."""
-    last = find_pass(args.after) if args.after else None
+    """--ir, --after PASS, --notes or --schedules."""
+    name = "schedule" if args.schedules else args.after
+    last = find_pass(name) if name else None
     context = make_context(args)
     module = import_model(args, context)
     steps = default_pipeline()
@@ -23,5 +26,15 @@ def show_inside(args: argparse.Namespace) -> None:
     show_timings(args, context.timings)
     if args.notes:
         print("\n".join(context.notes) or "no notes")
+    elif args.schedules:
+        _show_schedules(module)
     else:
         print(print_module(module, embed=args.embed), end="")
+
+
+def _show_schedules(module: IRModule) -> None:
+    """For each program its shapes and the steps of its schedule; `--after schedule` shows them above the loops."""
+    for name, program in module.programs().items():
+        shapes = [f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in program.params]
+        print(f"{name}({', '.join(shapes)})")
+        print("\n".join(f"    {step}" for step in steps_of(program)) or "    as it was written")

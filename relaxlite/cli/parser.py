@@ -91,6 +91,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     views.add_argument("--ir", action="store_true", help="the imported module as text (ONNX only)")
     views.add_argument("--after", metavar="PASS", help="the module after this pass (ONNX only)")
     views.add_argument("--notes", action="store_true", help="why calls were not fused (ONNX only)")
+    views.add_argument("--schedules", action="store_true", help="how each kernel's loops were arranged (ONNX only)")
     views.add_argument("--bytecode", action="store_true", help="what the virtual machine executes")
     parser.add_argument(
         "--embed",

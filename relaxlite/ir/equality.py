@@ -310,7 +310,7 @@ class _Stream:
     # programs
 
     def _program(self, program: TensorProgram) -> None:
-        self.add(attrs_key(program.attrs), program.num_outputs, len(program.params), len(program.symbols))
+        self.add(attrs_key(program.identity), program.num_outputs, len(program.params), len(program.symbols))
         for symbol in program.symbols:
             self._bind(symbol)
         for buffer in program.params:

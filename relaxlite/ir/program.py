@@ -38,6 +38,8 @@ COMBINE = ("add", "mul", "max", "min", "and", "or", "maxnum")  # associative, fo
 
 _BOOL_RESULT = ("not", "isnan", "isinf")
 
+SCHEDULE = "schedule"  # attribute of a program: how it was scheduled, one step per line (passes/scheduling)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
@@ -230,6 +232,11 @@ class TensorProgram:
     body: Stmt
     num_outputs: int = 1
     attrs: Attrs = NO_ATTRS
+
+    @property
+    def identity(self) -> Attrs:
+        """The attributes without the steps of the schedule, which tell how the loops came about, not what they are."""
+        return Attrs({name: value for name, value in self.attrs.items() if name != SCHEDULE})
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:

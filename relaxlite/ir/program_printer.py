@@ -21,6 +21,7 @@ it does not say when it is computed.
 from __future__ import annotations
 
 from relaxlite.ir.program import (
+    SCHEDULE,
     Allocate,
     Barrier,
     Binary,
@@ -67,7 +68,6 @@ BINARY_SIGNS = {
 COMPARE_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 UNARY_SIGNS = {"neg": ("-", 12), "bitwise_not": ("~", 12), "not": ("not ", 4)}
 COMBINE_SIGNS = {"add": "+=", "mul": "*=", "and": "&=", "or": "|="}
-SCHEDULE = "schedule"  # the attribute of a scheduled program: what was done, one step per line
 PROGRAM_KEYWORDS = ("symbols", "outputs", "name", "attrs")
 _ATOM, _COMPARE, _SELECT, _ANY = 14, 5, 2, 0
 _MAX_HEIGHT = 16  # of one line's nesting; Python's own tokenizer ends at 200 parentheses
@@ -105,16 +105,13 @@ class ProgramWriter(Writer):
         symbols = tuple_text([self.symbol(s) for s in program.symbols])
         params = [f"{self._bind(b)}: Buffer({self._buffer(b)})" for b in program.params]
         items = [f"symbols={symbols}", f"outputs={program.num_outputs}", *name_items(name, shown=ident)]
-        attrs = {name: value for name, value in program.attrs.items() if name != SCHEDULE}
         steps = program.attrs.get(SCHEDULE)
-        head = ", ".join(items + attr_items(attrs, PROGRAM_KEYWORDS))
         if isinstance(steps, tuple) and steps:
-            self.emit(f"@program({head}, {SCHEDULE}=(")
-            for step in steps:
-                self.emit(f"    {attr_text(step)},")
-            self.emit("))")
+            lines = "".join(f"\n    {attr_text(step)}," for step in steps)
+            items += [*attr_items(program.identity, PROGRAM_KEYWORDS), f"{SCHEDULE}=({lines}\n)"]
         else:
-            self.emit(f"@program({head})")
+            items += attr_items(program.attrs, PROGRAM_KEYWORDS)
+        self.emit(f"@program({', '.join(items)})")
         self.emit(header(f"def {ident}", params, ":"))
         with self.indented():
             self.stmt(program.body)

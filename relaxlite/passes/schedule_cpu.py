@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from relaxlite import dtypes
-from relaxlite.ir.expr import Attrs
+from relaxlite.ir.expr import Attrs, AttrValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
@@ -59,9 +59,17 @@ from relaxlite.passes.schedule import (
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
-from relaxlite.passes.schedule_reduction import Block, panel_width, panel_widths, reduction_block, tiled
+from relaxlite.passes.schedule_reduction import (
+    Block,
+    panel_width,
+    panel_widths,
+    reduction_block,
+    tile_size,
+    tiled,
+)
 from relaxlite.passes.schedule_rows import schedule_rows
 from relaxlite.passes.schedule_window import tiled_windows, window_of
+from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.target import Target
 
@@ -78,12 +86,14 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
-    rules = _Rules(program, target, choice, {}, {})
+    rules = _Rules(program, target, choice, {}, {}, [])
     body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
     packing = {name: value for name, value in (("panels", panels), ("groups", groups)) if value}
-    attrs = Attrs({**program.attrs, **packing}) if packing else program.attrs
+    parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
+    steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
+    attrs = with_steps(Attrs({**program.attrs, **packing}) if packing else program.attrs, steps)
     return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
 
 
@@ -94,6 +104,10 @@ class _Rules:
     choice: ScheduleChoice
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
+    steps: list[Step]  # what was done, to be read beside the program
+
+    def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
+        self.steps.append(Step(name, args, tuple(options.items())))
 
     def lanes(self, stmt: Stmt) -> int:
         """Vector lanes for the widest element that the statement computes with."""
@@ -122,6 +136,7 @@ class _Rules:
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if scheduled is not None:
+            self.note("row_program", lanes=self.lanes(stage))
             return scheduled
         stage = mark_parallel(stage)
         outer = perfect_nest(stage)
@@ -134,6 +149,7 @@ class _Rules:
         store = injective_store(perfect_nest(stage))
         if store is None or store.buffer not in self.program.outputs:
             return scheduled
+        self.note("store_past_caches", store.buffer.name)
         most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
         return with_variant(less(most, product(store.buffer.shape)), past_caches(scheduled, store.buffer), scheduled)
 
@@ -151,6 +167,7 @@ class _Rules:
             and stmt.var not in inner.extent.free_vars()
             and can_fuse(inner.body, stmt.var, inner.var, inner.extent)
         ):
+            self.note("fuse", stmt.var.name, inner.var.name)
             return fuse(stmt, inner)
         return stmt
 
@@ -174,9 +191,11 @@ class _Rules:
         if _combines_into_one(loop) and self._contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
+            self.note("split_reduction", loop.var.name, lanes, self.partial_sums)
             return split_reduction(loop, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
         if not _is_independent(loop) or not self._contiguous(loop):
             return loop
+        self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
         main = replace(main, body=_with_kind(main.body, inner, "vectorized"))
         return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
@@ -192,12 +211,15 @@ class _Rules:
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         window = window_of(block, lanes)
         if window is not None:
+            self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
         tile = filter_tile(block, lanes, registers)
         if tile is not None:
             if packs:
                 self.panels.update(tile.panels)
+            sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
+            self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
             return tiled_filters(tile)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
@@ -207,6 +229,10 @@ class _Rules:
             if dots is not None:
                 self.panels[dots.operand] = panel_width(block, column, lanes, registers, self.choice)
                 self.groups[dots.operand] = dots.group
+                self.note("dot_products", dots.operand.name, length=dots.group)
+            row, rows, vectors = tile_size(block, column, lanes, registers, self.choice)
+            down = None if row is None else row.var.name
+            self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
             return tiled(block, column, lanes, registers, None if dots is None else dots.body, self.choice)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         return parallel_nest(block.spatial, body)
@@ -228,6 +254,7 @@ class _Rules:
                 store = stmt.body
                 if store.combine is None or not self._contiguous(stmt):
                     return stmt
+                self.note("split_reduction", stmt.var.name, lanes, self.partial_sums)
                 return split_reduction(stmt, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
             return replace(stmt, body=rewrite(stmt.body))
 

@@ -40,9 +40,7 @@ def tiled(
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more."""
-    row = block.row_loop(column)
-    vectors = _vectors(column, lanes, registers, choice)
-    rows = 1 if row is None else _rows(row, vectors, registers, choice)
+    row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     tile = Tile(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
@@ -62,6 +60,15 @@ def _rows_first(block: Block, row: For) -> bool:
     cache: for few steps and many rows, as results that lie side by side are then written one after the other."""
     steps = [as_int(loop.extent) or FEW_STEPS + 1 for loop in perfect_nest(block.stmts[1]).loops]
     return math.prod(steps) <= FEW_STEPS and (as_int(row.extent) or 0) >= MANY_ROWS
+
+
+def tile_size(
+    block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
+) -> tuple[For | None, int, int]:
+    """(the loop down the tile or None, the rows of a tile at most, its vectors)"""
+    row = block.row_loop(column)
+    vectors = _vectors(column, lanes, registers, choice)
+    return row, 1 if row is None else _rows(row, vectors, registers, choice), vectors
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:

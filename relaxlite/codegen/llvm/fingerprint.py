@@ -2,7 +2,8 @@
 
 Unlike a printer or `structural_hash`, it reads every field of every node, whatever nodes there are: a new field of the
 IR cannot be forgotten, which would hand out the code of another program. Only the names of buffers and of symbolic
-variables are left out; each variable is the number of its first occurrence, with its facts.
+variables and the steps of the schedule are left out; each variable is the number of its first occurrence, with its
+facts.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class _Walk:
                 continue
             names = _field_names(type(node))  # type: ignore[arg-type]
             items = [getattr(node, name) for name in names]
+            if isinstance(node, TensorProgram):
+                items[names.index("attrs")] = node.identity
             below = [child for child in _nodes(tuple(items)) if id(child) not in self._numbers]
             if below:
                 stack.extend(reversed(below))

@@ -74,6 +74,6 @@ def _describe(name: str, program: TensorProgram) -> str:
         return ", ".join(f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in buffers)
 
     symbols = f"; symbols {', '.join(v.name for v in program.symbols)}" if program.symbols else ""
-    attrs = f"; {program.attrs!r}" if program.attrs else ""
+    attrs = f"; {program.identity!r}" if program.identity else ""
     text = f"; program {name}({list_of(program.inputs)}) -> {list_of(program.outputs)}{symbols}{attrs}"
     return " ".join(text.split())  # one line, whatever the names hold

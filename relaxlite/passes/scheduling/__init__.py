@@ -15,6 +15,6 @@
 from __future__ import annotations
 
 from relaxlite.passes.scheduling.schedule import PRIMITIVES, Schedule
-from relaxlite.passes.scheduling.trace import SCHEDULE, Step, steps_of, with_steps
+from relaxlite.passes.scheduling.trace import Step, steps_of, with_steps
 
-__all__ = ["PRIMITIVES", "SCHEDULE", "Schedule", "Step", "steps_of", "with_steps"]
+__all__ = ["PRIMITIVES", "Schedule", "Step", "steps_of", "with_steps"]

@@ -1,6 +1,8 @@
 """The steps of a schedule as text: one call per line, valid Python, which a Schedule can run again.
 
-A scheduled program carries its steps as the attribute `schedule`, a tuple of such lines, printed above its loops.
+A scheduled program carries its steps as the attribute `schedule`, a tuple of such lines, printed above its loops. The
+rules of schedule_cpu.py leave the same form: what they did by primitives, and larger steps by names of their own
+(`register_tile`), which can be read but not run again.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ from dataclasses import dataclass
 
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.expr import Attrs, AttrValue
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program import SCHEDULE, TensorProgram
 
-SCHEDULE = "schedule"  # the attribute
 Argument = AttrValue
 
 
