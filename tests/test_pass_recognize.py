@@ -41,7 +41,7 @@ def main(statements: str, other_result: str = "") -> IRModule:
 
 def recognized(given: IRModule) -> tuple[IRModule, list[str]]:
     context = PassContext(Target.parse("llvm -mcpu=x86-64-v3"))
-    return recognize(eliminate_dead(eliminate_common(given)), context), context.notes
+    return recognize(eliminate_common(given), context), context.notes
 
 
 def op_names(made: IRModule) -> list[str]:

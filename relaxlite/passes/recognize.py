@@ -34,7 +34,8 @@ ULPS = 4  # by which a written constant may miss the exact one, in units of its 
 
 def recognize(module: IRModule, context: PassContext) -> IRModule:
     """Chains of simple ops become the op that they spell out."""
-    return eliminate_dead(map_functions(module, lambda f: _Recognize(context).function(f)))
+    used = eliminate_dead(module)  # so that what nothing uses does not count as a use
+    return eliminate_dead(map_functions(used, lambda f: _Recognize(context).function(f)))
 
 
 Made: TypeAlias = "Call | str"  # the op, or why not

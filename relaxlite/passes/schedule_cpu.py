@@ -33,7 +33,6 @@ from relaxlite.ir.program import (
     Stmt,
     Store,
     TensorProgram,
-    Value,
     seq,
 )
 from relaxlite.ir.program_verifier import INPLACE
@@ -113,7 +112,7 @@ class _Rules:
         clamps = clamped_loops(stage)
         if not clamps:
             return self.nest(stage)
-        conds: list[Value] = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
+        conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
         usual = reduce(lambda a, b: Binary("and", a, b), conds)
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
