@@ -60,7 +60,8 @@ from relaxlite.ir.symbolic import (
 # fused multiply-add 2; functions count what our own float32 code for them takes (codegen/llvm/math.py), about. What
 # moves, compares, chooses or converts counts nothing. Operations on integers count like those on floats, bools nothing.
 FLOPS: Mapping[str, int] = {
-    **dict.fromkeys(("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1),
+    **dict.fromkeys(("add", "sub", "mul", "min", "max", "maxnum", "neg", "abs", "sign"), 1),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), 1),
     **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
@@ -68,6 +69,7 @@ FLOPS: Mapping[str, int] = {
     "isnan": 0,
     "isinf": 0,
     "exp": 20,
+    "exp2": 15,
     **dict.fromkeys(("log", "tanh", "erf"), 30),
     **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan"), 50),
     **dict.fromkeys(("asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow"), 70),

@@ -105,7 +105,7 @@ class _Packed(ProgramRewriter):
             return new
         new = super().stmt(stmt)
         if isinstance(new, Store) and new.buffer is self._old:
-            return Store(self._new, self._moved(new.indices), new.value, new.combine)
+            return Store(self._new, self._moved(new.indices), new.value, new.combine, new.nontemporal)
         return new
 
 
