@@ -34,7 +34,8 @@ ULPS = 4  # by which a written constant may miss the exact one, in units of its 
 
 def recognize(module: IRModule, context: PassContext) -> IRModule:
     """Chains of simple ops become the op that they spell out."""
-    return eliminate_dead(map_functions(module, lambda f: _Recognize(context).function(f)))
+    used = eliminate_dead(module)  # so that what nothing uses does not count as a use
+    return eliminate_dead(map_functions(used, lambda f: _Recognize(context).function(f)))
 
 
 Made: TypeAlias = "Call | str"  # the op, or why not
@@ -124,8 +125,15 @@ def _square(x: Pattern) -> Pattern:
     return is_op("multiply")(x, x) | is_op("power")(x, is_const(2))
 
 
-def _cube(x: Pattern) -> Pattern:
-    return is_op("power")(x, is_const(3)) | _mul(_square(x), x)
+def _scaled_square(x: Pattern, factor: float) -> Pattern:
+    """factor * x * x in any order"""
+    return _scaled(_square(x), factor) | _mul(_scaled(x, factor), x)
+
+
+def _scaled_cube(x: Pattern, factor: float) -> Pattern:
+    """factor * x * x * x in any order"""
+    cube = is_op("power")(x, is_const(3)) | _mul(_square(x), x)
+    return _scaled(cube, factor) | _mul(_scaled_square(x, factor), x) | _mul(_square(x), _scaled(x, factor))
 
 
 def _product(x: Pattern, y: Pattern, factor: float) -> Pattern:
@@ -304,9 +312,9 @@ def _one_axis(found: Match, matcher: Matcher) -> int | str:
 _ERF = _add(is_op("erf")(_scaled(_X, math.sqrt(0.5))), is_const(1))
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_OF = (
-    _scaled(_add(_X, _scaled(_cube(_X), 0.044715)), _TANH_SCALE)
-    | _product(_X, _add(_scaled(_square(_X), 0.044715), is_const(1)), _TANH_SCALE)
-    | _mul(_X, _add(_scaled(_square(_X), 0.044715 * _TANH_SCALE), _near(_TANH_SCALE)))
+    _scaled(_add(_X, _scaled_cube(_X, 0.044715)), _TANH_SCALE)
+    | _product(_X, _add(_scaled_square(_X, 0.044715), is_const(1)), _TANH_SCALE)
+    | _mul(_X, _add(_scaled_square(_X, 0.044715 * _TANH_SCALE), _near(_TANH_SCALE)))
 )
 _TANH = _add(is_op("tanh")(_TANH_OF), is_const(1))
 _EXP_OF_NEGATIVE = _add(is_op("exp")(is_op("neg")(_X)), is_const(1))

@@ -60,16 +60,16 @@ def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
     return (IfThenElse(less(0, count), stmt),)
 
 
-def with_variant(cond: Compare, usual: Stmt, other: Stmt) -> Stmt:
-    """`usual` where the condition (of symbolic integers) holds, else `other`; one of them alone if it is known."""
-    assert isinstance(cond.a, IndexValue) and isinstance(cond.b, IndexValue)
+def with_variant(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
+    """`usual` where the condition, `less`, holds, else `other`; one of them alone if it is known which."""
+    assert isinstance(cond, Compare) and isinstance(cond.a, IndexValue) and isinstance(cond.b, IndexValue)
     a, b = as_int(cond.a.index), as_int(cond.b.index)
     if a is None or b is None:
         return IfThenElse(cond, usual, other)
     return usual if a < b else other
 
 
-def less(a: IntLike, b: IntLike) -> Compare:
+def less(a: IntLike, b: IntLike) -> Value:
     return Compare("lt", IndexValue(sym(a)), IndexValue(sym(b)))
 
 

@@ -1,6 +1,7 @@
 """Schedule rules for CPUs: which primitives a loop nest gets, from its accesses and the target's registers.
 
     row program         one loop over rows, several over each row (schedule_rows.py)
+    transpose           tiles that change places in registers (schedule_transpose.py)
     injective nest      fuse loops that stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
@@ -32,7 +33,6 @@ from relaxlite.ir.program import (
     Stmt,
     Store,
     TensorProgram,
-    Value,
     seq,
 )
 from relaxlite.ir.program_verifier import INPLACE
@@ -68,6 +68,7 @@ from relaxlite.passes.schedule_reduction import (
     tiled,
 )
 from relaxlite.passes.schedule_rows import schedule_rows
+from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
@@ -125,7 +126,7 @@ class _Rules:
         clamps = clamped_loops(stage)
         if not clamps:
             return self.nest(stage)
-        conds: list[Value] = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
+        conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
         usual = reduce(lambda a, b: Binary("and", a, b), conds)
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
@@ -138,11 +139,23 @@ class _Rules:
         if scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             return scheduled
-        stage = mark_parallel(stage)
-        outer = perfect_nest(stage)
+        marked = mark_parallel(stage)
+        outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
             return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        return self.streamed(stage, outermost_parallel(self.inner(self.fused(stage))))
+        usual = self.streamed(stage, outermost_parallel(self.inner(self.fused(marked))))
+        return self.transposed(stage, usual)
+
+    def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
+        """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
+        store = injective_store(perfect_nest(stage))
+        if store is None or store.buffer not in self.program.outputs:
+            return usual
+        found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
+        if found is None:
+            return usual
+        conditions, tiles = found
+        return IfThenElse(both(conditions), tiles, usual) if conditions else tiles
 
     def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
         """Where the result is larger than the caches, it is stored past them."""

@@ -44,7 +44,9 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
     is_large = less(cache_bytes // dtypes.itemsize(output.dtype), product(output.shape))
     if known is not None:
         stmt = _rows_up_to(rows, known, _pieces_of(known, lanes), lanes)
-        return stmt if known % lanes else with_variant(is_large, past_caches(stmt, output), stmt)
+        if known % lanes or not _fits_stack(rows, known):
+            return stmt  # rows that do not begin at a vector's boundary, or whose output serves as a local row before
+        return with_variant(is_large, past_caches(stmt, output), stmt)
     stmt = _long(rows, lanes)
     stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
     for vectors in (PARTS, 1):
@@ -56,7 +58,7 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
 
 def _rows_up_to(rows: Rows, most: int, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     """Rows of at most so many elements: their local rows are on the stack if they are short enough."""
-    if any(most * dtypes.itemsize(row.dtype) > MOST_STACK_BYTES for row in _local_rows(rows)):
+    if not _fits_stack(rows, most):
         return _scheduled(_in_output(rows, recompute=True), pieces, lanes)
     width = -(-most // lanes) * lanes
     short = {row: replace(row, shape=(sym(width),), scope="local") for row in _local_rows(rows)}
@@ -81,6 +83,10 @@ def _long(rows: Rows, lanes: int, *, streamed: bool = False) -> Stmt:
         past_caches(on_stack, rows.result.buffer) if streamed else on_stack,
         _scheduled(_in_output(rows, recompute=True), pieces, lanes),
     )
+
+
+def _fits_stack(rows: Rows, size: int) -> bool:
+    return all(size * dtypes.itemsize(row.dtype) <= MOST_STACK_BYTES for row in _local_rows(rows))
 
 
 def _local_rows(rows: Rows) -> list[Buffer]:

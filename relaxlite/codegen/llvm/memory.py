@@ -56,6 +56,8 @@ def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
 def load(k: Kernel, access: Access) -> Val:
     """The element, or one per lane, in register form."""
     key = _key(k, access)
+    if key not in k.loads and access.kind == "strided":
+        _turn_tile(k, access)
     if key not in k.loads:
         k.loads[key] = from_memory(k.e, _load_raw(k, access), access.buffer.dtype)
     return k.loads[key]
@@ -65,6 +67,44 @@ def _key(k: Kernel, access: Access) -> LoadKey:
     mask = None if access.kind == "uniform" and k.some_active else k.mask
     lanes = 0 if access.kind == "uniform" else k.lanes
     return access.buffer, access.offset, lanes, mask.text if mask is not None else ""
+
+
+def _turn_tile(k: Kernel, access: Access) -> None:
+    """A column of a square tile whose rows are in registers: all columns at once, by log2(lanes) steps of shuffles."""
+    lanes, base = k.lanes, as_int(access.base)
+    is_column = access.stride is not None and as_int(access.stride) == lanes and k.mask is None
+    if not is_column or base is None or access.buffer.shape != (lanes, lanes):
+        return
+    places = ((_known_place(key, access.buffer, lanes), value) for key, value in k.loads.items())
+    rows = {place: value for place, value in places if place is not None}
+    if any(row * lanes not in rows for row in range(lanes)):
+        return
+    turned = _transpose(k.e, [rows[row * lanes] for row in range(lanes)])
+    for column, value in enumerate(turned):
+        k.loads[access.buffer, access.offset + (column - base), lanes, ""] = value
+
+
+def _known_place(key: LoadKey, buffer: Buffer, lanes: int) -> int | None:
+    """Where a vector begins that is known to be in a buffer, if that is a constant and no lane is masked."""
+    found, offset, width, mask = key
+    if found is not buffer or width != lanes or mask or len(offset.terms) != 1 or offset.terms[0][1] != 1:
+        return None
+    return offset.const
+
+
+def _transpose(e: Emitter, rows: list[Val]) -> list[Val]:
+    """The columns of a square of vectors: blocks off the diagonal change places, first of half the size."""
+    lanes = len(rows)
+    rows, width = list(rows), lanes // 2
+    while width:
+        for row in range(lanes):
+            if row & width:
+                continue
+            a, b = rows[row], rows[row + width]
+            rows[row] = _shuffle(a, b, (lanes + c - width if c & width else c for c in range(lanes)), e)
+            rows[row + width] = _shuffle(a, b, (lanes + c if c & width else c + width for c in range(lanes)), e)
+        width //= 2
+    return rows
 
 
 def _load_raw(k: Kernel, access: Access) -> Val:
@@ -167,17 +207,25 @@ def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False) -
         _store_vector(k, access, k.e.splat(raw, k.lanes), nontemporal=nontemporal)
     else:
         _scatter(k, access, k.e.splat(raw, k.lanes))
-    forget_overlapping(k, access.buffer)
+    forget_overlapping(k, access.buffer, as_int(access.base) if access.kind == "contiguous" else None)
     if access.kind == "contiguous" and raw is value:
         k.loads[_key(k, access)] = k.e.splat(value, k.lanes)
 
 
-def forget_overlapping(k: Kernel, buffer: Buffer) -> None:
-    """Buffers of local scope are private; any two others may share memory (an operator that works in place)."""
+def forget_overlapping(k: Kernel, buffer: Buffer, place: int | None = None) -> None:
+    """Buffers of local scope are private; any two others may share memory (an operator that works in place).
+
+    `place`: only one vector of the local buffer is written, which begins there."""
     if buffer.scope == "local":
-        k.loads = {key: v for key, v in k.loads.items() if key[0] is not buffer}
+        k.loads = {key: v for key, v in k.loads.items() if key[0] is not buffer or _is_apart(key, place, k.lanes)}
     else:
         k.loads = {key: v for key, v in k.loads.items() if key[0].scope == "local"}
+
+
+def _is_apart(key: LoadKey, place: int | None, lanes: int) -> bool:
+    """Whether a known vector surely does not overlap one that begins at `place`."""
+    known = _known_place(key, key[0], lanes)
+    return place is not None and known is not None and abs(known - place) >= lanes
 
 
 def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:

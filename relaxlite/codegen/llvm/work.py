@@ -27,7 +27,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 
 _SLOW: Mapping[str, int] = {
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 5),
-    **dict.fromkeys(("exp", "log", "tanh", "erf"), 25),
+    **dict.fromkeys(("exp", "exp2", "log", "tanh", "erf"), 25),
     **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan", "sinh", "cosh", "pow", "atan2"), 50),
     **dict.fromkeys(("asin", "acos", "atan", "asinh", "acosh", "atanh"), 50),
 }

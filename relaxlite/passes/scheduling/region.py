@@ -149,7 +149,7 @@ class Redirect(ProgramRewriter):
     def stmt(self, stmt: Stmt) -> Stmt:
         new = super().stmt(stmt)
         if isinstance(new, Store) and new.buffer is self._old:
-            return Store(self._new, self._moved(new.indices), new.value, new.combine)
+            return Store(self._new, self._moved(new.indices), new.value, new.combine, new.nontemporal)
         return new
 
 
