@@ -231,6 +231,17 @@ class Analyzer:
         expr = sym(e)
         return self._remember("simplify", expr, expr, lambda: apply_rules(expr, self))
 
+    def atom_rule(self, rule: Callable[[SymExpr, Any], SymExpr], atom: SymExpr) -> SymExpr:
+        """A rule of ir/simplify.py applied to an atom, which many expressions share."""
+        key = (rule.__name__, atom)
+        found: SymExpr | None = self._memo.get(key)
+        if found is None:
+            found = rule(atom, self)
+            if len(self._memo) >= _MAX_MEMO:
+                self._forget()
+            self._memo[key] = found
+        return found
+
     def replacement(self, atom: SymExpr) -> SymExpr | None:
         """What an assumed equality writes for the atom."""
         return self._equal.get(atom)

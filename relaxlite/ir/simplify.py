@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from relaxlite.ir.intervals import Interval
@@ -39,10 +40,11 @@ class Facts(Protocol):
     def interval(self, expr: SymExpr) -> Interval: ...
     def residue(self, expr: SymExpr) -> Residue: ...
     def can_prove_nonneg(self, expr: SymExpr) -> bool: ...
+    def atom_rule(self, rule: Callable[[SymExpr, Facts], SymExpr], atom: SymExpr) -> SymExpr: ...
 
 
 def apply_rules(expr: SymExpr, facts: Facts) -> SymExpr:
-    return _recombine(map_atoms(expr, lambda atom: _simplify_atom(atom, facts)), facts)
+    return _recombine(map_atoms(expr, lambda atom: facts.atom_rule(_simplify_atom, atom)), facts)
 
 
 def without_mod(expr: SymExpr) -> SymExpr:
@@ -180,10 +182,17 @@ def _by_definition(atom: FloorDiv | FloorMod, factor: SymExpr, facts: Facts) -> 
     """atom * factor, in terms of the other of quotient and remainder; None for a quotient that keeps a fraction."""
     a, b = atom.a, atom.b
     if isinstance(atom, FloorMod):
-        return (a - _apply_to_atoms(floordiv(a, b), facts) * b) * factor
+        return (a - facts.atom_rule(_other_part, atom) * b) * factor
     if floormod(factor, b) != 0:
         return None
-    return (a - _apply_to_atoms(floormod(a, b), facts)) * floordiv(factor, b)
+    return (a - facts.atom_rule(_other_part, atom)) * floordiv(factor, b)
+
+
+def _other_part(atom: SymExpr, facts: Facts) -> SymExpr:
+    """The quotient for a remainder, the remainder for a quotient."""
+    assert isinstance(atom, FloorDiv | FloorMod)
+    divide = floordiv if isinstance(atom, FloorMod) else floormod
+    return _apply_to_atoms(divide(atom.a, atom.b), facts)
 
 
 @functools.lru_cache(maxsize=1 << 14)

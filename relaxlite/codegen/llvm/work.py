@@ -31,6 +31,7 @@ _SLOW: Mapping[str, int] = {
     **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan", "sinh", "cosh", "pow", "atan2"), 50),
     **dict.fromkeys(("asin", "acos", "atan", "asinh", "acosh", "atanh"), 50),
 }
+_ANALYZER = Analyzer()
 _UNKNOWN_EXTENT = 16  # iterations of a loop whose extent only the code around it knows
 
 
@@ -57,7 +58,7 @@ def _outer(extent: SymExpr, inner: set[SymVar]) -> SymExpr:
     """The extent, or its upper bound where variables that are bound inside occur in it."""
     if inner.isdisjoint(extent.free_vars()):
         return extent
-    _, upper = Analyzer().bounds(extent)
+    _, upper = _ANALYZER.interval(extent)  # quick: this is an estimate
     return sym(_UNKNOWN_EXTENT if upper is None else upper)
 
 
