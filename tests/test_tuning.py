@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite import cli, config, tuner
-from relaxlite.errors import InvalidArgumentError
+from relaxlite.errors import ExecutionError, InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Constant, ShapeValue
 from relaxlite.ir.module import IRModule
@@ -269,6 +269,20 @@ def test_other_results_disqualify(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = prefers(monkeypatch, lambda choice: 1.0)
     monkeypatch.setattr(tuner, "_same", lambda outputs, expected: False)
     assert tuner.search(task_of(product_module(), 3), HOST) is None and measured == []
+
+
+def test_a_program_that_does_not_run_alone_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def search(task: tuner.Task, target: Target) -> None:
+        raise ExecutionError("index 7 is out of range")
+
+    monkeypatch.setattr(tuner, "search", search)
+    known = Tuning()
+    known.add(task_of(product_module(), 3).program, HOST, tuned(ScheduleChoice(rows=3)))
+    before = known.to_json()
+    assert tuner.tune(product_module(), [sample(3)], tuning=known).to_json() == before
+    assert "does not run on its own and is left as it is: index 7 is out of range" in capsys.readouterr().err
 
 
 def test_equal_means_equal_but_for_rounding() -> None:
