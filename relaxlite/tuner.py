@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from relaxlite import dtypes
 from relaxlite.driver import build, signature_of
-from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.errors import ExecutionError, InvalidArgumentError, RelaxliteError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, Function, GlobalVar, Let, Var
@@ -96,7 +97,11 @@ def tune(
     with tqdm(tasks, desc="tune", unit="program", disable=not progress) as bar:
         for task in bar:
             bar.set_postfix_str(task.name)
-            entry = search(task, machine)
+            try:
+                entry = search(task, machine)
+            except ExecutionError as error:  # which random values may cause
+                bar.write(f"{task.name} does not run on its own and is left as it is: {error}", file=sys.stderr)
+                continue
             if entry is None:
                 found.remove(task.program, machine)  # an older choice is no better than the rules any more
             else:
@@ -154,7 +159,9 @@ def find_tasks(
             if program is None or len(call.symbols) != len(program.symbols) or min(call.symbols, default=1) < 0:
                 continue
             key = program_key(program)
-            task = tasks.setdefault(key, Task(call.kernel, program, constants.get(call.kernel, frozenset())))
+            here = constants.get(call.kernel, frozenset())
+            task = tasks.setdefault(key, Task(call.kernel, program, here))
+            task.constants &= here
             task.sizes[call.symbols] += 1
             task.seconds += seconds
     worth = [task for task in tasks.values() if task.seconds >= MIN_SHARE * total]
@@ -173,17 +180,23 @@ def _split_pipeline() -> tuple[list[Pass], list[Pass]]:
 
 
 def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
-    """By program: the inputs for which every call passes a constant."""
+    """By program: the inputs of known sizes for which every call passes a constant."""
     found: dict[str, frozenset[int]] = {}
+    programs = module.programs()
     for function in module.functions().values():
         for body in bodies(function):
             for binding in body.bindings():
                 value = binding.value if isinstance(binding, Let) else None
-                if isinstance(value, Call) and isinstance(value.callee, GlobalVar):
+                if isinstance(value, Call) and isinstance(value.callee, GlobalVar) and value.callee.name in programs:
                     name = value.callee.name
-                    here = frozenset(k for k, arg in enumerate(value.args) if isinstance(arg, Constant))
+                    pairs = enumerate(zip(value.args, programs[name].inputs, strict=True))
+                    here = frozenset(k for k, (arg, b) in pairs if isinstance(arg, Constant) and _is_known(b))
                     found[name] = found.get(name, here) & here
     return found
+
+
+def _is_known(buffer: Buffer) -> bool:
+    return all(dim.is_const for dim in buffer.shape)
 
 
 # Measuring one program

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite import cli, config, tuner
-from relaxlite.errors import InvalidArgumentError
+from relaxlite.errors import ExecutionError, InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
-from relaxlite.ir.expr import Constant
+from relaxlite.ir.expr import Constant, ShapeValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_verifier import verify_program
+from relaxlite.ir.symbolic import syms
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice, axes
 from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.passes.tuning import TunedProgram, Tuning, program_key
@@ -113,6 +114,33 @@ def test_each_field_changes_the_schedule_of_some_program() -> None:
     ):
         assert structural_hash(schedule_program(task.program, HOST, choice)) != usual, choice
     assert structural_hash(schedule_program(task.program, HOST, ScheduleChoice(outer="columns"))) == usual
+
+
+def convolution_module() -> IRModule:
+    bb = rl.BlockBuilder()
+    n, h = bb.symbol("n"), bb.symbol("h", lower=3)
+    weights = np.random.default_rng(1).standard_normal((40, 8, 3, 3)).astype(np.float32)
+    with bb.function("main", x=rl.TensorType.of((n, 8, h, 9), "float32")) as (x,):
+        bb.result(rl.ops.conv(x, Constant.of(weights), ShapeValue(syms((1, 1, 1, 1)))))
+    return bb.module()
+
+
+@pytest.mark.parametrize(
+    "choice", [ScheduleChoice(rows=3, vectors=2), ScheduleChoice(vectors=1), ScheduleChoice(outer="columns")], ids=str
+)
+def test_convolutions_follow_choices_too(choice: ScheduleChoice) -> None:
+    module = convolution_module()
+    x = np.random.default_rng(0).standard_normal((2, 8, 7, 9)).astype(np.float32)
+    tasks = [t for t in tuner.find_tasks(module, [{"x": x}], HOST) if 0 in t.constants or 1 in t.constants]
+    (task,) = tasks
+    usual = structural_hash(schedule_program(task.program, HOST))
+    assert structural_hash(schedule_program(task.program, HOST, choice)) != usual
+    tuning = Tuning()
+    tuning.add(task.program, HOST, tuned(choice))
+    exes = [rl.compile(module, tuning=t) for t in (Tuning(), tuning)]
+    for shape in ((0, 8, 7, 9), (1, 8, 3, 9), (2, 8, 7, 9), (1, 8, 33, 9)):
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        np.testing.assert_allclose(*(exe(x) for exe in exes), rtol=1e-4, atol=1e-4)
 
 
 # The database
@@ -241,6 +269,20 @@ def test_other_results_disqualify(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = prefers(monkeypatch, lambda choice: 1.0)
     monkeypatch.setattr(tuner, "_same", lambda outputs, expected: False)
     assert tuner.search(task_of(product_module(), 3), HOST) is None and measured == []
+
+
+def test_a_program_that_does_not_run_alone_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def search(task: tuner.Task, target: Target) -> None:
+        raise ExecutionError("index 7 is out of range")
+
+    monkeypatch.setattr(tuner, "search", search)
+    known = Tuning()
+    known.add(task_of(product_module(), 3).program, HOST, tuned(ScheduleChoice(rows=3)))
+    before = known.to_json()
+    assert tuner.tune(product_module(), [sample(3)], tuning=known).to_json() == before
+    assert "does not run on its own and is left as it is: index 7 is out of range" in capsys.readouterr().err
 
 
 def test_equal_means_equal_but_for_rounding() -> None:

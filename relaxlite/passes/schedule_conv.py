@@ -35,6 +35,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
 from relaxlite.passes.access import stride
 from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import distribute, fuse, less
+from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_reduction import Block
 
 ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
@@ -95,7 +96,7 @@ class FilterTile:
         return pieces
 
 
-def filter_tile(block: Block, lanes: int, registers: int) -> FilterTile | None:
+def filter_tile(block: Block, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT) -> FilterTile | None:
     """The block, its loops fused (`Block.fused`), as a tile for so many vector registers; None: it is no product with
     filters (kernel..., c, oc) whose last dimension is the output's."""
     column = block.spatial[-1] if len(block.spatial) > 1 else None
@@ -107,8 +108,9 @@ def filter_tile(block: Block, lanes: int, registers: int) -> FilterTile | None:
         return None
     if not any(outer & _symbols(load) for load in loads(block.update)):
         return None
-    vectors = column_vectors(max((as_int(column.extent) or 1) // lanes, 1), registers)
-    rows = max(1, min(MOST_ROWS, most_sums(registers) // vectors))
+    count = max((as_int(column.extent) or 1) // lanes, 1)
+    vectors = min(choice.vectors, count) if choice.vectors else column_vectors(count, registers)
+    rows = choice.rows or max(1, min(MOST_ROWS, most_sums(registers) // vectors))
     block = _positions(block)
     return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors, rows)
 
@@ -154,7 +156,7 @@ def _positions(block: Block) -> Block:
     return Block((*others, merged, column), body)
 
 
-def tiled_filters(tile: FilterTile) -> Stmt:
+def tiled_filters(tile: FilterTile, choice: ScheduleChoice = DEFAULT) -> Stmt:
     """The block in register tiles, all in one parallel loop: panel by panel, so that one stays in the L2 cache, or
     position by position, where all filters fit there."""
     rows = _height(tile.row.extent, tile.most_rows)
@@ -168,7 +170,8 @@ def tiled_filters(tile: FilterTile) -> Stmt:
     downs = For(down, ceildiv(tile.row.extent, rows), Seq(()))
     outer = list(tile.block.spatial[:-2])
     small = product(tile.filters.shape).const <= SMALL_FILTERS
-    return parallel_nest([*outer, downs, across] if small else [across, *outer, downs], body)
+    rows_outside = choice.outer == "rows" if choice.outer else small
+    return parallel_nest([*outer, downs, across] if rows_outside else [across, *outer, downs], body)
 
 
 def _height(extent: SymExpr, most: int) -> int:

@@ -227,13 +227,13 @@ class _Rules:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
-        tile = filter_tile(block, lanes, registers)
+        tile = filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:
                 self.panels.update(tile.panels)
             sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
             self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
-            return tiled_filters(tile)
+            return tiled_filters(tile, self.choice)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
             dots = dot_products(block, column, self.target) if packs else None
