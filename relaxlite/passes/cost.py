@@ -3,8 +3,9 @@
     for i, j: { e[]; e = 0; for k: e += a[i, k] * b[k, j]; c[i, j] = e }
     flops = 2*m*k*n      bytes_read = 4*(m*k + k*n)      bytes_written = 4*m*n
 
-Meant for programs as they are before they are scheduled: a schedule changes neither the work nor the traffic that no
-cache can save (each element of a parameter once). Traffic of workspaces and of outputs that are read again is left out.
+Meant for programs as they are before they are scheduled: a schedule changes neither the result nor the traffic that no
+cache can save (each element of a parameter once; not that of workspaces, nor of outputs that are read again). One that
+finds a way with fewer operations, as Winograd's for convolutions, is faster than this work seems to allow.
 
 Where no size is 0 they are upper bounds of what the program does, exact for affine loops without branches: both
 branches of a Select are counted (vector code computes both) and the dearer one of an IfThenElse; no access touches
