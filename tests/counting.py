@@ -33,7 +33,7 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.symbolic import SymVar, evaluate
-from relaxlite.passes.cost import FLOPS
+from relaxlite.passes.cost import flops_of
 
 
 class Counter:
@@ -101,7 +101,7 @@ class Counter:
             self.written[store.buffer].add(place)
 
     def _count(self, op: str, dtype: str) -> None:
-        self.flops += 0 if dtype == "bool" else FLOPS[op]
+        self.flops += 0 if dtype == "bool" else flops_of(op)
 
     def value(self, value: Value) -> Any:
         if id(value) not in self.known:

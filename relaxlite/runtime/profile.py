@@ -141,8 +141,9 @@ class Profile:
             said.append(f"roof: the share of what {self.limits.cpu} could do: {peak}; {', '.join(speeds)}.")
         if any((record.roofline or 0) > _ABOVE_THE_ROOF for record in self.records):
             said.append(
-                "A share above 100%: the kernel computes in narrower numbers than float32, or the machine was busy "
-                "when it was measured; `relaxlite profile --measure` does that again."
+                "A share above 100%: the kernel needs fewer operations than the program as written (Winograd), or has "
+                "narrower numbers than float32, or the machine was busy when it was measured: `relaxlite profile "
+                "--measure` does that again."
             )
         return said
 
