@@ -167,6 +167,30 @@ for k in serial(8):
     out[k] += x[0, 0]
 """,
 )
+CHECKED = text(
+    "x: i32[n, m], out: i32[n, m]",
+    """
+with allocate((m,), "int32") as t:
+    for p in serial(m):
+        assert index(m) < index(7), "too wide"
+        t[p] = x[0, p]
+    for i in serial(n):
+        for j in serial(m):
+            out[i, j] = t[j]
+""",
+)
+EMPTY = text(
+    "x: i32[n, m], out: i32[n]",
+    """
+for i in serial(n):
+    out[i] = int32(0)
+for i in serial(n - 5):
+    out[i] = int32(1)
+    out[n - 6] += x[0, 0]
+for k in serial(n - 5):
+    out[n - 6] += x[0, k]
+""",
+)
 SIGNED = text(
     "x: i8[n, 4], y: i8[n, 4], out: i32[n]",
     """
@@ -398,3 +422,12 @@ def test_a_gpu_axis_is_no_loop_of_a_cpu() -> None:
     s.bind("c", "block_x")
     with pytest.raises(ScheduleError, match="loop 'd' cannot be bound to block_x: a loop around or inside"):
         s.bind("d", "block_x")
+
+
+def test_a_sum_of_nothing_touches_no_element() -> None:
+    """With n = 5 the last loop does not run, and the element that it would add to does not exist."""
+    s = Schedule(EMPTY)
+    s.split_reduction("k", 2)
+    wanted = results(EMPTY)
+    assert wanted.shape == (N,)
+    np.testing.assert_array_equal(results(s.program()), wanted)

@@ -145,7 +145,7 @@ def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
 def distribute(root: Stmt, loop: For) -> tuple[Stmt, tuple[For, ...]]:
     """for i: { a(i); b(i) }  =>  for i: a(i); for i: b(i). Gives the new root and the loops."""
     if not isinstance(loop.body, Seq):
-        hint = "; decompose_reduction() and hoist() widen an allocated buffer" * isinstance(loop.body, Allocate)
+        hint = "; decompose_reduction() widens an allocated element" * isinstance(loop.body, Allocate)
         raise ScheduleError(f"loop {loop.var.name!r} has one statement, {describe(loop.body)}, to distribute{hint}")
     stmts = loop.body.stmts
     for k, earlier in enumerate(stmts):
