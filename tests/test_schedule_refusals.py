@@ -319,8 +319,9 @@ def test_what_the_check_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 FORMS: list[tuple[TensorProgram, Callable[[Schedule], Any], str]] = [
     (SUM, lambda s: s.split("q", 2), "there is no loop 'q'; the loops are i, j"),
     (SUM, lambda s: s.split("i", 0), "loop 'i' cannot be split by 0"),
-    (SUM, lambda s: s.split("i", 2, tail="round"), "unknown tail 'round' of a split; there are cut, mask, none"),
+    (SUM, lambda s: s.split("i", 2, tail="round"), "unknown tail 'round' of a split; there are cut, mask, even, none"),
     (SUM, lambda s: s.split("i", 2, tail="none"), "loop 'i' of n iterations is not known to be a multiple of 2; tail="),
+    (SUM, lambda s: s.specialize("i", 2, 2), "loop 'i' of n iterations cannot be specialized for 2, 2; name different"),
     (SUM, lambda s: s.predicate("i", 0), "cannot be rounded up to a multiple of 0"),
     (SUM, lambda s: s.unroll("i"), "loop 'i' of n iterations cannot be unrolled; split"),
     (SUM, lambda s: s.vectorize("i"), "loop 'i' of n iterations cannot be vectorized; split"),
