@@ -47,11 +47,12 @@ def draw_step(draw: Draw, s: Schedule) -> Callable[[], Any]:
     buffer = draw(st.sampled_from(local if local and kind in ("compute_at", "decompose_reduction") else buffers))
     factor = draw(st.sampled_from(FACTORS))
     steps: dict[str, Callable[[], Any]] = {
-        "split": lambda: s.split(loop, factor, tail=draw(st.sampled_from(("cut", "mask", "none")))),
+        "split": lambda: s.split(loop, factor, tail=draw(st.sampled_from(("cut", "mask", "even", "none")))),
         "fuse": lambda: s.fuse(loop, nest[min(1, len(nest) - 1)]),
         "reorder": lambda: s.reorder(*draw(st.permutations(nest))),
         "distribute": lambda: s.distribute(loop),
         "predicate": lambda: s.predicate(loop, factor),
+        "specialize": lambda: s.specialize(loop, *draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))),
         "unroll": lambda: s.unroll(loop),
         "vectorize": lambda: s.vectorize(loop),
         "parallelize": lambda: s.parallelize(loop),
@@ -70,7 +71,7 @@ def draw_step(draw: Draw, s: Schedule) -> Callable[[], Any]:
 
 KINDS = (
     *("split", "reorder", "distribute", "stage", "compute_at", "decompose_reduction", "vectorize", "parallelize") * 2,
-    *("fuse", "pack", "split_reduction", "tensorize", "predicate", "unroll", "bind"),
+    *("fuse", "pack", "split_reduction", "tensorize", "predicate", "specialize", "unroll", "bind"),
 )
 FITS: dict[str, Callable[[For], bool]] = {
     "distribute": lambda loop: isinstance(loop.body, Seq),

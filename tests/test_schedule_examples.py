@@ -87,6 +87,20 @@ def register_tiles(s: Schedule, rows: str, columns: Sequence[str], height: int) 
         (rest,) = left
 
 
+def even_tiles(s: Schedule, rows: str, columns: Sequence[str], most: int) -> None:
+    """Tiles of at most so many rows whose heights differ by one: a body for each height."""
+    s.reorder(rows, *columns)
+    _, inner = s.split(rows, most, tail="even")
+    for loop in s.specialize(inner, *range(most, 0, -1)):
+        (total,) = s.buffers_in(loop)
+        s.decompose_reduction(total, loop, *s.loops_in(loop)[: len(columns)])
+    for name in (*s.copies(inner), *(name for base in columns[:-1] for name in s.copies(base))):
+        if name != inner:
+            s.unroll(name)
+    for name in s.copies(columns[-1]):
+        s.vectorize(name)
+
+
 def tiled_matmul() -> Schedule:
     """6 x 64 tiles of sums in registers, B in panels of 64 columns; exact tails down and across."""
     s = Schedule(matmul())
@@ -95,7 +109,7 @@ def tiled_matmul() -> Schedule:
     panel, _, rest = s.split("j", 64)
     vectors, lanes = s.split("ji", 16)
     last, last_lanes = s.split(rest, 16, tail="mask")
-    register_tiles(s, "i", (vectors, lanes), 6)
+    even_tiles(s, "i", (vectors, lanes), 6)
     register_tiles(s, "i_1", (last_lanes,), 6)
     s.parallelize(panel)
     s.parallelize(last)

@@ -167,6 +167,30 @@ for k in serial(8):
     out[k] += x[0, 0]
 """,
 )
+CHECKED = text(
+    "x: i32[n, m], out: i32[n, m]",
+    """
+with allocate((m,), "int32") as t:
+    for p in serial(m):
+        assert index(m) < index(7), "too wide"
+        t[p] = x[0, p]
+    for i in serial(n):
+        for j in serial(m):
+            out[i, j] = t[j]
+""",
+)
+EMPTY = text(
+    "x: i32[n, m], out: i32[n]",
+    """
+for i in serial(n):
+    out[i] = int32(0)
+for i in serial(n - 5):
+    out[i] = int32(1)
+    out[n - 6] += x[0, 0]
+for k in serial(n - 5):
+    out[n - 6] += x[0, k]
+""",
+)
 SIGNED = text(
     "x: i8[n, 4], y: i8[n, 4], out: i32[n]",
     """
@@ -295,8 +319,9 @@ def test_what_the_check_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 FORMS: list[tuple[TensorProgram, Callable[[Schedule], Any], str]] = [
     (SUM, lambda s: s.split("q", 2), "there is no loop 'q'; the loops are i, j"),
     (SUM, lambda s: s.split("i", 0), "loop 'i' cannot be split by 0"),
-    (SUM, lambda s: s.split("i", 2, tail="round"), "unknown tail 'round' of a split; there are cut, mask, none"),
+    (SUM, lambda s: s.split("i", 2, tail="round"), "unknown tail 'round' of a split; there are cut, mask, even, none"),
     (SUM, lambda s: s.split("i", 2, tail="none"), "loop 'i' of n iterations is not known to be a multiple of 2; tail="),
+    (SUM, lambda s: s.specialize("i", 2, 2), "loop 'i' of n iterations cannot be specialized for 2, 2; name different"),
     (SUM, lambda s: s.predicate("i", 0), "cannot be rounded up to a multiple of 0"),
     (SUM, lambda s: s.unroll("i"), "loop 'i' of n iterations cannot be unrolled; split"),
     (SUM, lambda s: s.vectorize("i"), "loop 'i' of n iterations cannot be vectorized; split"),
@@ -398,3 +423,12 @@ def test_a_gpu_axis_is_no_loop_of_a_cpu() -> None:
     s.bind("c", "block_x")
     with pytest.raises(ScheduleError, match="loop 'd' cannot be bound to block_x: a loop around or inside"):
         s.bind("d", "block_x")
+
+
+def test_a_sum_of_nothing_touches_no_element() -> None:
+    """With n = 5 the last loop does not run, and the element that it would add to does not exist."""
+    s = Schedule(EMPTY)
+    s.split_reduction("k", 2)
+    wanted = results(EMPTY)
+    assert wanted.shape == (N,)
+    np.testing.assert_array_equal(results(s.program()), wanted)

@@ -2,7 +2,7 @@
 
 `Schedule` applies them by name and keeps a trace. Under it, one file per kind:
 
-    loops.py        split, fuse, reorder, distribute, predicate; unroll, vectorize, parallelize, bind
+    loops.py        split, fuse, reorder, distribute, predicate, specialize; unroll, vectorize, parallelize, bind
     staging.py      stage, compute_at, decompose_reduction, split_reduction
     layout.py       pack
     tensorize.py    tensorize

@@ -1,4 +1,4 @@
-"""Primitives on loops: split, fuse, reorder, distribute, predicate, and the kinds of loops.
+"""Primitives on loops: split, fuse, reorder, distribute, predicate, specialize, and the kinds of loops.
 
 Each takes the statement that it works in (`root`, a program's body), and gives a new one of the same meaning; floating
 point sums may be rounded in another order. What cannot be proven to keep the meaning is a ScheduleError.
@@ -11,14 +11,28 @@ from dataclasses import replace
 from typing import get_args
 
 from relaxlite.errors import ScheduleError
-from relaxlite.ir.program import Allocate, Binary, For, GpuAxis, IfThenElse, Load, LoopKind, Seq, Stmt, Value, seq
+from relaxlite.ir.program import (
+    Allocate,
+    Binary,
+    Compare,
+    For,
+    GpuAxis,
+    IfThenElse,
+    IndexValue,
+    Load,
+    LoopKind,
+    Seq,
+    Stmt,
+    Value,
+    seq,
+)
 from relaxlite.ir.program_visitor import Substitute, walk_stmts, walk_values
-from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, sym
+from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, smin, sym
 from relaxlite.passes import schedule as rewrite
 from relaxlite.passes.scheduling.dependence import carried_by, comes_too_late, order_matters
 from relaxlite.passes.scheduling.tree import analyzer_at, describe, path_to, perfect_nest_of, replaced, simplified
 
-TAILS = ("cut", "mask", "none")
+TAILS = ("cut", "mask", "even", "none")
 MOST_LANES = 256  # of a vectorized loop; as the code generator allows
 MOST_COPIES = 64  # of an unrolled body
 
@@ -27,7 +41,9 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
     """for i in n  =>  for io in n // factor: for ii in factor, and what is left where factor does not divide n.
 
     tail="cut": the rest is a loop of its own, `it`, after the others. "mask": the last block is whole, and a condition
-    leaves out what lies beyond n. "none": n is known to be a multiple of the factor, else ScheduleError.
+    leaves out what lies beyond n. "even": blocks of at most `factor` iterations whose lengths differ by at most one, so
+    that 16 by 6 is 6 + 5 + 5 (`specialize` makes the lengths constants). "none": n is known to be a multiple of the
+    factor, else ScheduleError.
     Gives the new root and the variables (outer, inner[, rest]).
     """
     if factor < 1:
@@ -35,6 +51,8 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
     if tail not in TAILS:
         raise ScheduleError(f"unknown tail {tail!r} of a split; there are {', '.join(TAILS)}")
     _check_kind(loop, "split", ("serial", "parallel", *get_args(GpuAxis)))
+    if tail == "even":
+        return _split_evenly(root, loop, factor)
     if tail == "mask":
         root, loop = predicate(root, loop, factor)
     left = loop.extent % factor
@@ -55,6 +73,37 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
     start = loop.extent // factor * factor
     last = For(rest, left, Substitute({loop.var: start + rest}, fresh=True).stmt(loop.body), loop.kind)
     return replaced(root, loop, seq(main, simplified(last, known))), (outer, inner, rest)
+
+
+def _split_evenly(root: Stmt, loop: For, most: int) -> tuple[Stmt, tuple[SymVar, ...]]:
+    outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=most - 1)
+    count = ceildiv(loop.extent, most)
+    start, end = (block * (loop.extent // count) + smin(block, loop.extent % count) for block in (outer, outer + 1))
+    body = Substitute({loop.var: start + inner}).stmt(loop.body)
+    return replaced(root, loop, For(outer, count, For(inner, end - start, body), loop.kind)), (outer, inner)
+
+
+def specialize(root: Stmt, loop: For, sizes: Sequence[int]) -> tuple[Stmt, tuple[For, ...]]:
+    """A body of its own for each of some extents that the loop may have, chosen at run time:
+
+    for i in n: body  =>  if n == 6: for i in 6: body;  elif n == 5: for i in 5: body;  else: for i in n: body
+
+    Gives the new root and the loops of known extents.
+    """
+    if loop.extent.is_const or not sizes or len(set(sizes)) != len(sizes) or min(sizes) < 0:
+        raise ScheduleError(
+            f"loop {loop.var.name!r} of {loop.extent} iterations cannot be specialized for "
+            f"{', '.join(map(str, sizes))}; name different sizes, none below 0, of a loop whose extent is not known"
+        )
+    chosen: Stmt = loop
+    loops: list[For] = []
+    for size in reversed(sizes):
+        var = SymVar(loop.var.name, upper=max(size - 1, 0))
+        made = For(var, sym(size), Substitute({loop.var: var}, fresh=True).stmt(loop.body), loop.kind)
+        is_so = Compare("eq", IndexValue(loop.extent), IndexValue(sym(size)))
+        chosen = IfThenElse(is_so, made, chosen)
+        loops.insert(0, made)
+    return replaced(root, loop, chosen), tuple(loops)
 
 
 def predicate(root: Stmt, loop: For, multiple: int) -> tuple[Stmt, For]:
@@ -145,7 +194,7 @@ def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
 def distribute(root: Stmt, loop: For) -> tuple[Stmt, tuple[For, ...]]:
     """for i: { a(i); b(i) }  =>  for i: a(i); for i: b(i). Gives the new root and the loops."""
     if not isinstance(loop.body, Seq):
-        hint = "; decompose_reduction() and hoist() widen an allocated buffer" * isinstance(loop.body, Allocate)
+        hint = "; decompose_reduction() widens an allocated element" * isinstance(loop.body, Allocate)
         raise ScheduleError(f"loop {loop.var.name!r} has one statement, {describe(loop.body)}, to distribute{hint}")
     stmts = loop.body.stmts
     for k, earlier in enumerate(stmts):

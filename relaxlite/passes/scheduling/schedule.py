@@ -118,6 +118,11 @@ class Schedule:
         body, _ = loops.predicate(self._body, self._loop(loop), multiple)
         self._done(Step("predicate", (loop, multiple)), body)
 
+    def specialize(self, loop: str, *sizes: int) -> tuple[str, ...]:
+        """The loops of known extents, one per size; the loop itself stays for all other extents."""
+        body, made = loops.specialize(self._body, self._loop(loop), sizes)
+        return self._done(Step("specialize", (loop, *sizes)), body, *made)
+
     def unroll(self, loop: str) -> None:
         self._done(Step("unroll", (loop,)), loops.unroll(self._body, self._loop(loop)))
 
@@ -211,6 +216,6 @@ class Schedule:
 
 
 PRIMITIVES = (
-    "split", "fuse", "reorder", "distribute", "predicate", "unroll", "vectorize", "parallelize", "bind", "stage",
-    "compute_at", "decompose_reduction", "split_reduction", "pack", "tensorize",
+    "split", "fuse", "reorder", "distribute", "predicate", "specialize", "unroll", "vectorize", "parallelize", "bind",
+    "stage", "compute_at", "decompose_reduction", "split_reduction", "pack", "tensorize",
 )  # fmt: skip

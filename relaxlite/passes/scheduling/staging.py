@@ -12,6 +12,7 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
     Allocate,
     Buffer,
+    Check,
     For,
     IfThenElse,
     Literal,
@@ -188,6 +189,8 @@ def _check_inputs_stay(producer: Stmt, after: Stmt, buffer: Buffer) -> None:
     also = next((a for a in outside if isinstance(a.node, Store)), None)
     if also is not None:
         raise ScheduleError(f"computing {buffer.name} also does {also}; distribute() takes the two apart")
+    if any(isinstance(stmt, Check) for stmt in walk_stmts(producer)):
+        raise ScheduleError(f"computing {buffer.name} checks its operands, which must happen whether it is used or not")
     read = {a.buffer for a in outside}
     for store in stores(after):
         if store.buffer in read:
@@ -330,5 +333,8 @@ def split_reduction(root: Stmt, loop: For, lanes: int, accumulators: int) -> Stm
         )
     if loop.kind != "serial":
         raise ScheduleError(f"loop {loop.var.name!r} is {loop.kind} already; split_reduction() takes a serial one")
-    new = rewrite.split_reduction(loop, lanes, accumulators, identity(store.combine, store.buffer.dtype))
+    new: Stmt = rewrite.split_reduction(loop, lanes, accumulators, identity(store.combine, store.buffer.dtype))
+    known = analyzer_at(root, loop)
+    if not known.can_prove_lt(0, loop.extent) and inside(store.buffer, store.indices, known) is not None:
+        new = IfThenElse(rewrite.less(0, loop.extent), new)  # without iterations the element need not exist
     return replaced(root, loop, new)
