@@ -61,6 +61,7 @@ class Kernel:
     per_lane: set[Buffer] = field(default_factory=set)  # allocated inside the vectorized loop: one copy per lane
     scratch: list[Val] = field(default_factory=list)  # to be freed on every way out
     loads: dict[LoadKey, Val] = field(default_factory=dict)  # what is still known to be in memory
+    places: dict[LoadKey, int] = field(default_factory=dict)  # where those begin that are contiguous from a constant on
     values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
     accesses: dict[AccessKey, Access] = field(default_factory=dict)

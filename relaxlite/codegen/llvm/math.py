@@ -49,24 +49,30 @@ def _exp(e: Emitter, x: Val) -> Val:
 
 def _exp2(e: Emitter, x: Val) -> Val:
     """With one constant of the polynomial less than exp and no reduction to round: for sums that are rounded anyway."""
-    x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
-    x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
+    if not _has_scalef(e, x.lanes):
+        x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
+        x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
     k = e.intrinsic("rint", x)
-    return _times_power(e, polynomial(e, e.fsub(x, k), _EXP2), k)
+    r = e.fsub(x, k)
+    if _has_scalef(e, x.lanes):  # takes any k: only r, which is NaN for an infinity as for a NaN, must not decide
+        r = e.select(e.fcmp("ogt", r, float_const(-0.5)), r, float_const(-0.5))
+    return _times_power(e, polynomial(e, r, _EXP2), k)
 
 
 def _times_power(e: Emitter, y: Val, k: Val) -> Val:
     """y * 2**k, rounded once, for a whole number k of -150 ... 129."""
-    if y.lanes % 16 == 0 and y.lanes and e.target.has("avx512f"):
-        return e.by_parts([y, k], 16, lambda *part: _scalef(e, *part))
-    if y.lanes in (4, 8) and e.target.has("avx512vl"):
-        return _scalef(e, y, k)
+    if _has_scalef(e, y.lanes):
+        return _scalef(e, y, k) if y.lanes < 16 else e.by_parts([y, k], 16, lambda *part: _scalef(e, *part))
     power = e.cast("fptosi", e.select(e.fcmp("uno", k, k), float_const(0.0), k), "i32")
     first = e.binary("ashr", power, int_const(1, "i32"))
     for part in (first, e.binary("sub", power, first)):
         bits = e.binary("shl", e.binary("add", part, int_const(127, "i32")), int_const(23, "i32"))
         y = e.fmul(y, e.cast("bitcast", bits, "float"))
     return y
+
+
+def _has_scalef(e: Emitter, lanes: int) -> bool:
+    return (lanes % 16 == 0 and lanes > 0 and e.target.has("avx512f")) or (lanes in (4, 8) and e.target.has("avx512vl"))
 
 
 def _scalef(e: Emitter, y: Val, k: Val) -> Val:

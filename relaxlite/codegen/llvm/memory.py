@@ -59,8 +59,16 @@ def load(k: Kernel, access: Access) -> Val:
     if key not in k.loads and access.kind == "strided":
         _turn_tile(k, access)
     if key not in k.loads:
-        k.loads[key] = from_memory(k.e, _load_raw(k, access), access.buffer.dtype)
+        _know(k, access, from_memory(k.e, _load_raw(k, access), access.buffer.dtype))
     return k.loads[key]
+
+
+def _know(k: Kernel, access: Access, value: Val) -> None:
+    """Loading there gives this value, until something overwrites it."""
+    key, base = _key(k, access), as_int(access.base)
+    k.loads[key] = value
+    if access.kind == "contiguous" and base is not None:
+        k.places[key] = base
 
 
 def _key(k: Kernel, access: Access) -> LoadKey:
@@ -75,21 +83,13 @@ def _turn_tile(k: Kernel, access: Access) -> None:
     is_column = access.stride is not None and as_int(access.stride) == lanes and k.mask is None
     if not is_column or base is None or access.buffer.shape != (lanes, lanes):
         return
-    places = ((_known_place(key, access.buffer, lanes), value) for key, value in k.loads.items())
-    rows = {place: value for place, value in places if place is not None}
+    known = {key: value for key, value in k.loads.items() if key in k.places}
+    rows = {k.places[key]: v for key, v in known.items() if key[0] is access.buffer and key[2:] == (lanes, "")}
     if any(row * lanes not in rows for row in range(lanes)):
         return
     turned = _transpose(k.e, [rows[row * lanes] for row in range(lanes)])
     for column, value in enumerate(turned):
         k.loads[access.buffer, access.offset + (column - base), lanes, ""] = value
-
-
-def _known_place(key: LoadKey, buffer: Buffer, lanes: int) -> int | None:
-    """Where a vector begins that is known to be in a buffer, if that is a constant and no lane is masked."""
-    found, offset, width, mask = key
-    if found is not buffer or width != lanes or mask or len(offset.terms) != 1 or offset.terms[0][1] != 1:
-        return None
-    return offset.const
 
 
 def _transpose(e: Emitter, rows: list[Val]) -> list[Val]:
@@ -209,7 +209,7 @@ def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False) -
         _scatter(k, access, k.e.splat(raw, k.lanes))
     forget_overlapping(k, access.buffer, as_int(access.base) if access.kind == "contiguous" else None)
     if access.kind == "contiguous" and raw is value:
-        k.loads[_key(k, access)] = k.e.splat(value, k.lanes)
+        _know(k, access, k.e.splat(value, k.lanes))
 
 
 def forget_overlapping(k: Kernel, buffer: Buffer, place: int | None = None) -> None:
@@ -217,15 +217,15 @@ def forget_overlapping(k: Kernel, buffer: Buffer, place: int | None = None) -> N
 
     `place`: only one vector of the local buffer is written, which begins there."""
     if buffer.scope == "local":
-        k.loads = {key: v for key, v in k.loads.items() if key[0] is not buffer or _is_apart(key, place, k.lanes)}
+        k.loads = {key: v for key, v in k.loads.items() if key[0] is not buffer or _is_apart(k, key, place)}
     else:
         k.loads = {key: v for key, v in k.loads.items() if key[0].scope == "local"}
 
 
-def _is_apart(key: LoadKey, place: int | None, lanes: int) -> bool:
-    """Whether a known vector surely does not overlap one that begins at `place`."""
-    known = _known_place(key, key[0], lanes)
-    return place is not None and known is not None and abs(known - place) >= lanes
+def _is_apart(k: Kernel, key: LoadKey, place: int | None) -> bool:
+    """Whether a vector that is known surely does not overlap one that begins at `place`."""
+    known = k.places.get(key)
+    return place is not None and known is not None and (place + k.lanes <= known or known + key[2] <= place)
 
 
 def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:
