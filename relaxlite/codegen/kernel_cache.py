@@ -111,6 +111,9 @@ class KernelCache:
         try:
             temporary.write_bytes(data)
             os.replace(temporary, path)
+        except PermissionError:
+            if not path.exists():  # else, on Windows, another process is reading the same entry, or writing it
+                raise
         finally:
             temporary.unlink(missing_ok=True)
         return len(data)
