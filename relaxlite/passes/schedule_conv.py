@@ -12,6 +12,8 @@ and a few lower ones at the end of each image. All tiles, of all channels and im
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from relaxlite.ir.program import (
@@ -33,8 +35,9 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
 from relaxlite.passes.access import stride
+from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.parallel_loops import parallel_nest
-from relaxlite.passes.schedule import distribute, fuse, less
+from relaxlite.passes.schedule import distribute, fuse, less, nest
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_reduction import Block
 
@@ -42,6 +45,7 @@ ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not ho
 MOST_ROWS = 8
 ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
 CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
+LONG_SUM = 256  # terms that are added one after another
 SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else passes through it
 
 
@@ -219,7 +223,56 @@ def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
     block = Substitute({tile.row.var: row + step, tile.column.var: channel}, fresh=True).stmt(tile.block.body)
     assert isinstance(block, Allocate)
     made = distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
+    parts = _in_parts(made, len(perfect_nest(tile.block.stmts[1]).loops))
+    if parts is not None:
+        return parts
     return _roll_epilogue(made) if rows > 1 and _epilogue_cost(tile.block) > CHEAP_EPILOGUE else made
+
+
+def _in_parts(tile: Allocate, reduced: int) -> Allocate | None:
+    """Long sums as sums of shorter ones, which rounds less; None where they are short already.
+
+    e = 0; for k: e += v(k); f(e)   =>   t = 0; for ko: { e = 0; for ki: e += v(ko, ki); t += e }; f(t)
+
+    The totals stay in memory, so that the registers are free for the parts.
+    """
+    assert isinstance(tile.body, Seq)
+    init, update, *final = tile.body.stmts
+    loops = perfect_nest(update).loops[:reduced]
+    depths = [as_int(loop.extent) for loop in loops]
+    if any(d is None for d in depths) or math.prod(d or 0 for d in depths) <= LONG_SUM:
+        return None
+    innermost = loops[-1]
+    depth = _part(as_int(innermost.extent) or 0)
+    if depth is None:
+        return None
+    outer, inner = SymVar(f"{innermost.var.name}o"), SymVar(f"{innermost.var.name}i", upper=depth - 1)
+    part = Substitute({innermost.var: outer * depth + inner}, fresh=True).stmt(innermost.body)
+    sums, total = tile.buffer, replace(tile.buffer, name=f"{tile.buffer.name}_total")
+    to_total = Substitute({}, {sums: total})
+    added = _elements(sums, lambda at: Store(total, at, Load(sums, at), "add"))
+    body = seq(Substitute(fresh=True).stmt(init), For(inner, sym(depth), part), added)
+    steps = nest([*loops[:-1], For(outer, innermost.extent // depth, Seq(()))], body)
+    whole = seq(to_total.stmt(init), steps, *_by_rows(to_total.stmt(s) for s in final))
+    return Allocate(total, Allocate(sums, whole))
+
+
+def _by_rows(epilogue: Iterable[Stmt]) -> list[Stmt]:
+    """The statements of an epilogue, their outermost loop, that over the rows, not unrolled."""
+    return [replace(s, kind="serial") if isinstance(s, For) else s for s in epilogue]
+
+
+def _part(extent: int) -> int | None:
+    """How many steps one after another are summed on their own; None: they cannot be shared out evenly."""
+    return next((d for d in range(min(extent, LONG_SUM), LONG_SUM // 4, -1) if extent % d == 0), None)
+
+
+def _elements(buffer: Buffer, store: Callable[[tuple[SymVar, ...]], Store]) -> Stmt:
+    """A statement for every element of a tile of registers."""
+    at = tuple(SymVar(name, upper=(as_int(d) or 1) - 1) for name, d in zip("rul", buffer.shape, strict=True))
+    kinds: tuple[LoopKind, ...] = ("unrolled", "unrolled", "vectorized")
+    loops = [For(var, d, Seq(()), kind) for var, d, kind in zip(at, buffer.shape, kinds, strict=True)]
+    return nest(loops, store(at))
 
 
 def _epilogue_cost(block: Block) -> int:
@@ -234,11 +287,6 @@ def _roll_epilogue(tile: Allocate) -> Allocate:
     init, update, *final = tile.body.stmts
     sums = tile.buffer
     rolled = replace(sums, name=f"{sums.name}_rows")
-    at = tuple(SymVar(name, upper=(as_int(d) or 1) - 1) for name, d in zip("rul", sums.shape, strict=True))
-    kinds: tuple[LoopKind, ...] = ("unrolled", "unrolled", "vectorized")
-    copy: Stmt = Store(rolled, at, Load(sums, at))
-    for var, extent, kind in reversed(list(zip(at, sums.shape, kinds, strict=True))):
-        copy = For(var, extent, copy, kind)
-    rows = [Substitute({}, {sums: rolled}).stmt(s) for s in final]
-    rows = [replace(s, kind="serial") if isinstance(s, For) else s for s in rows]
+    copy = _elements(sums, lambda at: Store(rolled, at, Load(sums, at)))
+    rows = _by_rows(Substitute({}, {sums: rolled}).stmt(s) for s in final)
     return replace(tile, body=seq(init, update, Allocate(rolled, seq(copy, *rows))))
