@@ -14,12 +14,14 @@ import pytest
 from onnx import reference
 
 from bench.cpu import __main__ as bench_main
-from bench.cpu import onnx_models
+from bench.cpu import machine, onnx_models
 from bench.cpu.cases import GROUPS, Case, Input, Options, Work, Workload, minilm_case, sweep_cases
 from bench.cpu.goals import Goal, check_goals, geometric_mean, speed
 from bench.cpu.measure import Result, SweepTiming, Team, Timing, difference, measure
 from bench.cpu.report import Report
 from bench.cpu.worker import PeerError, Worker, timed_runs
+from relaxlite.target import Target
+from tests.native_kernel import run
 
 MADE_HERE = ("matmul", "rows", "attention", "conv", "overhead")  # groups that fetch nothing
 MIB = 1 << 20
@@ -113,6 +115,29 @@ def test_differences_are_relative_to_the_largest_magnitude() -> None:
     assert difference([x, x + np.float32(0.5)], [x, x]) == pytest.approx(0.5 / 4)
     assert difference([np.array([1.0, np.nan])], [x]) == math.inf
     assert difference([x[:1]], [x]) == difference([x], [x, x]) == math.inf
+
+
+# The machine itself
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_kernels_that_measure_the_machine_do_what_they_say(threads: int) -> None:
+    lanes, steps = Target.host().vector_lanes(4), 5
+    x = np.random.default_rng(0).standard_normal(lanes).astype(np.float32)
+    out = np.zeros((threads, machine.CHAINS, lanes), np.float32)
+    run(machine.fma(threads, lanes), [x, out], [steps])
+    np.testing.assert_allclose(out, np.broadcast_to(x + steps * x * x, out.shape), rtol=1e-5, atol=1e-6)
+    data = np.random.default_rng(1).random((threads, steps, machine.PARTS * machine.PAIRS, lanes), np.float32)
+    sums = np.zeros((threads, machine.PARTS * machine.PAIRS, lanes), np.float32)
+    run(machine.read(threads, lanes), [data, sums], [steps])
+    np.testing.assert_allclose(sums, data.sum(1), rtol=1e-5)
+    for past_caches in (False, True):
+        source, copied = (
+            data[:, :, : machine.PARTS].copy(),
+            np.zeros((threads, steps, machine.PARTS, lanes), np.float32),
+        )
+        run(machine.copy(threads, lanes, past_caches=past_caches), [source, copied], [steps])
+        np.testing.assert_array_equal(copied, source)
 
 
 # Models and inputs

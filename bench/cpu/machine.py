@@ -1,7 +1,8 @@
 """The processor itself as a peer: how long it needs for a workload's arithmetic or memory traffic and nothing else.
 
 Kernels are loop nests compiled as every program of relaxlite is. `fma`: independent fused multiply-adds on registers.
-`read`: a sum over as many bytes as the weights have; `copy`: of half as many bytes as are moved, to as many others.
+`read`: a sum over as many bytes as the weights have; `copy`: of half as many bytes as are moved, to as many others,
+with stores past the caches where these cannot hold them, as memcpy does.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Machine(Peer):
             "fma": fma(self.threads, lanes),
             "read": read(self.threads, lanes),
             "copy": copy(self.threads, lanes),
+            "copy_past_caches": copy(self.threads, lanes, past_caches=True),
         }
         code = compile_programs(programs, target)
         self.library = load_objects(code.objects)
@@ -51,14 +53,16 @@ class Machine(Peer):
     def prepare(self, case: Case) -> Prepared:
         if case.work is None:
             raise Unsupported("nobody has counted the work of this case")
-        kernel, amount = self.kernels[case.work.kind], case.work.amount
-        if case.work.kind == "fma":
+        kind, amount = case.work.kind, case.work.amount
+        past_caches = kind == "copy" and amount / 2 > Target.host().l3_bytes
+        kernel = self.kernels["copy_past_caches" if past_caches else kind]
+        if kind == "fma":
             x = _floats(self.lanes)
             out = _floats(self.threads * CHAINS * self.lanes)
             done = 2.0 * self.threads * CHAINS * self.lanes * STEPS
             return _prepared(kernel, [x, out], [STEPS], amount / done)
-        step = PARTS * self.lanes * (PAIRS if case.work.kind == "read" else 1)
-        tensors = 1 if case.work.kind == "read" else 2
+        step = PARTS * self.lanes * (PAIRS if kind == "read" else 1)
+        tensors = 1 if kind == "read" else 2
         steps = max(1, int(amount / tensors / 4 / self.threads / step))
         count = self.threads * steps * step
         out = _floats(self.threads * step if tensors == 1 else count)
@@ -141,11 +145,11 @@ def read(threads: int, lanes: int) -> TensorProgram:
     return TensorProgram((x, out), (steps,), _nest((thread, threads, "parallel"), body=body))
 
 
-def copy(threads: int, lanes: int) -> TensorProgram:
+def copy(threads: int, lanes: int, *, past_caches: bool = False) -> TensorProgram:
     steps = SymVar("steps")
     x, out = (Buffer.of(name, (threads, steps, PARTS, lanes), "float32") for name in ("x", "out"))
     thread, step, part, lane = SymVar("thread"), SymVar("step"), SymVar("part"), SymVar("lane")
     at: tuple[SymExpr, ...] = (thread, step, part, lane)
-    body: Stmt = Store(out, at, x[at])
+    body: Stmt = Store(out, at, x[at], nontemporal=past_caches)
     body = _nest((part, PARTS, "unrolled"), (lane, lanes, "vectorized"), body=body)
     return TensorProgram((x, out), (steps,), _nest((thread, threads, "parallel"), (step, steps, "serial"), body=body))
