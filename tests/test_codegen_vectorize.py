@@ -492,6 +492,29 @@ def test_masked_loop_of_local_tile_stays_in_registers() -> None:
     assert "(%rsp)" not in emit_assembly({"k": program}, Target.host())
 
 
+def test_gathered_lanes_may_lie_anywhere_in_a_local_table() -> None:
+    """A vector store elsewhere in the table overwrites what was gathered before it."""
+    table = Buffer.of("table", (32,), "float32", "local")
+    a, places = Buffer.of("a", (32,), "float32"), Buffer.of("places", (16,), "int64")
+    first, second = Buffer.of("first", (16,), "float32"), Buffer.of("second", (16,), "float32")
+    u, lane, place = SymVar("u"), SymVar("lane", upper=15), SymVar("place")
+    fill = For(lane, sym(16), Store(table, (u * 16 + lane,), a[u * 16 + lane]), "vectorized")
+    use = seq(
+        Store(first, (lane,), table[place]),
+        Store(table, (lane + 16,), ZERO),
+        Store(second, (lane,), table[place]),
+    )
+    gather = For(lane, sym(16), LetIndex(place, places[lane], use), "vectorized")
+    program = TensorProgram(
+        (places, a, first, second), (), Allocate(table, seq(For(u, sym(2), fill, "unrolled"), gather)), 2
+    )
+    x, at = np.arange(1, 33, dtype=np.float32), np.arange(16) * 2 % 31
+    found, again = np.zeros(16, np.float32), np.zeros(16, np.float32)
+    run(program, [at, x, found, again])
+    np.testing.assert_array_equal(found, x[at])
+    np.testing.assert_array_equal(again, np.where(at < 16, x[at], 0))
+
+
 def test_loops_helper_matches() -> None:
     out = Buffer.of("out", (2, 3), "int32")
     result = np.zeros((2, 3), np.int32)

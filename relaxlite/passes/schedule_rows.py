@@ -10,7 +10,7 @@ Rows run in parallel. Within a row:
       partial results, then by single ones, then takes one masked vector     for js in m % 64 // 16: 1 vector
                                                                              m % 16 lanes
 A row that fits into a few vectors is loaded once and stays in registers from stage to stage. Where the length is a
-symbol, it decides at run time between one vector, a few vectors, all masked, and the general form.
+symbol, it decides at run time between one masked vector, two, three, four, and the general form.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
         return with_variant(is_large, past_caches(stmt, output), stmt)
     stmt = _long(rows, lanes)
     stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
-    for vectors in (PARTS, 1):
+    for vectors in range(PARTS, 0, -1):
         most = vectors * lanes
         short = _rows_up_to(rows, most, [_Piece(sym(0), sym(1), vectors, masked=True)], lanes)
         stmt = IfThenElse(less(rows.size, most + 1), short, stmt)
