@@ -8,7 +8,7 @@ order in which loops that run side by side take their iterations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +17,13 @@ import pytest
 
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.errors import CodegenError, ExecutionError, ScheduleError, VerifyError
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.program import For, TensorProgram
 from relaxlite.ir.program_verifier import verify_program
+from relaxlite.passes import schedule as rewrite
 from relaxlite.passes.scheduling import Schedule, layout, loops, staging
 from relaxlite.passes.scheduling import tensorize as tensors
+from relaxlite.passes.scheduling.tree import find_loop
 from tests.ir_text import program
 from tests.native_kernel import NativeKernel
 from tests.random_programs import draw_array, scrambled
@@ -202,6 +205,19 @@ for i in serial(n):
 )
 
 
+COLUMNS = text(
+    "x: i32[n, m], out: i32[m]",
+    """
+for j in serial(m):
+    with allocate((), "int32", "local") as t:
+        t[()] = int32(0)
+        for k in serial(n):
+            t[()] += x[k, j]
+        out[j] = t[()]
+""",
+)
+
+
 @dataclass(frozen=True)
 class Case:
     given: TensorProgram
@@ -214,6 +230,23 @@ def nothing(*args: Any, **options: Any) -> None:
     return None
 
 
+class Divides(Analyzer):
+    """Believes that everything is a multiple of everything."""
+
+    def can_prove_divisible(self, a: Any, by: Any) -> bool:
+        return True
+
+
+def masked_columns(s: Schedule) -> None:
+    s.split("j", 4, tail="mask")
+    s.decompose_reduction("t", "ji")
+
+
+def masked_copy(s: Schedule) -> None:
+    s.split("j", 4, tail="mask")
+    s.stage("x", "jo", scope="global")
+
+
 CARRIED = {(loops, "carried_by"): nothing}
 CASES = {
     "reorder": Case(
@@ -221,6 +254,21 @@ CASES = {
         lambda s: s.reorder("j", "i"),
         r"loops j, i cannot be brought into this order: the load of out\[i, j \+ 1\] and the store to out\[i \+ 1, j\]",
         {(loops, "order_matters"): nothing},
+    ),
+    "split without a rest": Case(
+        SUM,
+        lambda s: s.split("i", 2, tail="none"),
+        "loop 'i' of n iterations is not known to be a multiple of 2",
+        {(loops, "analyzer_at"): lambda root, stmt: Divides()},
+    ),
+    "round up": Case(  # accepted: a condition leaves out what lies beyond
+        SUM, lambda s: s.predicate("i", 4), "", {(loops, "_guarded"): lambda loop, body: body}
+    ),
+    "decompose under a condition": Case(  # accepted: the condition goes to the loads
+        COLUMNS, masked_columns, "", {(staging, "inside"): nothing}
+    ),
+    "stage what is not there": Case(  # accepted: only what exists is copied
+        COLUMNS, masked_copy, "", {(staging, "inside"): nothing}
     ),
     "parallelize": Case(WAVE, lambda s: s.parallelize("i"), "loop 'i' cannot be run in parallel: the load", CARRIED),
     "bind": Case(WAVE, lambda s: s.bind("i", "block_x"), "loop 'i' cannot be bound to block_x: the load", CARRIED),
@@ -432,3 +480,10 @@ def test_a_sum_of_nothing_touches_no_element() -> None:
     wanted = results(EMPTY)
     assert wanted.shape == (N,)
     np.testing.assert_array_equal(results(s.program()), wanted)
+
+
+def test_fusing_a_triangle_would_lose_its_bound() -> None:
+    outer = find_loop(Schedule(TRIANGLE).program().body, "i_1")
+    assert isinstance(outer.body, For)
+    fused = rewrite.fuse(outer, outer.body)
+    assert "is not bound here" in results(replace(TRIANGLE, body=fused))

@@ -53,7 +53,8 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """`later` may touch an element of `earlier` this many iterations of each common loop apart (either sign)."""
+    """Two accesses that may meet in one element: by how many iterations of each common loop `second` is then after
+    `first` (before it: negative)."""
 
     first: Access
     second: Access

@@ -10,7 +10,7 @@ from relaxlite.errors import ScheduleError
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Binary, Buffer, For, IfThenElse, Load, Seq, Stmt, Store, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax
 from relaxlite.passes.access import coefficient
 from relaxlite.passes.schedule import less
 from relaxlite.passes.scheduling.dependence import Access, accesses_of
@@ -151,7 +151,3 @@ class Redirect(ProgramRewriter):
         if isinstance(new, Store) and new.buffer is self._old:
             return Store(self._new, self._moved(new.indices), new.value, new.combine, new.nontemporal)
         return new
-
-
-def origin(buffer: Buffer) -> tuple[SymExpr, ...]:
-    return (sym(0),) * len(buffer.shape)

@@ -38,7 +38,7 @@ from relaxlite.passes.scheduling.tree import (
 
 
 class Schedule:
-    """A program under the hands of a scheduler; `steps` is what has been done."""
+    """A program under the hands of a scheduler: `given` is how it was, `steps` is what has been done."""
 
     def __init__(self, program: TensorProgram) -> None:
         if any(isinstance(stmt, Barrier) for stmt in walk_stmts(program.body)):
