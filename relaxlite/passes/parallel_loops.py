@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Allocate, For, IfThenElse, LetIndex, Seq, Stmt, seq
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stores, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symbols, stores, walk_stmts
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import accesses
 from relaxlite.passes.schedule import fuse, nest
 
@@ -69,9 +69,10 @@ def writes_apart(loop: For) -> bool:
     written buffer that outlives the iteration the loop variable stands alone in the same dimension, at one scale."""
     own = {s.buffer for s in walk_stmts(loop.body) if isinstance(s, Allocate)}
     written = {s.buffer for s in stores(loop.body)} - own
+    inner = bound_symbols(loop.body)
     for buffer in written:
         places = [
-            {(k, scale) for k, index in enumerate(a.indices) if (scale := _owned(index, loop.var))}
+            {(k, part) for k, index in enumerate(a.indices) if (part := _owned(index, loop.var, inner)) is not None}
             for a in accesses(loop.body)
             if a.buffer is buffer
         ]
@@ -80,13 +81,25 @@ def writes_apart(loop: For) -> bool:
     return True
 
 
-def _owned(index: SymExpr, var: SymVar) -> int:
-    """c if the index is var*c + (0 .. c-1), so that it tells the value of var (var itself: 1); else 0."""
-    if index is var:
-        return 1
-    coef = next((c for monomial, c in index.terms if monomial == (var,)), 0)
-    rest = index - var * coef
-    if coef <= 0 or var in rest.free_vars():
-        return 0
+def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExpr] | None:
+    """(c, base) if the index is base + var*c + (0 .. c-1), with a base that is the same in all iterations, so that it
+    tells the value of var; else None. `inner`: the variables that are bound inside the loop."""
+    coef, base, rest = 0, sym(0), sym(0)
+    for monomial, c in index.terms:
+        term = sym(c)
+        for atom in monomial:
+            term = term * atom
+        used = set(term.free_vars())
+        if monomial == (var,):
+            coef = c
+        elif var in used:
+            return None
+        elif used & inner:
+            rest = rest + term
+        else:
+            base = base + term
+    if coef <= 0:
+        return None
     lower, upper = Analyzer().bounds(rest)
-    return coef if lower is not None and upper is not None and lower >= 0 and upper < coef else 0
+    fits = lower is not None and upper is not None and lower >= 0 and upper < coef
+    return (coef, base) if fits else None

@@ -27,7 +27,7 @@ from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Load, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
@@ -238,7 +238,12 @@ class _Block:
             q = self._read(self.parts.q, self.start + i, d)
             return Store(self.queries, (d, i), (q * self.parts.scale).value)
 
-        return loops("id", (self.count, self.width), element)
+        return self._over_queries(self.width, element)
+
+    def _over_queries(self, width: SymExpr, make: Callable[[SymVar, SymVar], Stmt]) -> Stmt:
+        """make(query, element of its row). The bound tells that blocks do not overlap, so that they run in parallel."""
+        i = SymVar("i", upper=(as_int(self.size) or 1) - 1)
+        return For(i, self.count, loops("d", (width,), lambda d: make(i, d)))
 
     def _read(self, view: _View, row: SymExpr, column: SymExpr) -> Scalar:
         return Scalar(view.buffer[view.at(*self.batch, row, column)]).cast(self.parts.dtype)
@@ -324,4 +329,4 @@ class _Block:
             value = Scalar(self.sums[e, i]) * Scalar(self.total[(i,)])
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
-        return seq(loops("i", (self.size,), scale), loops("ie", (self.count, self.depth), element))
+        return seq(loops("i", (self.size,), scale), self._over_queries(self.depth, element))
