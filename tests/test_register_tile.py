@@ -216,6 +216,17 @@ def test_an_epilogue_takes_no_register_from_the_sums(depth: int, text: str) -> N
     assert [vector_stack_references(body) for body in sums] == [[]] * len(sums)
 
 
+def test_an_epilogue_takes_no_register_from_sums_of_dot_products() -> None:
+    target = Target.parse(f"llvm {TARGETS[0]}")
+    context = PassContext(target, precision="bf16")
+    programs = run_passes(product(128, 384, "gelu"), default_pipeline(), context).programs()
+    (program,) = (p for name, p in programs.items() if "matmul" in name)
+    loops = inner_loops(emit_assembly({"p": program}, target))
+    sums = [body for body in loops if "vdpbf16ps" in body]
+    assert len(sums) >= 6
+    assert [vector_stack_references(body) for body in sums] == [[]] * len(sums)
+
+
 def test_a_very_long_sum_is_made_of_shorter_ones() -> None:
     """Its error is that of a short one: against a sum of twenty thousand terms one after the other."""
     rng = np.random.default_rng(0)

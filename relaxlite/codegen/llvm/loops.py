@@ -7,8 +7,8 @@ from collections.abc import Callable
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Val
 from relaxlite.codegen.llvm.indices import Interval
-from relaxlite.ir.program import For
-from relaxlite.ir.program_visitor import stores, walk_stmts
+from relaxlite.ir.program import For, Intrinsic, Store
+from relaxlite.ir.program_visitor import loads, stores, walk_stmts
 
 _UNKNOWN_COUNT = 1000
 _REDUCTION_WEIGHT = 100
@@ -44,9 +44,17 @@ def _usual_count(k: Kernel, stmt: For) -> int:
     loops of a reduction in registers come first whatever their extent: nothing else may cost them a register."""
     _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
     count = _UNKNOWN_COUNT if upper is None else min(max(upper, 1), _UNKNOWN_COUNT)
-    sums = all(s.combine is not None and s.buffer.scope == "local" for s in stores(stmt.body))
+    sums = all(map(_accumulates, stores(stmt.body)))
     is_innermost = not any(isinstance(s, For) and s.kind == "serial" for s in walk_stmts(stmt.body))
     return count * _REDUCTION_WEIGHT if sums and is_innermost else count
+
+
+def _accumulates(store: Store) -> bool:
+    """Whether it changes an element of a local buffer by what it held: combines, or stores an intrinsic of it."""
+    if store.buffer.scope != "local":
+        return False
+    again = (load.buffer is store.buffer and load.indices == store.indices for load in loads(store))
+    return store.combine is not None or (isinstance(store.value, Intrinsic) and any(again))
 
 
 def _bounds(k: Kernel, stmt: For) -> Interval:
