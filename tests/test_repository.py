@@ -175,7 +175,7 @@ def test_readme_code_runs(number: int, tmp_path: Path) -> None:
 
 def test_readme_begins_with_the_two_commands() -> None:
     first, second = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)[:2]
-    assert (first, second) == ("pip install . && relaxlite demo", 'pip install -e ".[test]" && pytest')
+    assert (first, second) == ("pip install . && relaxlite demo", 'pip install -e ".[test]" && pytest -n auto')
     assert "<!-- test-command -->\n```sh\n" + second in README, "which .ci/run reads"
 
 

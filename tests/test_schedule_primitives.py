@@ -16,9 +16,9 @@ from relaxlite.ir.equality import first_difference
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
-from relaxlite.ir.program import Buffer, TensorProgram
+from relaxlite.ir.program import Buffer, Literal, Store, TensorProgram, loops
 from relaxlite.ir.program_verifier import verify_program
-from relaxlite.ir.symbolic import evaluate
+from relaxlite.ir.symbolic import evaluate, sym
 from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.passes.scheduling import Schedule, steps_of
 from relaxlite.target import Target
@@ -27,6 +27,7 @@ from tests.native_kernel import NativeKernel
 from tests.random_programs import (
     MOST_WORK,
     SIZES,
+    N,
     assert_close,
     draw_array,
     maps,
@@ -105,6 +106,15 @@ def test_machine_code_of_schedules(kind: str, data: Any) -> None:
     before, s, sizes = scheduled(data, kind)
     assume(s.steps and all(step.name != "bind" for step in s.steps))
     check_same(before, s, sizes, native=True)
+
+
+def test_a_loop_without_iterations_is_split_evenly_too() -> None:
+    out = Buffer("out", (sym(0), N), "int32")
+    before = TensorProgram((out,), (N,), loops("ij", (0, N), lambda i, j: Store(out, (i, j), Literal(1, "int32"))))
+    s = Schedule(before)
+    s.split("i", 3, tail="even")
+    verify_program("empty", s.program())
+    check_same(before, s, (0, 5))
 
 
 # Traces

@@ -78,7 +78,8 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
 def _split_evenly(root: Stmt, loop: For, most: int) -> tuple[Stmt, tuple[SymVar, ...]]:
     outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=most - 1)
     count = ceildiv(loop.extent, most)
-    start, end = (block * (loop.extent // count) + smin(block, loop.extent % count) for block in (outer, outer + 1))
+    parts = count if as_int(count) != 0 else sym(1)  # a loop of no iterations divides by nothing
+    start, end = (block * (loop.extent // parts) + smin(block, loop.extent % parts) for block in (outer, outer + 1))
     body = Substitute({loop.var: start + inner}).stmt(loop.body)
     return replaced(root, loop, For(outer, count, For(inner, end - start, body), loop.kind)), (outer, inner)
 
