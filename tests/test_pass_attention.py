@@ -142,6 +142,8 @@ def test_masked_keys_large_scores_and_nan() -> None:
     huge = exe(q * 1e4, k, v, mask)
     np.testing.assert_allclose(huge, expected(q * np.float32(1e4), k, v, mask, 0.4), rtol=1e-3, atol=1e-3)
     assert np.isnan(exe(q, k, v, np.full_like(mask, -np.inf))).all()  # as softmax of nothing but -inf
+    lowest = np.full_like(mask, np.finfo(np.float32).min)  # as exporters mask: a row without keys weighs all the same
+    np.testing.assert_allclose(exe(q, k, v, lowest)[0, :, :1], v.mean(axis=2)[0][:, None], rtol=1e-4, atol=1e-5)
     q[0, 1, 3, 2] = np.nan
     got = np.isnan(exe(q, k, v, mask)).any(axis=-1)
     assert got[0, 1, 3] and got.sum() == 1

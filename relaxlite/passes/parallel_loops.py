@@ -84,7 +84,7 @@ def writes_apart(loop: For) -> bool:
 def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExpr] | None:
     """(c, base) if the index is base + var*c + (0 .. c-1), with a base that is the same in all iterations, so that it
     tells the value of var; else None. `inner`: the variables that are bound inside the loop."""
-    coef, base, rest = 0, sym(0), sym(0)
+    coef, rest = 0, sym(0)
     for monomial, c in index.terms:
         term = sym(c)
         for atom in monomial:
@@ -96,10 +96,8 @@ def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExp
             return None
         elif used & inner:
             rest = rest + term
-        else:
-            base = base + term
     if coef <= 0:
         return None
     lower, upper = Analyzer().bounds(rest)
     fits = lower is not None and upper is not None and lower >= 0 and upper < coef
-    return (coef, base) if fits else None
+    return (coef, index - var * coef - rest) if fits else None

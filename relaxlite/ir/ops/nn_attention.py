@@ -26,6 +26,7 @@ from relaxlite.ir.expr import Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
+from relaxlite.ir.ops.nn_norm import LOG2_E
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
@@ -262,10 +263,10 @@ class _Block:
         def raise_top(i: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(i,)])
             new = old.maximum(found)
-            return seq(Store(shrink, (i,), (old - new).exp().value), Store(top, (i,), new.value))
+            return seq(Store(shrink, (i,), ((old - new) * LOG2_E).exp2().value), Store(top, (i,), new.value))
 
         def weight(j: SymExpr, i: SymExpr) -> Stmt:
-            return Store(scores, (j, i), (Scalar(scores[j, i]) - Scalar(top[(i,)])).exp().value)
+            return Store(scores, (j, i), ((Scalar(scores[j, i]) - Scalar(top[(i,)])) * LOG2_E).exp2().value)
 
         def shrunk(old: Value, i: SymExpr, found: Scalar) -> Value:
             return (Scalar(old) * Scalar(shrink[(i,)]) + found).value
@@ -275,7 +276,7 @@ class _Block:
 
         return seq(
             self._fold("add", (count, self.size), self.width, score, keep_score),
-            self._fold("max", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
+            self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
             loops("ji", (count, self.size), weight),
             self._fold(
                 "add", (self.size,), count, lambda i, j: Scalar(scores[j, i]),
