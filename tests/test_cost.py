@@ -295,7 +295,7 @@ def test_attention_reads_keys_and_values_once(m: int, n: int) -> None:
     assert evaluate(cost.bytes_read, at) == 4 * (m * 8 + n * 8 + n * 4)
     assert evaluate(cost.bytes_written, at) == 4 * m * 4
     rows = m // 64 * 64 + -(-(m % 64) // 16) * 16
-    per_score = 2 * 8 + 2 * 4 + FLOPS["exp"] + 3
+    per_score = 2 * 8 + 2 * 4 + FLOPS["exp2"] + 4
     assert per_score * m * n <= evaluate(cost.flops, at) <= (per_score + 2) * rows * n + 400 * rows * -(-n // 48)
 
 
