@@ -316,6 +316,30 @@ def test_a_check_that_moved_is_made_although_its_loop_is_empty() -> None:
         run_program(replace(given, body=hoist_lets(given.body)), args)
 
 
+def test_windows_that_run_backwards_read_nothing_before_the_first_element() -> None:
+    given = program(
+        """
+    n = symbol("n")
+    @program(symbols=(n,), outputs=1)
+    def p(x: f32[n, 3, n], out: f32[n, n]):
+        for i in serial(n):
+            for j in serial(n):
+                with allocate((), "float32", "local") as acc:
+                    acc[()] = float32(0.0)
+                    for s in serial(3):
+                        acc[()] += x[-i + n - 1, s, j]
+                    out[i, j] = acc[()]
+"""
+    )
+    for bits, target in TARGETS.items():
+        made = schedule_program(given, target)
+        assert "window_tile" in str(made.attrs.get("schedule")), bits
+        for n in (0, 1, 2, 5, 17):
+            x = np.random.default_rng(n).standard_normal((n, 3, n)).astype("f4")
+            (got,) = run_program(made, [x], {made.symbols[0]: n})
+            np.testing.assert_allclose(got, x.sum(axis=1)[::-1], rtol=1e-5, atol=1e-6)
+
+
 # What may run in parallel
 
 

@@ -95,8 +95,8 @@ def window_of(block: Block, lanes: int) -> Window | None:
     rows = tuple(d for d in conditions if not inner & set(d.free_vars()))
     inside = [d for d in conditions if inner & set(d.free_vars())]
     for index, size in zip(images[0].indices, images[0].buffer.shape, strict=True):
-        if along.var in index.free_vars():
-            inside.append(size - 1 - index)  # windows beyond the last one read nothing
+        if along.var in index.free_vars():  # windows beyond the last one read nothing, on whichever side that is
+            inside.append(index if (_slope(index, along.var) or 0) < 0 else size - 1 - index)
     if any(_slope(d, var) is None for d in inside for var in inner) or any(
         channel.var in d.free_vars() for d in inside
     ):
