@@ -51,9 +51,11 @@ class _Narrow(Rewriter):
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
             return None
         x, w = value.args
-        if not isinstance(w, Constant) or not isinstance(x.ty, TensorType) or x.ty.dtype != "float32":
+        if not isinstance(w, Constant) or isinstance(x, Constant):
             return None
-        if isinstance(x, Constant) or w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
+        if not isinstance(x.ty, TensorType) or x.ty.dtype != "float32":
+            return None
+        if w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.notes.append(f"{var.name} stays float32: {depth}")
             return None

@@ -28,13 +28,15 @@ from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_s
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
 from relaxlite.ir.ops.nn_norm import LOG2_E
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
 BLOCKS = (64, 16)  # queries of a block: keys and values are read once for each; then smaller ones for what is left
+FEW = 4  # queries that are left and better taken one by one, with vectors along keys and widths
 KEYS = 48  # of a block: the scores stay in the first-level cache
-WIDEST = 512  # of q, k and v: their blocks have to stay in the first-level cache
+KEYS_OF_ONE = 256  # the same for one query
+WIDEST = 512  # of q, k and v: their blocks have to stay in a core's own caches
 
 Axes: TypeAlias = tuple[int, ...]
 
@@ -129,13 +131,15 @@ class Attention(Op):
             (views[1].shape[-2], views[2].shape[-2]),
         )
         parts = _Parts(*views, result, bias, scale, accumulator(out.dtype))
-        stages: list[Stmt] = []
-        start, left = sym(0), parts.rows
-        for size in BLOCKS:
-            count = left // size if size != BLOCKS[-1] else (left + size - 1) // size
-            if as_int(count) != 0:
-                stages.append(_over_blocks(parts, batch, start, count, size))
-            start, left = start + left // size * size, left % size
+        large, small = BLOCKS
+        start, left = parts.rows // large * large, parts.rows % large
+        few = smin(FEW + 1 - smin(left, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
+        pieces = (
+            (sym(0), parts.rows // large, large),
+            (start, (1 - few) * ((left + small - 1) // small), small),
+            (start, few * left, 1),
+        )
+        stages = [_over_blocks(parts, batch, *piece) for piece in pieces if as_int(piece[1]) != 0]
         return seq(*checks, *stages)
 
     def reference(self, q: Any, k: Any, v: Any, bias: Any = None, *, scale: float, **axes: Any) -> Any:
@@ -197,7 +201,7 @@ class _Parts:
 
 def _over_blocks(parts: _Parts, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> Stmt:
     """In every matrix, `count` blocks of `size` queries from `start` on; the smallest may be partly empty."""
-    partly = size == BLOCKS[-1]
+    partly = size == BLOCKS[-1]  # the last of these
 
     def block(*at: SymVar) -> Stmt:
         first = start + at[-1] * size
@@ -215,7 +219,8 @@ class _Block:
         self.keys = parts.k.shape[-2]
         self.width, self.depth = parts.q.shape[-1], parts.v.shape[-1]
         self.queries = self._local("queries", self.width)
-        self.scores = self._local("scores", sym(KEYS))
+        self.most_keys = KEYS_OF_ONE if size == 1 else KEYS
+        self.scores = self._local("scores", sym(self.most_keys))
         self.sums = self._local("sums", self.depth)
         self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
 
@@ -225,24 +230,30 @@ class _Block:
     def stmt(self) -> Stmt:
         lowest = float(np.finfo(dtypes.to_numpy(self.parts.dtype)).min)  # -inf - -inf would be NaN
         starts = ((self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest))
-        first = [compute(buffer, lambda *_, value=value: literal(value, self.parts.dtype)) for buffer, value in starts]
-        over_keys = loops("j", ((self.keys + KEYS - 1) // KEYS,), lambda j: self._keys(j * KEYS))
+        first = [self._filled(buffer, value) for buffer, value in starts]
+        blocks = (self.keys + self.most_keys - 1) // self.most_keys
+        over_keys = loops("j", (blocks,), lambda j: self._keys(j * self.most_keys))
         body = seq(*first, self._take_queries(), over_keys, self._finish())
         for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total):
             body = Allocate(buffer, body)
         return body
 
+    def _filled(self, buffer: Buffer, value: float) -> Stmt:
+        return _nest("ij", buffer.shape, lambda *at: Store(buffer, at, literal(value, self.parts.dtype)))
+
     def _take_queries(self) -> Stmt:
         """queries[d, i] = scale * q[start + i, d]; the block's other columns stay 0."""
 
-        def element(i: SymVar, d: SymVar) -> Stmt:
+        def element(i: SymExpr, d: SymExpr) -> Stmt:
             q = self._read(self.parts.q, self.start + i, d)
             return Store(self.queries, (d, i), (q * self.parts.scale).value)
 
         return self._over_queries(self.width, element)
 
-    def _over_queries(self, width: SymExpr, make: Callable[[SymVar, SymVar], Stmt]) -> Stmt:
+    def _over_queries(self, width: SymExpr, make: Callable[[SymExpr, SymExpr], Stmt]) -> Stmt:
         """make(query, element of its row). The bound tells that blocks do not overlap, so that they run in parallel."""
+        if as_int(self.size) == 1:
+            return loops("d", (width,), lambda d: make(sym(0), d))
         i = SymVar("i", upper=(as_int(self.size) or 1) - 1)
         return For(i, self.count, loops("d", (width,), lambda d: make(i, d)))
 
@@ -251,7 +262,7 @@ class _Block:
 
     def _keys(self, start: SymExpr) -> Stmt:
         """What the keys from `start` on add."""
-        count = smin(sym(KEYS), self.keys - start)
+        count = smin(sym(self.most_keys), self.keys - start)
         scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
 
         def score(j: SymExpr, i: SymExpr, d: SymExpr) -> Scalar:
@@ -277,7 +288,7 @@ class _Block:
         return seq(
             self._fold("add", (count, self.size), self.width, score, keep_score),
             self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
-            loops("ji", (count, self.size), weight),
+            _nest("ji", (count, self.size), weight),
             self._fold(
                 "add", (self.size,), count, lambda i, j: Scalar(scores[j, i]),
                 lambda i, found: Store(total, (i,), shrunk(total[(i,)], i, found)),
@@ -311,12 +322,12 @@ class _Block:
         """for each element of `extents`: finish(combine over `reduced` of value)."""
         total = Buffer("acc", (), self.parts.dtype, "local")
 
-        def element(*i: SymVar) -> Stmt:
+        def element(*i: SymExpr) -> Stmt:
             inner = loops("r", (reduced,), lambda r: Store(total, (), value(*i, r).value, combine))
             start = Store(total, (), identity(combine, total.dtype))
             return Allocate(total, seq(start, inner, finish(*i, Scalar(Load(total, ())))))
 
-        return loops("sl", extents, element)
+        return _nest("sl", extents, element)
 
     def _finish(self) -> Stmt:
         """out = sums / total; without keys 0."""
@@ -325,9 +336,21 @@ class _Block:
         def scale(i: SymExpr) -> Stmt:
             return Store(self.total, (i,), select(some, 1.0 / Scalar(self.total[(i,)]), 0.0).value)
 
-        def element(i: SymVar, e: SymVar) -> Stmt:
+        def element(i: SymExpr, e: SymExpr) -> Stmt:
             out = self.parts.out
             value = Scalar(self.sums[e, i]) * Scalar(self.total[(i,)])
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
-        return seq(loops("i", (self.size,), scale), self._over_queries(self.depth, element))
+        return seq(_nest("i", (self.size,), scale), self._over_queries(self.depth, element))
+
+
+def _nest(names: str, extents: Iterable[SymExpr], make: Callable[..., Stmt]) -> Stmt:
+    """`loops` without those of one iteration, which would stand between a vector and the loop that it runs along."""
+    dims = tuple(extents)
+
+    def body(*at: SymVar) -> Stmt:
+        left = iter(at)
+        return make(*(sym(0) if as_int(d) == 1 else next(left) for d in dims))
+
+    kept = [k for k, d in enumerate(dims) if as_int(d) != 1]
+    return loops("".join(names[k] for k in kept), [dims[k] for k in kept], body)
