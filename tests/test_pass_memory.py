@@ -26,9 +26,25 @@ from relaxlite.passes.decompose import decompose
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_shapes import lower_shapes
-from relaxlite.passes.plan_memory import ALIGNMENT, plan_memory
+from relaxlite.passes.manager import PassContext
+from relaxlite.passes.memory_plan import MemoryPlan
+from relaxlite.passes.plan_memory import ALIGNMENT
+from relaxlite.passes.plan_memory import plan_memory as plan_memory_pass
+from relaxlite.target import Target
 from tests.ir_text import assert_becomes, assert_stays, module
 from tests.random_graphs import arguments, assert_same_results, graphs
+
+
+def plan_memory(given: IRModule) -> IRModule:
+    return plan_memory_pass(given, PassContext(Target.parse("llvm")))
+
+
+def memory_plan(given: IRModule) -> MemoryPlan:
+    """The record of what was planned for main."""
+    context = PassContext(Target.parse("llvm"))
+    plan_memory_pass(given, context)
+    return context.memory_plans["main"]
+
 
 COPY = """
 k = symbol("k")
@@ -393,6 +409,17 @@ def test_bodies_keep_memory_of_their_own() -> None:
 def test_no_arena_without_need(statements: str, result: str) -> None:
     given = allocated(statements, result)
     assert plan_memory(given) is given
+
+
+def test_the_plan_is_kept_with_its_lower_bound() -> None:
+    """a and b live at once; d takes the place of a."""
+    text = "a: f32[n] = cumsum(x, axis=0)\nb: f32[n] = cumsum(a, axis=0)\nd: f32[n] = cumsum(b, axis=0)"
+    plan = memory_plan(allocated(text + "\ne: f32[n] = cumsum(d, axis=0)", "e"))
+    (n,) = plan.tensors[0].nbytes.free_vars()
+    assert [t.name for t in plan.tensors] == ["a", "b", "d"]
+    assert plan.arena_bytes({n: 100}) == 2 * 448 and plan.lower_bound({n: 100}) == 2 * 400
+    assert plan.tensors[0].offset is plan.tensors[2].offset is not plan.tensors[1].offset
+    assert all(t.last < len(plan.steps) for t in plan.tensors)
 
 
 def test_planning_twice_changes_nothing_more() -> None:

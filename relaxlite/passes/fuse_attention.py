@@ -76,7 +76,7 @@ class _FuseAttention(Rewriter):
         try:
             return self._attention(weights, value)
         except _NotAttention as reason:
-            self._context.notes.append(f"no attention at {var.name}: {reason}")
+            self._context.decide("fuse_attention", f"attention at {var.name}", False, str(reason))
             return None
 
     def _call_of(self, expr: Expr, *names: str) -> Call | None:

@@ -151,7 +151,7 @@ class _FuseFunction(Rewriter):
             reason = f"the group would exceed {MAX_GROUP} calls"
         reason = reason or _refuse_data_index(merged)
         if reason is not None:
-            self._context.notes.append(f"not fused: {node.var.name} into {sink.var.name}: {reason}")
+            self._context.decide("fuse_ops", f"{node.var.name} into {sink.var.name}", False, reason)
             return
         for n in merged.nodes:
             n.group = merged

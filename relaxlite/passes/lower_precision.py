@@ -57,7 +57,7 @@ class _Narrow(Rewriter):
             return None
         if w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
-            self._context.notes.append(f"{var.name} stays float32: {depth}")
+            self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
             return None
         narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)

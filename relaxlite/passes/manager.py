@@ -12,16 +12,19 @@ from relaxlite import config
 from relaxlite.errors import PassError, RelaxliteError
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
+from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.cost import Cost
+from relaxlite.passes.decisions import Decision
+from relaxlite.passes.memory_plan import MemoryPlan
 from relaxlite.passes.tuning import Tuning
 from relaxlite.target import Target
 
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds, `notes`
-    on decisions, `costs` of programs by name."""
+    """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds,
+    `decisions`, `costs` of programs and `memory_plans` of functions by name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
@@ -29,8 +32,19 @@ class PassContext:
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     timings: list[tuple[str, float]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
+    memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
+
+    def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:
+        """Keep a decision; names of figures take spaces for underscores."""
+        amounts = {name.replace("_", " "): amount for name, amount in figures.items()}
+        self.decisions.append(Decision(step, subject, taken, reason, amounts))
+
+    @property
+    def notes(self) -> list[str]:
+        """The decisions against something, as sentences."""
+        return [str(decision) for decision in self.decisions if not decision.taken]
 
 
 def _tuning(path: str) -> Tuning:

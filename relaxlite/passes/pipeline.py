@@ -76,7 +76,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # E
         _pure("lower_dps", lower_dps, "dps"),
         _pure("eliminate_dead_again", eliminate_dead, "dps"),
-        _pure("plan_memory", plan_memory, "dps"),
+        Pass("plan_memory", plan_memory, "dps"),
         _pure("lower_shapes", lower_shapes, "vm"),
     )
 

@@ -27,17 +27,25 @@ from relaxlite.ir.expr import (
     TupleGetItem,
     Var,
 )
-from relaxlite.ir.module import IRModule
+from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, evaluate, product, sym
 from relaxlite.ir.types import ObjectType, ShapeType, TensorType, defined_symbols
-from relaxlite.ir.visitor import map_functions, used_vars
+from relaxlite.ir.visitor import used_vars
+from relaxlite.passes.manager import PassContext
+from relaxlite.passes.memory_plan import MemoryPlan, PlannedTensor
 
 ALIGNMENT = 64
 
 
-def plan_memory(module: IRModule) -> IRModule:
-    return map_functions(module, plan_function)
+def plan_memory(module: IRModule, context: PassContext) -> IRModule:
+    """Intermediates into one arena; the plan of each function stays in the context."""
+    definitions: dict[str, Definition] = dict(module)
+    for name, function in module.functions().items():
+        definitions[name], plan = plan_function(name, function)
+        if plan is not None:
+            context.memory_plans[name] = plan
+    return module.updated(definitions)
 
 
 @dataclass(eq=False)
@@ -58,12 +66,35 @@ class _Plan:
     root: dict[Var, tuple[Var, ...]] = field(default_factory=dict)  # whose memory a variable may share
 
 
-def plan_function(function: Function) -> Function:
-    """The function with its own allocations taken from one arena. Bodies of If and Loop keep theirs."""
+def plan_function(name: str, function: Function) -> tuple[Function, MemoryPlan | None]:
+    """The function with its own allocations taken from one arena, and the plan. Bodies of If and Loop keep theirs."""
     known = {s for p in function.params for s in defined_symbols(p.ty)}
     bindings = function.body.bindings()
-    placed = _assign(bindings, _liveness(bindings, function.body.result), known)
-    return _rewrite(function, placed)
+    lives = _liveness(bindings, function.body.result)
+    placed = _assign(bindings, lives, known)
+    return _rewrite(function, placed), _plan_of(name, bindings, lives, placed)
+
+
+def _plan_of(name: str, bindings: tuple[Binding, ...], lives: _Plan, placed: dict[Var, _Storage]) -> MemoryPlan | None:
+    """What was planned, as a record; offsets are written out here, where the function has names for long sizes."""
+    offsets: dict[_Storage, SymExpr] = {}
+    end = sym(0)
+    for storage in dict.fromkeys(placed.values()):
+        offsets[storage] = end
+        end = end + ceildiv(storage.size, ALIGNMENT) * ALIGNMENT
+    tensors = []
+    for var, storage in placed.items():
+        first = lives.allocations[var]
+        assert isinstance(var.ty, TensorType)
+        last = lives.last_use.get(var, first)
+        tensors.append(PlannedTensor(var.name, tensor_bytes(var.ty), offsets[storage], first, last))
+    return MemoryPlan(name, tuple(map(_step, bindings)), end, tuple(tensors)) if tensors else None
+
+
+def _step(binding: Binding) -> str:
+    value = binding.value if isinstance(binding, Let) else binding.source
+    what = value.callee.name if isinstance(value, Call) else type(value).__name__
+    return f"{binding.var.name} = {what}"
 
 
 def _liveness(bindings: tuple[Binding, ...], result: Expr) -> _Plan:

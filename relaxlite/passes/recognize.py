@@ -76,8 +76,9 @@ class _Recognize(Rewriter):
                 continue
             made = self._made(rule, found, value)
             if isinstance(made, Call):
+                self._context.decide("recognize", f"{var.name} as {rule.name}", True, f"it computes {made.callee.name}")
                 return made
-            self._context.notes.append(f"not recognized as {rule.name}: {var.name}: {made}")
+            self._context.decide("recognize", f"{var.name} as {rule.name}", False, str(made))
         return None
 
     def _made(self, rule: Rule, found: Match, value: Call) -> Made:

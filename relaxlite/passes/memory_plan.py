@@ -1,0 +1,50 @@
+"""What a memory plan is, for those who show, check or measure one: plain data in terms of the symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor of `nbytes` bytes at `offset` of the arena, alive from step `first` to step `last`, both included.
+
+    `inside` names the tensor whose memory this one is part of or takes over (a view, a result computed in place).
+    """
+
+    name: str
+    nbytes: SymExpr
+    offset: SymExpr
+    first: int
+    last: int
+    inside: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The arena of one function: `steps` are what runs in order (a text each), `tensors` what lives in the arena."""
+
+    function: str
+    steps: tuple[str, ...]
+    arena: SymExpr  # bytes
+    tensors: tuple[PlannedTensor, ...]
+
+    def arena_bytes(self, at: Mapping[SymVar, int]) -> int:
+        return evaluate(self.arena, at)
+
+    def live_bytes(self, at: Mapping[SymVar, int]) -> list[int]:
+        """For each step the sum of the tensors that are alive in it; those inside others count with them."""
+        totals = [0] * len(self.steps)
+        for tensor in self.tensors:
+            if tensor.inside is None:
+                size = evaluate(tensor.nbytes, at)
+                for step in range(tensor.first, tensor.last + 1):
+                    totals[step] += size
+        return totals
+
+    def lower_bound(self, at: Mapping[SymVar, int]) -> int:
+        """Bytes that any plan needs: the largest sum of tensors alive at once."""
+        return max(self.live_bytes(at), default=0)
