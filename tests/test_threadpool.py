@@ -259,7 +259,7 @@ def test_idle_workers_use_no_cpu_time(harness: Harness, held: bool) -> None:
     time.sleep(0.5)
     used = time.process_time() - before
     harness.hold(-int(held))
-    assert used < 0.1
+    assert used < 0.25  # one worker that spins takes all of the half second, also where the machine is busy
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
