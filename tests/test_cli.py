@@ -716,7 +716,7 @@ def test_an_interrupt_ends_it_with_130(tmp_path: Path) -> None:
 
 
 def _interrupted(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it printed. A signal between Python's last look for signals and its blocking read wakes nobody: ask again."""
+    """What it printed. A signal between Python's last look for signals and its blocking read wakes nobody."""
     for _ in range(20):
         child.send_signal(signal.SIGINT)
         try:
