@@ -2,7 +2,7 @@
 
     python -m bench.compile_time [MODEL ...] [--repeats 3] [--json FILE]
 
-MODEL: an ONNX file, or the name of a model of `relaxlite fetch` (default: minilm-l6, ppocrv4-rec, ppocrv4-det).
+MODEL: an ONNX file, or the name of a model of `relaxlite fetch` (default: minilm-l6-onnx and the two of ppocrv4).
 Each measurement is a process of its own: first with an empty cache folder (cold), then with what the first one left
 there (warm). The table gives the least wall-clock seconds of the repetitions: on a shared machine the others say more
 about the neighbours. "python" is importing Python modules, "import" from_onnx, "load" linking and checking; the passes
@@ -25,7 +25,7 @@ from typing import Any
 from relaxlite import models
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ("minilm-l6", "ppocrv4-rec", "ppocrv4-det")
+MODELS = ("minilm-l6-onnx", "ppocrv4-rec", "ppocrv4-det")
 CODEGEN = {"look_up": "codegen: look up", "emit": "codegen: emit IR", "llvm": "codegen: LLVM"}
 _SMALL = 0.02  # share of the cold time below which a pass is not listed
 
