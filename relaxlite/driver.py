@@ -154,8 +154,9 @@ def _kernel_cost(cost: Cost, symbols: tuple[SymVar, ...]) -> KernelCost | None:
     parts = (cost.flops, cost.bytes_read, cost.bytes_written)
     if any(v not in places for part in parts for v in part.free_vars()):
         return None
-    texts = [to_text(part, places.__getitem__) for part in parts]
-    return KernelCost(tuple(_unique_names(symbols).values()), *texts, is_bound=cost.is_bound)
+    flops, bytes_read, bytes_written = (to_text(part, places.__getitem__) for part in parts)
+    names = tuple(_unique_names(symbols).values())
+    return KernelCost(names, flops, bytes_read, bytes_written, is_bound=cost.is_bound)
 
 
 def _metadata(module: IRModule, lowered: IRModule, context: PassContext, code: ObjectCode) -> Metadata:

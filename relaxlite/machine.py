@@ -17,7 +17,7 @@ import numpy as np
 
 from relaxlite.driver import compile as compile_module
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, Call, GlobalVar
+from relaxlite.ir.expr import Attrs, Call, GlobalVar, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import (
     Allocate,
@@ -185,8 +185,8 @@ def _compiled(program: TensorProgram) -> Executable:
     counters = [Buffer.of(s.name, (s,), "int8") for s in program.symbols[:2]]
     buffers = (*counters, *program.inputs)
     bb = BlockBuilder(IRModule({"kernel": program}))
-    types = {b.name: TensorType.of(b.shape, b.dtype) for b in buffers}
-    with bb.function("main", **types) as variables:
+    variables = tuple(Var(b.name, TensorType.of(b.shape, b.dtype)) for b in buffers)
+    with bb.function_of("main", variables):
         result = TensorType.of(program.outputs[0].shape, "float32")
         bb.result(bb.emit(Call(GlobalVar("kernel"), variables[2:], Attrs({}), program.symbols, result)))
     return compile_module(bb.module())

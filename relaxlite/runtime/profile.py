@@ -59,8 +59,8 @@ class KernelRecord:
     calls: int
     total_us: float
     share: float  # of the run's time
-    flops: int | None = None
-    nbytes: int | None = None
+    flops: float | None = None
+    nbytes: float | None = None
     least_us: float | None = None  # by the roofline
     limit: str | None = None  # what most of `least_us` comes from: "compute" or a memory level
     is_bound: bool = True  # False: flops and nbytes leave out what only data could tell
@@ -308,7 +308,9 @@ def clock_cost() -> ClockCost:
         return 0
 
     timed = recorder.timed("nothing", plain)
-    bare, clocked, inside = [], [], []
+    bare: list[float] = []
+    clocked: list[float] = []
+    inside: list[float] = []
     for _ in range(_BATCHES):
         for kernel, times in ((plain, bare), (timed, clocked)):
             start = time.perf_counter_ns()
