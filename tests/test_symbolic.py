@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -243,3 +246,25 @@ def test_impossible_facts_are_refused(facts: dict[str, int], message: str) -> No
 def test_free_vars_are_in_order_of_occurrence() -> None:
     assert (m * 2 + n // k).free_vars() == (m, n, k)
     assert sym(3).free_vars() == ()
+
+
+def test_threads_that_make_the_same_expression_get_the_same_object() -> None:
+    n, m = SymVar("n"), SymVar("m")
+    barrier = threading.Barrier(4)
+
+    def make(_: int) -> list[SymExpr]:
+        made = []
+        for k in range(2000):
+            if k % 100 == 0:
+                barrier.wait()
+            made.append((n * (k + 2) + m) // (k + 5) + m * k)
+        return made
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            first, *others = threads.map(make, range(4))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(a is b for other in others for a, b in zip(first, other, strict=True))

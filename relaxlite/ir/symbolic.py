@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 import operator
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,7 @@ Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 _interned: weakref.WeakValueDictionary[tuple[object, ...], SymExpr] = weakref.WeakValueDictionary()
 _references: dict[tuple[object, ...], weakref.ref[SymExpr]] = _interned.data  # type: ignore[attr-defined]
 # WeakValueDictionary.get is written in Python, and half of what _intern would cost
+_lock = threading.RLock()  # for what is new
 _serial = itertools.count()
 
 
@@ -257,10 +259,19 @@ def _intern(const: int, terms: Terms) -> SymExpr:
     reference = _references.get((const, terms))
     found = reference() if reference is not None else None
     if found is None:
-        found = SymExpr() if terms else _Constant()
-        found.const, found.terms, found._vars, found._key = const, terms, None, None
-        _interned[const, terms] = found
+        made = SymExpr() if terms else _Constant()
+        made.const, made.terms, made._vars, made._key = const, terms, None, None
+        found = _keep((const, terms), made)
     return found
+
+
+def _keep(key: tuple[object, ...], made: SymExpr) -> SymExpr:
+    """The one expression of this key: `made`, unless another thread was faster."""
+    with _lock:
+        found = _interned.get(key)
+        if found is None:
+            found = _interned[key] = made
+        return found
 
 
 def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
@@ -269,7 +280,7 @@ def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
         made = kind()
         made.a, made.b, made.const, made._vars, made._key = a, b, 0, None, None
         made.terms = (((made,), 1),)
-        _interned[kind, a, b] = found = made
+        found = _keep((kind, a, b), made)
     return found
 
 
