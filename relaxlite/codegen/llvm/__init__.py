@@ -4,7 +4,7 @@ compile.py     programs to objects, through the cache on disk and on all cores; 
 machine_code.py LLVM IR to an object; isolated.py: the same in a child process
 module.py      a program to LLVM IR
 statements.py  loops, stores, conditions, scratch memory; parallel.py, loops.py
-values.py      expressions over data; scalars.py: each scalar function; math.py, math_double.py: exp, sin, ...
+values.py      expressions over data; scalars.py: each scalar function; math*.py, erf_table.py: exp, sin, ...
 memory.py      loads and stores of one element, of a vector, under a mask; types.py: conversions
 indices.py     symbolic integers, computed where their variables are; checked.py: with overflow tests
 emitter.py     the builder of IR text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from relaxlite.codegen.llvm import erf_table
 from relaxlite.codegen.llvm import math_double as double
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
 from relaxlite.codegen.llvm.math_double import clamp, polynomial
@@ -105,6 +106,8 @@ def _tanh(e: Emitter, x: Val) -> Val:
 
 
 def _erf(e: Emitter, x: Val) -> Val:
+    if erf_table.is_available(e):
+        return erf_table.erf(e, x)
     return _odd_rational(e, clamp(e, x, 4.1), _ERF_P, _ERF_Q)
 
 
