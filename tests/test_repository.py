@@ -42,7 +42,8 @@ LAYERS: dict[str, set[str]] = {
     "driver": BASE | {"ir", "passes", "codegen", "runtime"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
-    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner"},
+    "llm": BASE | {"ir", "runtime", "frontend", "driver"},
+    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {
@@ -50,6 +51,7 @@ LATE_IMPORTS = {
     "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py
+    "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
     "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
 }

@@ -139,7 +139,7 @@ class SymExpr:
     __index__ = __int__
 
     def __str__(self) -> str:
-        return _to_text(self)
+        return to_text(self)
 
     def __repr__(self) -> str:
         return str(self)
@@ -268,10 +268,7 @@ def _intern(const: int, terms: Terms) -> SymExpr:
 def _keep(key: tuple[object, ...], made: SymExpr) -> SymExpr:
     """The one expression of this key: `made`, unless another thread was faster."""
     with _lock:
-        found = _interned.get(key)
-        if found is None:
-            found = _interned[key] = made
-        return found
+        return _interned.setdefault(key, made)
 
 
 def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
@@ -280,7 +277,7 @@ def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
         made = kind()
         made.a, made.b, made.const, made._vars, made._key = a, b, 0, None, None
         made.terms = (((made,), 1),)
-        found = _keep((kind, a, b), made)
+        return _keep((kind, a, b), made)
     return found
 
 
@@ -537,11 +534,8 @@ def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
 
 
 _MAKE: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]] = {
-    FloorDiv: floordiv,
-    FloorMod: floormod,
-    Min: smin,
-    Max: smax,
-}
+    FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax,
+}  # fmt: skip
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
@@ -562,15 +556,15 @@ def _evaluate_atom(atom: SymExpr, values: Mapping[SymVar, int]) -> int:
             raise KeyError(f"no value for symbol {atom.name}")
         return values[atom]
     assert isinstance(atom, Pair)
-    a, b = evaluate(atom.a, values), evaluate(atom.b, values)
-    if isinstance(atom, FloorDiv):
-        return a // b
-    if isinstance(atom, FloorMod):
-        return a % b
-    return min(a, b) if isinstance(atom, Min) else max(a, b)
+    return _EVALUATE[type(atom)](evaluate(atom.a, values), evaluate(atom.b, values))
 
 
-def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str] = lambda v: v.name) -> str:
+_EVALUATE: Mapping[type, Callable[[int, int], int]] = {
+    FloorDiv: operator.floordiv, FloorMod: operator.mod, Min: min, Max: max,
+}  # fmt: skip
+
+
+def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     pieces = [(coef, _monomial_text(monomial, coef, name_of)) for monomial, coef in expr.terms]
     if expr.const != 0 or not pieces:
         pieces.append((expr.const, str(abs(expr.const))))

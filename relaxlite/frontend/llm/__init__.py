@@ -1,0 +1,7 @@
+"""Checkpoints of language models (GGUF files, Hugging Face folders) as modules.
+
+config.py       what tells architectures apart, as data; architectures/: one file for each
+checkpoint.py   hyperparameters, named weights, tokenizer; quantized.py: weights in blocks of few bits
+read.py         gguf_format.py, gguf_file.py, gguf_tokenizer.py, hf_folder.py
+layers.py       the layers that all share, as graph operators; dense.py: a model without a cache
+"""

@@ -1,0 +1,26 @@
+"""One file per architecture. Each describes what its hyperparameters mean; layers and file formats are shared.
+
+A new architecture is a file with an `Architecture`, and its line in ARCHITECTURES.
+"""
+
+from __future__ import annotations
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
+from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL
+from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN3
+
+ARCHITECTURES: tuple[Architecture, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)
+
+
+def find_architecture(name: str, source: str) -> Architecture:
+    """By the name in a checkpoint. ImportModelError names those that are known."""
+    for architecture in ARCHITECTURES:
+        if name in architecture.names:
+            return architecture
+    known = ", ".join(name for architecture in ARCHITECTURES for name in architecture.names)
+    raise ImportModelError(f"{source}: the architecture {name!r} is not known; known are {known}")
+
+
+__all__ = ["ARCHITECTURES", "Architecture", "Hyperparameters", "find_architecture"]

@@ -1,0 +1,120 @@
+"""A language model as it lies on disk: hyperparameters, named weights, tokenizer, provenance; whatever the file format.
+
+Weights have our names, whatever the checkpoint calls them:
+
+    embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]
+    layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
+               mlp_norm, gate, up, down, mlp_post_norm
+
+Matrices are [out, in], as in both kinds of checkpoints. Rotary embeddings work on halves of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.config import DecoderConfig
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of a checkpoint. `data` are its numbers (float32, float16, bfloat16), or rows of blocks as bytes."""
+
+    data: Array
+    shape: tuple[int, ...]
+    block_format: str | None = None  # one of BLOCK_FORMATS
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def grouped(self) -> GroupedWeight:
+        """Codes, scales and offsets of a weight in blocks."""
+        assert self.block_format is not None
+        return BLOCK_FORMATS[self.block_format].unpack(self.data)
+
+    def to_float32(self) -> Array:
+        if self.block_format is not None:
+            return self.grouped().dequantize()
+        return self.data.astype(np.float32)
+
+    def rows(self, order: Array) -> Weight:
+        """With its rows in another order."""
+        return Weight(np.ascontiguousarray(self.data[order]), self.shape, self.block_format)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerData:
+    """`json` is a tokenizer of the `tokenizers` library in its own format. `stop` ends a reply."""
+
+    json: str
+    chat_template: str | None = None
+    bos: int | None = None
+    stop: tuple[int, ...] = ()
+    adds_bos: bool = False
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like, for the template
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What `read_checkpoint` gives. `provenance` names source, licence and authors."""
+
+    config: DecoderConfig
+    weights: Mapping[str, Weight]
+    tokenizer: TokenizerData | None
+    provenance: Mapping[str, str]
+    generation: Mapping[str, Any] = field(default_factory=dict)  # defaults: temperature, top_p, ...
+
+
+def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The weights that a decoder of this configuration has, with their shapes."""
+    c = config
+    queries, keys = c.heads * c.head_width, c.kv_heads * c.head_width
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (c.hidden,), "q": (queries, c.hidden), "k": (keys, c.hidden), "v": (keys, c.hidden),
+        "o": (c.hidden, queries), "mlp_norm": (c.hidden,), "gate": (c.intermediate, c.hidden),
+        "up": (c.intermediate, c.hidden), "down": (c.hidden, c.intermediate),
+    }  # fmt: skip
+    if c.has_qkv_bias:
+        layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+    if c.has_qk_norm:
+        layer |= {"q_norm": (c.head_width,), "k_norm": (c.head_width,)}
+    if c.has_post_norms:
+        layer |= {"attn_post_norm": (c.hidden,), "mlp_post_norm": (c.hidden,)}
+    whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
+    if not c.is_tied:
+        whole["head"] = (c.vocab, c.hidden)
+    return whole | {f"layers.{k}.{name}": shape for k in range(c.layers) for name, shape in layer.items()}
+
+
+def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> None:
+    """ImportModelError for what is missing, has another shape, or is there but means nothing to us."""
+    expected = expected_weights(config)
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        raise ImportModelError(
+            f"{source}: {_some(missing)} missing; a {config.architecture} of {config.layers} layers has "
+            f"{len(expected)} weights, the file {len(weights)}"
+        )
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ImportModelError(
+                f"{source}: weight {name} has shape {weights[name].shape}, the hyperparameters say {shape}"
+            )
+    unknown = [name for name in weights if name not in expected]
+    if unknown:
+        raise ImportModelError(f"{source}: {_some(unknown)} unknown to the architecture {config.architecture}")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    text = ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+    return f"weight {text} is" if len(listed) == 1 else f"weights {text} are"

@@ -1,0 +1,118 @@
+"""What distinguishes one decoder-only language model from another, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How a rotary embedding is stretched beyond the context that a model was trained on.
+
+    linear: positions divided by `factor`. llama3: low frequencies divided, those between `low_frequency_factor` and
+    `high_frequency_factor` blended (Llama 3.1). yarn: Peng et al., arXiv 2309.00071, with `beta_fast`, `beta_slow`.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_context: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # yarn: of cos and sin; None: 0.1 * ln(factor) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding (Su et al., arXiv 2104.09864) of the first `width` elements of each head, in halves.
+
+    `divisors` (width / 2 of them) divide the frequencies one by one, where a checkpoint brings them ready made.
+    """
+
+    base: float
+    width: int
+    scaling: RopeScaling | None = None
+    divisors: tuple[float, ...] | None = None
+
+    def frequencies(self) -> tuple[np.ndarray[Any, Any], float]:
+        """Radians per position [width / 2] in float64, and the factor of cos and sin."""
+        steps = np.arange(0, self.width, 2, dtype=np.float64) / self.width
+        plain = self.base**-steps
+        if self.divisors is not None:
+            return plain / np.asarray(self.divisors), 1.0
+        if self.scaling is None:
+            return plain, 1.0
+        return _SCALED[self.scaling.kind](self, self.scaling, plain)
+
+
+def _linear(rope: Rope, scaling: RopeScaling, plain: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
+    return plain / scaling.factor, 1.0
+
+
+def _llama3(rope: Rope, scaling: RopeScaling, plain: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
+    turns = scaling.original_context * plain / (2 * math.pi)  # of each frequency over the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    blend = np.clip((turns - low) / (high - low), 0, 1)  # 1: kept, 0: divided
+    return plain * blend + plain / scaling.factor * (1 - blend), 1.0
+
+
+def _yarn(rope: Rope, scaling: RopeScaling, plain: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
+    def place_of(turns: float) -> float:
+        """The (fractional) index of the frequency that turns so often over the original context."""
+        return rope.width * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    first = max(math.floor(place_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(place_of(scaling.beta_slow)), rope.width - 1)
+    ramp = np.clip((np.arange(rope.width // 2) - first) / max(last - first, 0.001), 0, 1)  # 0: kept, 1: divided
+    found = scaling.attention_factor
+    factor = (0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0) if found is None else found
+    return plain * (1 - ramp) + plain / scaling.factor * ramp, factor
+
+
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder: token embedding, `layers` times (attention, gated MLP), norm, logits.
+
+    Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for.
+    """
+
+    architecture: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    intermediate: int
+    context: int
+    norm_epsilon: float
+    rope: Rope
+    is_tied: bool  # the logits use the token embedding
+    activation: Activation = "silu"
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False  # RMS norm of each head's query and key
+    has_post_norms: bool = False  # norms behind attention and MLP too, before they are added
+    query_scale: float | None = None  # None: head_width**-0.5
+    embedding_scale: float | None = None
+    window: int | None = None  # local layers see that many last tokens, themselves included
+    is_local: tuple[bool, ...] = ()  # by layer; empty: all of them where there is a window
+    local_rope: Rope | None = None  # of local layers, where it differs
+    logit_cap: float | None = None  # c * tanh(logits / c)
+
+    def is_local_layer(self, layer: int) -> bool:
+        if self.window is None:
+            return False
+        return self.is_local[layer] if self.is_local else True
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.local_rope if self.local_rope is not None and self.is_local_layer(layer) else self.rope

@@ -1,0 +1,102 @@
+"""GGUF files (github.com/ggml-org/ggml, docs/gguf.md) as checkpoints; weights stay mapped."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
+from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights
+from relaxlite.frontend.llm.config import DecoderConfig
+from relaxlite.frontend.llm.gguf_format import GgufFile, TensorInfo, read_file
+from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PROVENANCE = ("name", "author", "organization", "license", "url", "source.url", "version", "description", "size_label")
+
+
+def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a GGUF file; its weights stay mapped.
+
+    ImportModelError: no GGUF file, an unknown architecture, a tensor type that is not read, missing weights.
+    """
+    source = os.fspath(path)
+    file = read_file(source)
+    raw = dict(file.metadata)
+    name = str(raw.get("general.architecture", ""))
+    architecture = find_architecture(name, source)
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    raw.setdefault(f"{name}.vocab_size", len(raw.get("tokenizer.ggml.tokens", ())) or None)
+    raw.setdefault(f"{name}.is_tied", GGUF_WHOLE["head"] not in tensors)
+    config = architecture.describe(Hyperparameters(source, raw, True, f"{name}."))
+    divisors = tensors.pop("rope_freqs.weight", None)
+    if divisors is not None:
+        config = _with_divisors(config, _weight(file, divisors, source).data)
+    names = {theirs: ours for ours, theirs in _names(config).items()}
+    weights = {names.get(theirs, theirs): _weight(file, tensor, source) for theirs, tensor in tensors.items()}
+    check_weights(config, weights, source)
+    if architecture.is_interleaved:
+        weights = _in_halves(weights, config)
+    said = {key: raw.get(f"general.{key}") for key in _PROVENANCE}
+    provenance = {"source": os.path.basename(source)} | {key: str(value) for key, value in said.items() if value}
+    return Checkpoint(config, weights, read_tokenizer(raw, source), provenance)
+
+
+def _names(config: DecoderConfig) -> dict[str, str]:
+    layers = {
+        f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k in range(config.layers) for ours, theirs in GGUF_LAYER.items()
+    }
+    return GGUF_WHOLE | layers
+
+
+def _weight(file: GgufFile, tensor: TensorInfo, source: str) -> Weight:
+    what = f"{source}: tensor {tensor.name!r}"
+    if tensor.kind in BLOCK_FORMATS:
+        block = BLOCK_FORMATS[tensor.kind]
+        if len(tensor.shape) != 2 or tensor.shape[1] % block.size:
+            raise ImportModelError(
+                f"{what}: {tensor.kind} needs rows of whole blocks of {block.size}, got {tensor.shape}"
+            )
+        rows, columns = tensor.shape
+        return Weight(_bytes(file, tensor, rows, columns // block.size * block.nbytes, what), tensor.shape, tensor.kind)
+    if tensor.kind not in _FLOATS:
+        known = ", ".join([*_FLOATS, *BLOCK_FORMATS])
+        raise ImportModelError(f"{what} is of type {tensor.kind}, which is not read; known are {known}")
+    dtype = dtypes.to_numpy(_FLOATS[tensor.kind])
+    data = _bytes(file, tensor, 1, math.prod(tensor.shape) * dtype.itemsize, what)
+    return Weight(data.view(dtype).reshape(tensor.shape), tensor.shape)
+
+
+def _bytes(file: GgufFile, tensor: TensorInfo, rows: int, row_bytes: int, what: str) -> np.ndarray[Any, Any]:
+    end = tensor.offset + rows * row_bytes
+    if end > file.data.size:
+        raise ImportModelError(f"{what} ends at byte {end} of {file.data.size}: the file is truncated")
+    return file.data[tensor.offset : end].reshape(rows, row_bytes)
+
+
+def _with_divisors(config: DecoderConfig, divisors: np.ndarray[Any, Any]) -> DecoderConfig:
+    return replace(config, rope=replace(config.rope, divisors=tuple(map(float, divisors))))
+
+
+def _in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+    """Queries and keys with the first elements of all turned pairs of a head before the second ones."""
+    found = dict(weights)
+    width = config.rope.width
+    for kind, heads in (("q", config.heads), ("k", config.kv_heads)):
+        places = np.arange(heads * config.head_width).reshape(heads, config.head_width)
+        turned = places[:, :width].reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(heads, width)
+        order = np.concatenate([turned, places[:, width:]], axis=1).reshape(-1)
+        for k in range(config.layers):
+            for name in (f"layers.{k}.{kind}", f"layers.{k}.{kind}_bias"):
+                if name in found:
+                    found[name] = found[name].rows(order)
+    return found

@@ -1,0 +1,155 @@
+"""Folders as Hugging Face's transformers writes them: config.json, safetensors (also in shards), tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
+from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE, Architecture
+from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights
+from relaxlite.frontend.llm.config import DecoderConfig
+
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+_IGNORED = ("rotary_emb.inv_freq", ".masked_bias")  # buffers that old checkpoints hold; they follow from config.json
+
+
+def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a folder; its weights stay mapped.
+
+    ImportModelError: no config.json, an unknown architecture or number format, weights missing or of another shape.
+    """
+    folder = Path(path)
+    raw = _json(folder / "config.json", needed=True)
+    raw = {**raw, **raw.get("text_config", {})}  # of models that see pictures too
+    source = str(folder)
+    architecture = find_architecture(str(raw.get("model_type", "")), source)
+    tensors = _tensors(folder)
+    raw.setdefault("tie_word_embeddings", architecture.ties_by_default)
+    config = architecture.describe(Hyperparameters(source, raw, False))
+    weights = _renamed(tensors, architecture, config)
+    check_weights(config, weights, source)
+    provenance = {"source": folder.resolve().name, **_model_card(folder)}
+    generation = _json(folder / "generation_config.json")
+    defaults = {name: generation[name] for name in _GENERATION if generation.get(name) is not None}
+    return Checkpoint(config, weights, _tokenizer(folder, raw, generation), provenance, defaults)
+
+
+def _json(path: Path, *, needed: bool = False) -> dict[str, Any]:
+    if not path.exists():
+        if needed:
+            raise ImportModelError(f"{path.parent}: no {path.name}; a Hugging Face folder has one")
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ImportModelError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ImportModelError(f"{path}: no JSON object")
+    return found
+
+
+def _tensors(folder: Path) -> dict[str, Weight]:
+    index = _json(folder / "model.safetensors.index.json")
+    names = sorted(set(index["weight_map"].values())) if index.get("weight_map") else ["model.safetensors"]
+    found: dict[str, Weight] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            hint = (
+                "; weights in other formats are not read" if len(names) == 1 else f" of {len(names)} files of weights"
+            )
+            raise ImportModelError(f"{folder}: {name} is missing{hint}")
+        found |= read_safetensors(folder / name)
+    return found
+
+
+def read_safetensors(path: Path) -> dict[str, Weight]:
+    """The tensors of a file by name, mapped (github.com/huggingface/safetensors, "Format")."""
+    try:
+        with path.open("rb") as file:
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        size = int.from_bytes(data[:8].tobytes(), "little")
+        if data.size < 8 or size > data.size - 8:
+            raise ValueError("its header goes beyond its end")
+        header = json.loads(data[8 : 8 + size].tobytes())
+        return {
+            name: _weight(entry, data[8 + size :], name) for name, entry in header.items() if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ImportModelError(f"{path}: a damaged or truncated safetensors file: {error}") from error
+
+
+def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str) -> Weight:
+    begin, end = entry["data_offsets"]
+    shape, kind = tuple(entry["shape"]), entry["dtype"]
+    if kind not in _FLOATS:
+        raise ImportModelError(f"tensor {name!r} is of type {kind}, which is not read; known are {', '.join(_FLOATS)}")
+    if not 0 <= begin <= end <= data.size:
+        raise ValueError(f"tensor {name!r} lies at {begin} to {end} of {data.size} bytes")
+    return Weight(data[begin:end].view(dtypes.to_numpy(_FLOATS[kind])).reshape(shape), shape)
+
+
+def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: DecoderConfig) -> dict[str, Weight]:
+    """By our names; what is no weight of the language model keeps its own."""
+    layer = architecture.hugging_face or HUGGING_FACE_LAYER
+    names = {theirs: ours for ours, theirs in HUGGING_FACE_WHOLE.items()}
+    for k in range(config.layers):
+        names |= {f"model.layers.{k}.{theirs}": f"layers.{k}.{ours}" for ours, theirs in layer.items()}
+    found = {}
+    for theirs, weight in tensors.items():
+        name = theirs.removeprefix("language_model.")
+        ours = names.get(name, name)
+        if name.endswith(_IGNORED) or (ours == "head" and config.is_tied) or name.startswith(_OTHER_PARTS):
+            continue
+        found[ours] = _offset(weight, architecture.norm_offset) if ours.endswith("norm") else weight
+    return found
+
+
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+def _offset(weight: Weight, offset: float) -> Weight:
+    return Weight(weight.data.astype(np.float32) + np.float32(offset), weight.shape) if offset else weight
+
+
+def _tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> TokenizerData | None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    said = _json(folder / "tokenizer_config.json")
+    template = said.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((t["template"] for t in template if t.get("name") == "default"), template[0]["template"])
+    if template is None and (folder / "chat_template.jinja").exists():
+        template = (folder / "chat_template.jinja").read_text("utf-8")
+    special = {name: _text(said[name]) for name in ("bos_token", "eos_token", "unk_token") if said.get(name)}
+    stop = generation.get("eos_token_id", raw.get("eos_token_id"))
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    bos = raw.get("bos_token_id")
+    return TokenizerData(
+        path.read_text("utf-8"), template, bos, tuple(stops), bool(said.get("add_bos_token", False)), special
+    )
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def _model_card(folder: Path) -> dict[str, str]:
+    """The licence that the README's head names."""
+    card = folder / "README.md"
+    if not card.exists():
+        return {}
+    for line in card.read_text("utf-8", errors="replace").splitlines()[:40]:
+        if line.startswith("license:"):
+            return {"license": line.partition(":")[2].strip()}
+    return {}

@@ -1,0 +1,175 @@
+"""The layers that decoders share, written with the builder API; architectures differ in `DecoderConfig` only.
+
+Activations are [..., hidden]; rows are tokens, whatever the leading dimensions are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.ir import ops  # noqa: F401  (registers them)
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Expr, Var
+from relaxlite.ir.op import get_op
+from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.types import TensorType
+
+
+class Mixer(Protocol):
+    """How tokens look at others: dense attention over one batch, or over a cache of keys and values."""
+
+    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
+        """From queries [..., heads, width], keys and values [..., kv_heads, width] to [..., heads, width]."""
+        ...
+
+
+class Decoder:
+    """Emits the parts of a decoder into a builder."""
+
+    def __init__(self, bb: BlockBuilder, config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
+        self.bb, self.config, self._weights = bb, config, weights
+        self._tables: dict[Rope, tuple[Var, Var]] = {}
+
+    def op(self, name: str, *args: Any, **attrs: Any) -> Var:
+        return self.bb.emit(get_op(name)(*args, **attrs))
+
+    def hidden(self, tokens: Expr, positions: Expr, mix: Mixer) -> Var:
+        """The last layer's output, normed: [..., hidden] for tokens and positions [...]."""
+        x = self.op("gather", self.vector("embed"), tokens, axis=0)
+        if self.config.embedding_scale is not None:
+            x = self.op("multiply", x, np.float32(self.config.embedding_scale))
+        for k in range(self.config.layers):
+            attended = self.attention(k, self.norm(f"layers.{k}.attn_norm", x), positions, mix)
+            x = self.op("add", x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
+            fed = self.mlp(k, self.norm(f"layers.{k}.mlp_norm", x))
+            x = self.op("add", x, self.post_norm(f"layers.{k}.mlp_post_norm", fed))
+        return self.norm("norm", x)
+
+    def logits(self, x: Expr) -> Var:
+        """[..., vocab]"""
+        found = self.linear("embed" if self.config.is_tied else "head", x)
+        cap = self.config.logit_cap
+        if cap is None:
+            return found
+        return self.op("multiply", self.op("tanh", self.op("divide", found, np.float32(cap))), np.float32(cap))
+
+    # layers
+
+    def attention(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
+        c, name = self.config, f"layers.{k}"
+        q = self.heads(self.linear(f"{name}.q", x, f"{name}.q_bias"), c.heads)
+        keys = self.heads(self.linear(f"{name}.k", x, f"{name}.k_bias"), c.kv_heads)
+        values = self.heads(self.linear(f"{name}.v", x, f"{name}.v_bias"), c.kv_heads)
+        if c.has_qk_norm:
+            q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
+        rope = c.rope_of(k)
+        mixed = mix(k, self.rotate(q, positions, rope), self.rotate(keys, positions, rope), values)
+        joined = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
+        return self.linear(f"{name}.o", joined)
+
+    def mlp(self, k: int, x: Expr) -> Var:
+        gate, up = self.linear(f"layers.{k}.gate", x), self.linear(f"layers.{k}.up", x)
+        if self.config.activation == "silu":
+            gate = self.op("multiply", gate, self.op("sigmoid", gate))
+        else:
+            gate = self.op("gelu", gate, approximate="tanh")
+        return self.linear(f"layers.{k}.down", self.op("multiply", gate, up))
+
+    def norm(self, name: str, x: Expr) -> Var:
+        return self.op("rms_norm", x, self.vector(name), epsilon=self.config.norm_epsilon)
+
+    def post_norm(self, name: str, x: Expr) -> Expr:
+        return self.norm(name, x) if self.config.has_post_norms else x
+
+    def linear(self, name: str, x: Expr, bias: str | None = None) -> Var:
+        """x @ W^T, plus a bias where the architecture has one."""
+        y = self.op("matmul", x, np.ascontiguousarray(self.vector(name).T))
+        return self.op("add", y, self.vector(bias)) if bias is not None and self.config.has_qkv_bias else y
+
+    def vector(self, name: str) -> np.ndarray[Any, Any]:
+        """A weight in float32 as it lies in the checkpoint."""
+        return self._weights[name].to_float32()
+
+    def heads(self, x: Expr, count: int) -> Var:
+        """[..., count * width] -> [..., count, width]"""
+        return self.op("reshape", x, (*_dims(x)[:-1], count, self.config.head_width))
+
+    def rotate(self, x: Expr, positions: Expr, rope: Rope) -> Var:
+        """The rotary embedding of x [..., heads, width] at positions [...]."""
+        cos, sin = self.tables(positions, rope)
+        dims, half = _dims(x), rope.width // 2
+        zeros = (0,) * (len(dims) - 1)
+        first, second = (self.op("slice", x, (*zeros, at), (*dims[:-1], half)) for at in (0, half))
+        turned = self.op("concat", self.op("neg", second), first, axis=-1)
+        rest = dims[-1].const - rope.width
+        if rest:
+            tail = self.op("slice", x, (*zeros, rope.width), (*dims[:-1], rest))
+            x = self.op("slice", x, (*zeros, 0), (*dims[:-1], rope.width))
+        y = self.op("add", self.op("multiply", x, cos), self.op("multiply", turned, sin))
+        return self.op("concat", y, tail, axis=-1) if rest else y
+
+    def tables(self, positions: Expr, rope: Rope) -> tuple[Var, Var]:
+        """cos and sin [..., 1, rope.width] of every position, once for all layers."""
+        if rope not in self._tables:
+            frequencies, factor = rope.frequencies()
+            both = np.concatenate([frequencies, frequencies]).astype(np.float32)
+            places = self.op("cast", positions, dtype="float32")
+            rank = len(_dims(positions))
+            angles = self.op("multiply", self.op("expand_dims", places, axes=(rank, rank + 1)), both)
+            tables = self.op("cos", angles), self.op("sin", angles)
+            if factor != 1.0:
+                tables = (
+                    self.op("multiply", tables[0], np.float32(factor)),
+                    self.op("multiply", tables[1], np.float32(factor)),
+                )
+            self._tables[rope] = tables
+        return self._tables[rope]
+
+
+def _dims(x: Expr) -> tuple[SymExpr, ...]:
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+    return tuple(sym(d) for d in x.ty.shape)
+
+
+class DenseAttention:
+    """Causal attention within each row of a batch [batch, seq], without a cache."""
+
+    def __init__(self, decoder: Decoder, seq: SymExpr) -> None:
+        self.decoder, self.seq = decoder, seq
+        self._biases: dict[bool, Var] = {}
+
+    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
+        d, c = self.decoder, self.decoder.config
+        scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
+        k, v = (self._spread(x) for x in (k, v))
+        turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, k, v)]
+        keys = d.op("transpose", turned[1], axes=(0, 1, 3, 2))
+        scores = d.op("multiply", d.op("matmul", turned[0], keys), np.float32(scale))
+        weights = d.op("softmax", d.op("add", scores, self._bias(c.is_local_layer(layer))), axis=-1)
+        return d.op("transpose", d.op("matmul", weights, turned[2]), axes=(0, 2, 1, 3))
+
+    def _spread(self, x: Expr) -> Var:
+        """Each head of keys or values for its group of query heads."""
+        d, c = self.decoder, self.decoder.config
+        batch, seq, heads, width = _dims(x)
+        wide = d.op("expand_dims", x, axes=(3,))
+        wide = d.op("broadcast_to", wide, (batch, seq, heads, c.heads // c.kv_heads, width))
+        return d.op("reshape", wide, (batch, seq, c.heads, width))
+
+    def _bias(self, is_local: bool) -> Var:
+        """0 where row i may see column j, else the least float: [seq, seq]."""
+        if is_local not in self._biases:
+            d, zero, one = self.decoder, np.int64(0), np.int64(1)
+            places = d.op("arange", zero, one, (self.seq,))
+            rows, columns = d.op("expand_dims", places, axes=(1,)), d.op("expand_dims", places, axes=(0,))
+            seen = d.op("less_equal", columns, rows)
+            if is_local:
+                first = d.op("subtract", rows, np.int64(d.config.window or 0))
+                seen = d.op("logical_and", seen, d.op("greater", columns, first))
+            self._biases[is_local] = d.op("where", seen, np.float32(0), np.float32(np.finfo(np.float32).min))
+        return self._biases[is_local]

@@ -1,0 +1,4 @@
+"""Compiled language models at run time: text in, text out. How they are made: frontend/llm.
+
+engine.py       what generation needs of a compiled model
+"""

@@ -1,0 +1,116 @@
+"""What generation needs of a compiled model: sequences that grow, fork and shrink, and logits behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from relaxlite.errors import InvalidArgumentError
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Batch: TypeAlias = "Sequence[tuple[int, Sequence[int]]]"  # (sequence, its next tokens)
+
+
+class Engine(Protocol):
+    """Sequences are numbers that `new` and `fork` give; `forward` appends to them.
+
+    Unknown sequences, tokens outside of the vocabulary and more than `context` tokens are InvalidArgumentErrors that
+    leave every sequence as it was.
+    """
+
+    vocab: int
+    context: int
+
+    def new(self) -> int:
+        """An empty sequence."""
+        ...
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence of the first `length` tokens of another (None: all); what both share is stored once."""
+        ...
+
+    def drop(self, sequence: int, count: int) -> None:
+        """Forget the last `count` tokens."""
+        ...
+
+    def remove(self, sequence: int) -> None: ...
+
+    def length(self, sequence: int) -> int: ...
+
+    def forward(self, batch: Batch, *, all_logits: bool = False) -> list[Array]:
+        """Append tokens to each sequence of the batch, together in one step; float32 logits [1, vocab] behind the last
+        token of each, or [tokens, vocab] behind all of them."""
+        ...
+
+
+class RecomputingEngine:
+    """The simplest engine: it keeps tokens, and computes each sequence from its beginning. The oracle of the tests.
+
+    `logits` maps tokens int64 [1, seq] to float32 [1, seq, vocab].
+    """
+
+    def __init__(self, logits: Callable[[Array], Array], vocab: int, context: int) -> None:
+        self.vocab, self.context = vocab, context
+        self._logits, self._next = logits, 0
+        self._tokens: dict[int, list[int]] = {}
+
+    def new(self) -> int:
+        self._next += 1
+        self._tokens[self._next] = []
+        return self._next
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        tokens = self._of(sequence)
+        if length is not None and not 0 <= length <= len(tokens):
+            raise InvalidArgumentError(f"sequence {sequence} has {len(tokens)} tokens, not {length} to fork")
+        made = self.new()
+        self._tokens[made] = tokens[:length]
+        return made
+
+    def drop(self, sequence: int, count: int) -> None:
+        tokens = self._of(sequence)
+        if not 0 <= count <= len(tokens):
+            raise InvalidArgumentError(f"sequence {sequence} has {len(tokens)} tokens, not {count} to drop")
+        del tokens[len(tokens) - count :]
+
+    def remove(self, sequence: int) -> None:
+        self._of(sequence)
+        del self._tokens[sequence]
+
+    def length(self, sequence: int) -> int:
+        return len(self._of(sequence))
+
+    def forward(self, batch: Batch, *, all_logits: bool = False) -> list[Array]:
+        check_batch(self, batch)
+        found = []
+        for sequence, tokens in batch:
+            whole = self._of(sequence)
+            whole.extend(int(t) for t in tokens)
+            logits = self._logits(np.asarray([whole], np.int64))[0]
+            found.append(logits[-len(tokens) :] if all_logits else logits[-1:])
+        return found
+
+    def _of(self, sequence: int) -> list[int]:
+        if sequence not in self._tokens:
+            raise InvalidArgumentError(f"there is no sequence {sequence}")
+        return self._tokens[sequence]
+
+
+def check_batch(engine: Engine, batch: Batch) -> None:
+    """InvalidArgumentError for what `forward` does not take."""
+    if len({sequence for sequence, _ in batch}) < len(batch):
+        raise InvalidArgumentError("a sequence occurs twice in one batch")
+    for sequence, tokens in batch:
+        length = engine.length(sequence)
+        if not len(tokens):
+            raise InvalidArgumentError(f"sequence {sequence} is given no tokens")
+        if length + len(tokens) > engine.context:
+            raise InvalidArgumentError(
+                f"sequence {sequence} has {length} tokens and is given {len(tokens)} more; the model's context holds "
+                f"{engine.context}"
+            )
+        bad = next((t for t in tokens if not 0 <= t < engine.vocab), None)
+        if bad is not None:
+            raise InvalidArgumentError(f"sequence {sequence}: token {bad} is not in the vocabulary of {engine.vocab}")
