@@ -64,6 +64,7 @@ class Aliases:
     _first: dict[Var, int] = field(default_factory=dict)
     _last: dict[Root, int] = field(default_factory=dict)
     _arms: dict[Var, tuple[tuple[Var, int], ...]] = field(default_factory=dict)
+    _arm_steps: dict[tuple[Var, int], tuple[int, int]] = field(default_factory=dict)
     _carried: dict[Root, None] = field(default_factory=dict)
 
     def roots(self, expr: Expr) -> Roots:
@@ -100,6 +101,11 @@ class Aliases:
         """Whether the two variables are bound in different branches of one If, so that only one ever is."""
         other = dict(self._arms[b])
         return any(branch in other and other[branch] != arm for branch, arm in self._arms[a])
+
+    def other_branches(self, var: Var) -> list[tuple[int, int]]:
+        """The steps, first and last, of the branches behind the one that binds the variable that run in its place."""
+        found = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
+        return [(first, last) for first, last in found if first <= last]
 
 
 def find_aliases(function: Function, module: IRModule) -> Aliases:
@@ -243,7 +249,9 @@ class _FindLives:
         outer = self._arms
         for arm, body in enumerate((value.then_body, value.else_body)):
             self._arms = (*outer, (var, arm))
+            first = len(self._aliases.steps)
             self._body(body)
+            self._aliases._arm_steps[var, arm] = first, len(self._aliases.steps) - 1
         self._arms = outer
 
     def _loop(self, loop: Loop, step: int) -> None:

@@ -9,6 +9,7 @@ of programs the first of their consecutive slots (the attribute `first_slot`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -137,10 +138,15 @@ class _LowerFunction:
     def _make_shape_programs(self) -> None:
         for name, targets in self._shape_programs:
             buffer = Buffer("heap", (sym(self._count),), "int64")
-            inputs = dict.fromkeys(v for _, expr in targets for v in expr.free_vars())
-            local = {v: SymVar(v.name, lower=v.lower, upper=v.upper, divisor=v.divisor) for v in inputs}
-            body: Stmt = seq(*(Store(buffer, (sym(s),), IndexValue(substitute(e, local))) for s, e in targets))
-            for var in reversed(inputs):
+            used = dict.fromkeys(v for _, expr in targets for v in expr.free_vars())
+            local = {v: SymVar(v.name, lower=v.lower, upper=v.upper, divisor=v.divisor) for v in used}
+            made = {self._slots[v]: v for v in used if any(slot == self._slots[v] for slot, _ in targets)}
+            body: Stmt = seq()
+            for slot, expr in reversed(targets):
+                if slot in made:  # a name that later expressions mention
+                    body = LetIndex(local[made[slot]], Load(buffer, (sym(slot),)), body)
+                body = seq(Store(buffer, (sym(slot),), IndexValue(substitute(expr, local))), body)
+            for var in reversed([v for v in used if self._slots[v] not in made]):
                 body = LetIndex(local[var], Load(buffer, (sym(self._slots[var]),)), body)
             self._definitions[name] = TensorProgram((buffer,), (), body, 1, Attrs({"checked": True, "scheduled": True}))
 
@@ -162,6 +168,11 @@ def _fields(sources: Sequence[Source], bindings: list[Binding]) -> Iterator[Sour
         parts = [Var(f"field_{k}", field) for k, field in enumerate(ty.fields)]
         bindings += [Let(part, TupleGetItem(source, k)) for k, part in enumerate(parts)]
         yield from _fields([(part, part.ty, f"{what}, field {k}") for k, part in enumerate(parts)], bindings)
+
+
+def _is_definition(binding: Binding) -> bool:
+    """Whether it names expressions."""
+    return isinstance(binding, MatchShape) and isinstance(binding.source, ShapeValue)
 
 
 class _Scope:
@@ -222,13 +233,14 @@ class _Scope:
 
     def body(self, body: Body) -> Body:
         bindings: list[Binding] = []
-        for binding in body.bindings():
-            bindings += self._binding(binding)
+        for is_definition, group in itertools.groupby(body.bindings(), _is_definition):
+            if is_definition:
+                bindings += self._define(list(group))  # type: ignore[arg-type]
+            else:
+                bindings += [made for binding in group for made in self._binding(binding)]
         return Body((Block(tuple(bindings), False),), body.result)
 
     def _binding(self, binding: Binding) -> list[Binding]:
-        if isinstance(binding, MatchShape) and isinstance(binding.source, ShapeValue):
-            return self._define(binding, binding.source)
         if isinstance(binding, MatchShape):
             what = binding.loc or f"MatchShape of {binding.var.name!r}"
             checks = self.match([(binding.source, binding.var.ty, what)])
@@ -245,15 +257,17 @@ class _Scope:
             return [Let(binding.var, replace(value, body=body))]
         return [Let(binding.var, self._call(value) if isinstance(value, Call) else value)]
 
-    def _define(self, binding: MatchShape, source: ShapeValue) -> list[Binding]:
-        """Symbols that name expressions: computed into their slots, then what depends on them."""
+    def _define(self, definitions: list[MatchShape]) -> list[Binding]:
+        """Symbols that name expressions: one after the other computed into their slots, then what depends on them."""
         made = []
-        for symbol, expr in zip(binding.shape, source.values, strict=True):
-            if not isinstance(symbol, SymVar) or symbol in self._bound:
-                raise PassError(f"MatchShape of the shape {source.values}: {symbol} is no new symbol")
-            made.append((self._owner.slot(symbol), expr))
+        for binding in definitions:
+            assert isinstance(binding.source, ShapeValue)
+            for symbol, expr in zip(binding.shape, binding.source.values, strict=True):
+                if not isinstance(symbol, SymVar) or symbol in self._bound:
+                    raise PassError(f"MatchShape of the shape {binding.source.values}: {symbol} is no new symbol")
+                made.append((self._owner.slot(symbol), expr))
+                self._bound.add(symbol)
         call = self._owner.shape_call(made)
-        self._bound.update(s for s in binding.shape if isinstance(s, SymVar))
         return [call, *self._compute()]
 
     def _inner(self) -> _Scope:

@@ -23,11 +23,12 @@ from relaxlite.target import Target
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds,
-    `decisions`, `costs` of programs and `memory_plans` of functions by name."""
+    """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`) and what they leave behind: `timings` in
+    seconds, `decisions`, `costs` of programs and `memory_plans` of functions by name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
+    constant_memory: bool = False  # offsets of intermediates for the largest sizes that the symbols' bounds allow
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
@@ -12,7 +12,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 class PlannedTensor:
     """A tensor of `nbytes` bytes at `offset` of the arena, alive from step `first` to step `last`, both included.
 
-    `inside` names the tensor whose memory this one is part of or takes over (a view, a result computed in place).
+    `inside` names the tensor whose memory this one is part of or takes over (a view, a result computed in place, what
+    another branch of an If gives back). In the steps of a pause another branch runs than the one that makes the tensor.
     """
 
     name: str
@@ -21,6 +22,13 @@ class PlannedTensor:
     first: int
     last: int
     inside: str | None = None
+    pauses: tuple[tuple[int, int], ...] = ()
+
+    def steps(self) -> Iterator[int]:
+        """Those in which it is alive."""
+        for step in range(self.first, self.last + 1):
+            if not any(first <= step <= last for first, last in self.pauses):
+                yield step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class MemoryPlan:
     steps: tuple[str, ...]
     arena: SymExpr  # bytes
     tensors: tuple[PlannedTensor, ...]
+    most: int | None = None  # bytes that the arena never exceeds, where the symbols' bounds tell
 
     def arena_bytes(self, at: Mapping[SymVar, int]) -> int:
         return evaluate(self.arena, at)
@@ -41,7 +50,7 @@ class MemoryPlan:
         for tensor in self.tensors:
             if tensor.inside is None:
                 size = evaluate(tensor.nbytes, at)
-                for step in range(tensor.first, tensor.last + 1):
+                for step in tensor.steps():
                     totals[step] += size
         return totals
 

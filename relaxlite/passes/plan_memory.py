@@ -1,14 +1,18 @@
 """One arena per call: every intermediate gets a symbolic offset, and dead memory is used again.
 
-Storage is reused where the new tensor's size is *provably* at most the old one's, whatever the types. Tensors that
-leave the function (results, and what If and Loop bodies yield) keep memory of their own. Views (reshape, MatchShape)
-share the storage of what they view and keep it alive.
+Whose memory is in use when, aliases.py says; what lies where, pack_arena.py. The arena takes all tensors that live and
+die inside one activation of the function, bodies of `If` and `Loop` included: branches share space, iterations use the
+same space again, and what both branches of an If give back at one place is one tensor. Memory of their own have
+results, what a loop carries from one iteration to the next, and what has a size that the parameters do not determine.
+
+With `constant_memory` sizes are taken at the upper bounds of the symbols: then every offset is a constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -20,75 +24,185 @@ from relaxlite.ir.expr import (
     Call,
     Expr,
     Function,
+    If,
     Let,
+    Loop,
     MatchShape,
     ShapeValue,
     Tuple,
-    TupleGetItem,
     Var,
 )
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, evaluate, product, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
 from relaxlite.ir.types import ObjectType, ShapeType, TensorType, defined_symbols
-from relaxlite.ir.visitor import used_vars
+from relaxlite.passes.aliases import Aliases, find_aliases
+from relaxlite.passes.arena_order import Span, Tenant
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.memory_plan import MemoryPlan, PlannedTensor
-
-ALIGNMENT = 64
+from relaxlite.passes.pack_arena import ALIGNMENT as ALIGNMENT
+from relaxlite.passes.pack_arena import Packing, pack
 
 
 def plan_memory(module: IRModule, context: PassContext) -> IRModule:
     """Intermediates into one arena; the plan of each function stays in the context."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
-        definitions[name], plan = plan_function(name, function)
-        if plan is not None:
-            context.memory_plans[name] = plan
+        definitions[name] = _PlanFunction(name, module, context).plan(function)
     return module.updated(definitions)
 
 
-@dataclass(eq=False)
-class _Storage:
-    """A piece of the arena, made for a tensor of `size` bytes."""
+@dataclass(slots=True)
+class _Group:
+    """Allocations that are one tensor to the plan: one, or those of several branches that an If gives back."""
 
     size: SymExpr
-    free_after: int = -1
-    offset: SymExpr | None = None
+    variables: list[Var]
+    spans: tuple[Span, ...] = ()
+    offset: SymExpr = field(default_factory=lambda: sym(0))
 
 
-@dataclass
-class _Plan:
-    """What is known of one body: where each tensor is allocated and last used."""
+class _PlanFunction:
+    def __init__(self, name: str, module: IRModule, context: PassContext) -> None:
+        self._name, self._module, self._context = name, module, context
 
-    allocations: dict[Var, int] = field(default_factory=dict)
-    last_use: dict[Var, int] = field(default_factory=dict)
-    root: dict[Var, tuple[Var, ...]] = field(default_factory=dict)  # whose memory a variable may share
+    def plan(self, function: Function) -> Function:
+        aliases = find_aliases(function, self._module)
+        groups = _merge_branches(aliases, self._allocations(function, aliases))
+        for group in groups:
+            group.spans = _spans(aliases, group)
+        tenants = [Tenant(self._planned_size(group.size), group.spans) for group in groups]
+        if all(as_int(tenant.size) == 0 for tenant in tenants):
+            return function
+        packing = pack(tenants)
+        for group, place in zip(groups, packing.places, strict=True):
+            group.offset = place.expr
+        plan = _record(self._name, aliases, groups, packing)
+        self._context.memory_plans[self._name] = plan
+        self._context.decide(
+            "plan_memory",
+            self._name,
+            True,
+            f"{len(groups)} tensors share an arena of {packing.worst_ratio:.3f} times the least size or less where it was tried",
+            arena=plan.arena,
+        )
+        return _rewrite(function, groups, packing, plan)
+
+    def _allocations(self, function: Function, aliases: Aliases) -> Iterator[_Group]:
+        """What can lie in the arena."""
+        known: dict[SymVar, SymExpr] = {s: s for param in function.params for s in defined_symbols(param.ty)}
+        for binding in aliases.steps:
+            if isinstance(binding, MatchShape):
+                _define(binding, known)
+            elif is_allocation(binding):
+                size = tensor_bytes(binding.var.ty)
+                if self._can_plan(binding.var, size, aliases, known):
+                    yield _Group(substitute(size, known), [binding.var])
+
+    def _can_plan(self, var: Var, size: SymExpr, aliases: Aliases, known: dict[SymVar, SymExpr]) -> bool:
+        if aliases.last_use(var) >= aliases.end:
+            return False  # a result: the caller's
+        unknown = [s.name for s in size.free_vars() if s not in known]
+        if aliases.is_carried(var):
+            reason = "a loop carries it on: it keeps memory of its own"
+        elif unknown:
+            reason = f"its size depends on {', '.join(unknown)}, which only a run tells: it keeps memory of its own"
+        else:
+            return True
+        self._context.decide("plan_memory", f"{self._name}: {var.name}", False, reason, size=size)
+        return False
+
+    def _planned_size(self, size: SymExpr) -> SymExpr:
+        """The size to plan with: a constant where the plan is to be one."""
+        if not self._context.constant_memory:
+            return size
+        most = Analyzer().bounds(size)[1]
+        if most is not None:
+            return sym(most)
+        unbounded = ", ".join(s.name for s in size.free_vars() if s.upper is None)
+        reason = f"no constant plan: give {unbounded} an upper bound"
+        self._context.decide("plan_memory", f"{self._name}: {size} bytes", False, reason)
+        return size
 
 
-def plan_function(name: str, function: Function) -> tuple[Function, MemoryPlan | None]:
-    """The function with its own allocations taken from one arena, and the plan. Bodies of If and Loop keep theirs."""
-    known = {s for p in function.params for s in defined_symbols(p.ty)}
-    bindings = function.body.bindings()
-    lives = _liveness(bindings, function.body.result)
-    placed = _assign(bindings, lives, known)
-    return _rewrite(function, placed), _plan_of(name, bindings, lives, placed)
+def is_allocation(binding: Binding) -> bool:
+    """Whether the binding makes an uninitialized tensor, of memory of its own so far."""
+    value = binding.value if isinstance(binding, Let) else None
+    return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor"
 
 
-def _plan_of(name: str, bindings: tuple[Binding, ...], lives: _Plan, placed: dict[Var, _Storage]) -> MemoryPlan | None:
-    """What was planned, as a record; offsets are written out here, where the function has names for long sizes."""
-    offsets: dict[_Storage, SymExpr] = {}
-    end = sym(0)
-    for storage in dict.fromkeys(placed.values()):
-        offsets[storage] = end
-        end = end + ceildiv(storage.size, ALIGNMENT) * ALIGNMENT
+def tensor_bytes(ty: object) -> SymExpr:
+    """The bytes of a tensor of known shape."""
+    assert isinstance(ty, TensorType) and ty.shape is not None
+    return product(ty.shape) * dtypes.itemsize(ty.dtype)
+
+
+def _define(binding: MatchShape, known: dict[SymVar, SymExpr]) -> None:
+    """Symbols that a MatchShape gives to sizes which are known already."""
+    ty = binding.source.ty
+    sizes = ty.values if isinstance(ty, ShapeType) else ty.shape if isinstance(ty, TensorType) else None
+    for symbol, size in zip(binding.shape, sizes or (), strict=False):
+        if isinstance(symbol, SymVar) and symbol not in known and all(s in known for s in size.free_vars()):
+            known[symbol] = substitute(size, known)
+
+
+# Lives
+
+
+def _merge_branches(aliases: Aliases, groups: Iterator[_Group]) -> list[_Group]:
+    """What the branches of an If allocate and give back at the same place, of the same size, becomes one group."""
+    group_of = {group.variables[0]: group for group in groups}
+    for binding in aliases.steps:
+        value = binding.value if isinstance(binding, Let) else None
+        if isinstance(value, If):
+            for then, other in zip(_fields(value.then_body.result), _fields(value.else_body.result), strict=False):
+                for a in aliases.roots(then):
+                    for b in aliases.roots(other):
+                        if a in group_of and b in group_of:
+                            _merge(group_of, group_of[a], group_of[b], aliases)
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _fields(result: Expr) -> Sequence[Expr]:
+    return result.fields if isinstance(result, Tuple) else (result,)
+
+
+def _merge(group_of: dict[Var, _Group], a: _Group, b: _Group, aliases: Aliases) -> None:
+    if a.size is b.size and all(aliases.are_exclusive(x, y) for x in a.variables for y in b.variables):
+        a.variables += b.variables
+        group_of.update((var, a) for var in b.variables)
+
+
+def _spans(aliases: Aliases, group: _Group) -> tuple[Span, ...]:
+    """The steps in which the group is in use; the branches that run instead of the one that makes it are left out."""
+    first = min(map(aliases.step, group.variables))
+    last = max(map(aliases.last_use, group.variables))
+    if len(group.variables) > 1:
+        return ((first, last),)
+    spans, start = [], first
+    for begin, end in aliases.other_branches(group.variables[0]):
+        if start < begin <= last:
+            spans.append((start, begin - 1))
+            start = end + 1
+    return (*spans, (start, max(start, last))) if start <= last else tuple(spans)
+
+
+# The result
+
+
+def _record(name: str, aliases: Aliases, groups: Sequence[_Group], packing: Packing) -> MemoryPlan:
+    """What was planned, in terms of the function's own symbols."""
     tensors = []
-    for var, storage in placed.items():
-        first = lives.allocations[var]
-        assert isinstance(var.ty, TensorType)
-        last = lives.last_use.get(var, first)
-        tensors.append(PlannedTensor(var.name, tensor_bytes(var.ty), offsets[storage], first, last))
-    return MemoryPlan(name, tuple(map(_step, bindings)), end, tuple(tensors)) if tensors else None
+    for group, place in zip(groups, packing.places, strict=True):
+        owner = group.variables[0]
+        for var in group.variables:
+            whole = group.spans if var is owner else ((aliases.step(var), aliases.last_use(var)),)
+            inside = None if var is owner else owner.name
+            pauses = tuple((a[1] + 1, b[0] - 1) for a, b in itertools.pairwise(whole))
+            tensors.append(PlannedTensor(var.name, group.size, place.full, whole[0][0], whole[-1][1], inside, pauses))
+    end = packing.end.full
+    most = Analyzer().bounds(end)[1]
+    return MemoryPlan(name, tuple(map(_step, aliases.steps)), end, tuple(tensors), most)
 
 
 def _step(binding: Binding) -> str:
@@ -97,151 +211,46 @@ def _step(binding: Binding) -> str:
     return f"{binding.var.name} = {what}"
 
 
-def _liveness(bindings: tuple[Binding, ...], result: Expr) -> _Plan:
-    plan = _Plan()
-    for position, binding in enumerate(bindings):
-        value = binding.value if isinstance(binding, Let) else binding.source
-        used = tuple(used_vars(value))
-        _touch(plan, used, position)
-        if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
-            plan.allocations[binding.var] = position
-            plan.root[binding.var] = (binding.var,)
-        elif _may_alias(binding, value):
-            plan.root[binding.var] = tuple(dict.fromkeys(r for v in used for r in plan.root.get(v, ())))
-    _touch(plan, used_vars(result), len(bindings))
-    return plan
-
-
-def _may_alias(binding: Binding, value: Expr) -> bool:
-    """Whether the result may share memory with an operand. Only an op that makes new memory surely does not."""
-    if isinstance(binding, MatchShape) or isinstance(value, Var | Tuple | TupleGetItem):
-        return True
-    if isinstance(value, Call):
-        return not (isinstance(value.callee, Op) and value.callee.name in ("memory.copy", "tensor_to_shape"))
-    return True  # If and Loop may yield what they captured
-
-
-def _touch(plan: _Plan, used: Iterable[Var], position: int) -> None:
-    for var in used:
-        for root in plan.root.get(var, ()):
-            plan.last_use[root] = position
-
-
-def _assign(bindings: tuple[Binding, ...], plan: _Plan, known: set[SymVar]) -> dict[Var, _Storage]:
-    """Storage for every allocation that dies inside the body and whose size the parameters' symbols determine."""
-    prover = _Prover()
-    placed: dict[Var, _Storage] = {}
-    storages: list[_Storage] = []
-    for position, binding in enumerate(bindings):
-        if binding.var not in plan.allocations:
-            continue
-        assert isinstance(binding.var.ty, TensorType) and binding.var.ty.shape is not None
-        last = plan.last_use.get(binding.var, position)
-        size = tensor_bytes(binding.var.ty)
-        if last >= len(bindings) or not set(size.free_vars()) <= known:
-            continue
-        found = _best_fit([s for s in storages if s.free_after < position], size, prover)
-        if found is None:
-            found = _Storage(size)
-            storages.append(found)
-        found.free_after = last
-        placed[binding.var] = found
-    return placed
-
-
-def tensor_bytes(ty: TensorType) -> SymExpr:
-    assert ty.shape is not None
-    return product(ty.shape) * dtypes.itemsize(ty.dtype)
-
-
-def _best_fit(free: list[_Storage], size: SymExpr, prover: _Prover) -> _Storage | None:
-    """The smallest free storage that is provably large enough."""
-    best: _Storage | None = None
-    for storage in free:
-        if storage.size is size:
-            return storage
-        if prover.fits(size, storage.size) and (best is None or prover.fits(storage.size, best.size)):
-            best = storage
-    return best
-
-
-class _Prover:
-    """size <= room for all values of the symbols. A few values are tried first: most false claims fail there."""
-
-    def __init__(self) -> None:
-        self._analyzer = Analyzer()
-        self._known: dict[tuple[SymExpr, SymExpr], bool] = {}
-
-    def fits(self, size: SymExpr, room: SymExpr) -> bool:
-        key = (size, room)
-        if key not in self._known:
-            self._known[key] = self._may_fit(size, room) and self._analyzer.can_prove_le(size, room)
-        return self._known[key]
-
-    def _may_fit(self, size: SymExpr, room: SymExpr) -> bool:
-        variables = tuple(dict.fromkeys(size.free_vars() + room.free_vars()))
-        try:
-            return all(evaluate(size, at) <= evaluate(room, at) for at in _trials(variables))
-        except ZeroDivisionError:  # these values are no sizes: they tell nothing
-            return True
-
-
-def _trials(variables: tuple[SymVar, ...]) -> Iterator[dict[SymVar, int]]:
-    """Values within the bounds: all small, all larger, and each variable large among small others."""
-    for scale in (1, 37):
-        yield {v: _near(v, scale) for v in variables}
-    for large in variables:
-        yield {v: _near(v, 1000 if v is large else 2) for v in variables}
-
-
-def _near(var: SymVar, value: int) -> int:
-    value = max(value, var.lower if var.lower is not None else value)
-    value = -(-value // var.divisor) * var.divisor
-    return value if var.upper is None else min(value, var.upper // var.divisor * var.divisor)
-
-
-def _rewrite(function: Function, placed: dict[Var, _Storage]) -> Function:
-    storages = list(dict.fromkeys(placed.values()))
-    rooms = [ceildiv(storage.size, ALIGNMENT) * ALIGNMENT for storage in storages]
-    total = sum(rooms, sym(0))
-    if as_int(total) == 0:
-        return function
-    named = _name_sizes(rooms)
-    head: list[Binding] = [named.binding] if named.binding is not None else []
-    end = sym(0)
-    for storage, room in zip(storages, named.rooms, strict=True):
-        storage.offset = end
-        end = end + room
+def _rewrite(function: Function, groups: Sequence[_Group], packing: Packing, plan: MemoryPlan) -> Function:
     arena = Var("arena", ObjectType())
-    head.append(Let(arena, get_op("memory.alloc_arena")(ShapeValue((end,)))))
-    blocks = [Block(tuple(head))]
-    for block in function.body.blocks:
-        blocks.append(Block(tuple(_place(b, placed, arena) for b in block.bindings), block.is_dataflow))
-    attrs = Attrs({**function.attrs, "arena_bytes": str(total)})
-    return Function(function.params, Body(tuple(blocks), function.body.result), attrs)
+    head = [*_definitions(packing), Let(arena, get_op("memory.alloc_arena")(ShapeValue((packing.end.expr,))))]
+    offsets = {var: group.offset for group in groups for var in group.variables}
+    body = _rewrite_body(function.body, offsets, arena)
+    attrs = Attrs({**function.attrs, "arena_bytes": str(plan.arena)})
+    return Function(function.params, Body((Block(tuple(head)), *body.blocks), body.result), attrs)
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedSizes:
-    rooms: list[SymExpr]
-    binding: MatchShape | None
+def _definitions(packing: Packing) -> list[Binding]:
+    """Names for sizes of several terms and for bases, so that offsets are short sums."""
+    levels: list[dict[SymVar, SymExpr]] = [{name: room for room, name in packing.rooms.items()}]
+    for base in packing.bases:
+        levels += [{} for _ in range(1 + base.level - len(levels))]
+        levels[base.level][base.name] = base.expr
+    made: list[Binding] = []
+    for level in filter(None, levels):
+        shape = tuple(level)
+        var = Var(f"places_{len(made)}", ShapeType(shape, len(shape)))
+        made.append(MatchShape(var, ShapeValue(tuple(level.values())), shape))
+    return made
 
 
-def _name_sizes(rooms: list[SymExpr]) -> _NamedSizes:
-    """Give sizes of several terms a symbol each, bound once, so that offsets stay short sums."""
-    long = list(dict.fromkeys(room for room in rooms if len(room.terms) > 1))
-    names = {room: SymVar(f"size_{k}", divisor=ALIGNMENT) for k, room in enumerate(long)}
-    if not names:
-        return _NamedSizes(rooms, None)
-    shape = tuple(names.values())
-    var = Var("sizes", ShapeType(shape, len(shape)))
-    return _NamedSizes([names.get(room, room) for room in rooms], MatchShape(var, ShapeValue(tuple(long)), shape))
+def _rewrite_body(body: Body, offsets: dict[Var, SymExpr], arena: Var) -> Body:
+    blocks = [replace(b, bindings=tuple(_place(item, offsets, arena) for item in b.bindings)) for b in body.blocks]
+    return replace(body, blocks=tuple(blocks))
 
 
-def _place(binding: Binding, placed: dict[Var, _Storage], arena: Var) -> Binding:
-    if not isinstance(binding, Let) or binding.var not in placed:
+def _place(binding: Binding, offsets: dict[Var, SymExpr], arena: Var) -> Binding:
+    """Views of the arena in place of allocations, in nested bodies too."""
+    if not isinstance(binding, Let):
         return binding
-    offset = placed[binding.var].offset
-    assert offset is not None and isinstance(binding.var.ty, TensorType) and binding.var.ty.shape is not None
-    shape = ShapeValue(binding.var.ty.shape)
-    return Let(binding.var, get_op("memory.view")(arena, ShapeValue((offset,)), shape, dtype=binding.var.ty.dtype))
+    value = binding.value
+    if isinstance(value, If):
+        then_body, else_body = (_rewrite_body(b, offsets, arena) for b in (value.then_body, value.else_body))
+        return replace(binding, value=replace(value, then_body=then_body, else_body=else_body))
+    if isinstance(value, Loop):
+        return replace(binding, value=replace(value, body=_rewrite_body(value.body, offsets, arena)))
+    if binding.var not in offsets:
+        return binding
+    assert isinstance(binding.var.ty, TensorType) and binding.var.ty.shape is not None
+    place, shape = ShapeValue((offsets[binding.var],)), ShapeValue(binding.var.ty.shape)
+    return Let(binding.var, get_op("memory.view")(arena, place, shape, dtype=binding.var.ty.dtype))

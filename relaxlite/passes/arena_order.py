@@ -1,0 +1,232 @@
+"""Which tensor of an arena lies below which: a search for an order that wastes little at all sizes.
+
+Orders are read off packings at representative values of the symbols: best fit by several priorities, at several values.
+Each is judged at all of these values, by the largest ratio of its arena to the lower bound, the largest sum of tensors
+alive at once. Where none comes close, small changes of the priorities go on from the best ones. All of it is
+deterministic: the search has a budget of steps and a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from relaxlite.ir.symbolic import SymExpr, SymVar
+
+GOOD_RATIO = 1.01  # no search goes on from here
+_SCALES = (16, 1, 2, 100, 512, 1024)
+_CONTRASTS = ((1, 128), (1, 1024), (16, 256), (64, 1024))  # one symbol against the others
+_MAX_VALUATIONS = 40
+_BUDGET = 80_000  # tensors that the search may place
+_NUM_STARTS = 4
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What needs a place: `size` bytes during the steps of its spans, first and last included, in order."""
+
+    size: SymExpr
+    spans: tuple[Span, ...]
+
+    @property
+    def first(self) -> int:
+        return self.spans[0][0]
+
+    @property
+    def last(self) -> int:
+        return self.spans[-1][1]
+
+    def meets(self, other: Tenant) -> bool:
+        return any(a <= d and c <= b for a, b in self.spans for c, d in other.spans)
+
+
+class Problem:
+    """Who is alive with whom, and how well an answer does."""
+
+    def __init__(self, tenants: Sequence[Tenant], samples: np.ndarray) -> None:
+        """`samples`: the room that each tenant takes, at each valuation."""
+        self.tenants, self.samples = tenants, samples
+        self.neighbours = _neighbours(tenants)
+        bounds = _lower_bounds(tenants, samples)
+        self.judged = np.flatnonzero(bounds > 0)
+        self.bounds = bounds[self.judged]
+
+    def place(self, priority: Sequence[int], at: int) -> list[int]:
+        """Tenants from the lowest to the highest, after best fit in this order at one valuation."""
+        sizes: list[float] = self.samples[:, at].tolist()
+        offsets = [-1.0] * len(sizes)
+        for k in priority:
+            taken = sorted((offsets[j], offsets[j] + sizes[j]) for j in self.neighbours[k] if offsets[j] >= 0)
+            offsets[k] = _best_gap(taken, sizes[k])
+        return sorted(range(len(sizes)), key=lambda k: (offsets[k], k))
+
+    def ratios(self, order: Sequence[int]) -> np.ndarray:
+        """Arena against lower bound at each valuation that has one."""
+        ends = np.zeros_like(self.samples)
+        done = bytearray(len(order))
+        for k in order:
+            below = [j for j in self.neighbours[k] if done[j]]
+            ends[k] = ends[below].max(axis=0) + self.samples[k] if below else self.samples[k]
+            done[k] = 1
+        found: np.ndarray = ends.max(axis=0)[self.judged] / self.bounds
+        return found
+
+
+def _neighbours(tenants: Sequence[Tenant]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in tenants]
+    alive: list[int] = []
+    for k in sorted(range(len(tenants)), key=lambda k: tenants[k].first):
+        alive = [j for j in alive if tenants[j].last >= tenants[k].first]
+        for j in alive:
+            if tenants[j].meets(tenants[k]):
+                found[j].append(k)
+                found[k].append(j)
+        alive.append(k)
+    return found
+
+
+def _lower_bounds(tenants: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
+    """At each valuation the largest sum of rooms that are in use in one step."""
+    changes = np.zeros((2 + max(tenant.last for tenant in tenants), samples.shape[1]))
+    for tenant, sizes in zip(tenants, samples, strict=True):
+        for first, last in tenant.spans:
+            changes[first] += sizes
+            changes[last + 1] -= sizes
+    found: np.ndarray = changes.cumsum(axis=0).max(axis=0)
+    return found
+
+
+def _best_gap(taken: list[tuple[float, float]], size: float) -> float:
+    """The beginning of the smallest gap of at least this size between what is taken, or the end of all."""
+    end, best, place = 0.0, float("inf"), -1.0
+    for low, high in taken:
+        if size <= low - end < best:
+            best, place = low - end, end
+        end = max(end, high)
+    return place if place >= 0 else end
+
+
+# Values of symbols
+
+
+def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
+    """Representative values within the bounds: all of one scale, one against the others, and all upper bounds."""
+    made: dict[tuple[int, ...], None] = {}
+
+    def add(wanted: Callable[[SymVar], int]) -> None:
+        made[tuple(_nearest(v, wanted(v)) for v in variables)] = None
+
+    for scale in _SCALES:
+        add(lambda _, scale=scale: scale)  # type: ignore[misc]
+    add(lambda v: v.upper if v.upper is not None else _SCALES[-1])
+    for small, large in _CONTRASTS:
+        for odd in variables:
+            add(lambda v, a=small, b=large, odd=odd: b if v is odd else a)  # type: ignore[misc]
+            add(lambda v, a=small, b=large, odd=odd: a if v is odd else b)  # type: ignore[misc]
+    for odd in variables:
+        add(lambda v, odd=odd: 0 if v is odd else _CONTRASTS[-1][1])  # type: ignore[misc]
+    return [dict(zip(variables, values, strict=True)) for values in list(made)[:_MAX_VALUATIONS]]
+
+
+def _nearest(var: SymVar, value: int) -> int:
+    value = max(value, var.lower if var.lower is not None else value)
+    value = -(-value // var.divisor) * var.divisor
+    return value if var.upper is None else min(value, var.upper // var.divisor * var.divisor)
+
+
+# Search
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Tenants placed in this order at this valuation."""
+
+    priority: list[int]
+    at: int
+    order: list[int] = field(repr=False)  # from the lowest to the highest
+    ratios: np.ndarray
+
+    @property
+    def score(self) -> tuple[float, float]:
+        return float(self.ratios.max(initial=1.0)), float(self.ratios.mean()) if len(self.ratios) else 1.0
+
+
+def _try(problem: Problem, priority: list[int], at: int) -> _Candidate:
+    order = problem.place(priority, at)
+    return _Candidate(priority, at, order, problem.ratios(order))
+
+
+def search(problem: Problem) -> tuple[list[int], float]:
+    """The best order from the lowest to the highest, and its worst ratio."""
+    starts: dict[int, _Candidate] = {}  # the best of each kind of priority
+    for at in range(problem.samples.shape[1]):
+        for kind, priority in enumerate(_priorities(problem, at)):
+            made = _try(problem, priority, at)
+            if kind not in starts or made.score < starts[kind].score:
+                starts[kind] = made
+            if made.score[0] <= GOOD_RATIO:
+                return made.order, made.score[0]
+    ranked = sorted(starts.values(), key=lambda candidate: candidate.score)[:_NUM_STARTS]
+    steps = _BUDGET // (len(problem.tenants) * len(ranked))
+    best = ranked[0]
+    for start in ranked:
+        found = _climb(problem, start, steps)
+        best = min(best, found, key=lambda candidate: candidate.score)
+        if best.score[0] <= GOOD_RATIO:
+            break
+    return best.order, best.score[0]
+
+
+def _priorities(problem: Problem, at: int) -> Iterator[list[int]]:
+    """Orders in which to place tenants: those first that are hard to place later."""
+    sizes: list[float] = problem.samples[:, at].tolist()
+    lengths = [tenant.last - tenant.first + 1 for tenant in problem.tenants]
+    everyone = range(len(sizes))
+    yield sorted(everyone, key=lambda k: (-lengths[k], -sizes[k], k))
+    yield sorted(everyone, key=lambda k: (-sizes[k] * lengths[k], k))
+    yield sorted(everyone, key=lambda k: (-sizes[k], problem.tenants[k].first))
+    yield sorted(everyone, key=lambda k: (problem.tenants[k].first, -sizes[k]))
+
+
+def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
+    """Small changes of the priorities, mostly of what makes the arena large; kept where the score gets no worse."""
+    rng = random.Random(0)
+    best, path = start, _critical_path(problem, start)
+    for _ in range(steps):
+        priority, at = list(best.priority), best.at
+        tenant = rng.choice(path) if rng.random() < 0.8 else rng.choice(priority)
+        chosen = priority.index(tenant)
+        if rng.random() < 0.5:  # earlier
+            priority.insert(rng.randrange(chosen + 1), priority.pop(chosen))
+        else:  # in exchange with a neighbour
+            other = priority.index(rng.choice(problem.neighbours[tenant] or [tenant]))
+            priority[chosen], priority[other] = priority[other], priority[chosen]
+        if rng.random() < 0.2:
+            at = rng.randrange(problem.samples.shape[1])
+        made = _try(problem, priority, at)
+        if made.score <= best.score:
+            best, path = made, _critical_path(problem, made)
+        if best.score[0] <= GOOD_RATIO:
+            break
+    return best
+
+
+def _critical_path(problem: Problem, candidate: _Candidate) -> list[int]:
+    """The stack of tenants that makes the arena as large as it is where it does worst, from the highest down."""
+    sizes: list[float] = problem.samples[:, problem.judged[int(candidate.ratios.argmax())]].tolist()
+    ends: dict[int, float] = {}
+    under: dict[int, int] = {}
+    for k in candidate.order:
+        below = [j for j in problem.neighbours[k] if j in ends]
+        if below:
+            under[k] = max(below, key=ends.__getitem__)
+        ends[k] = sizes[k] + (ends[under[k]] if below else 0.0)
+    path = [max(candidate.order, key=ends.__getitem__)]
+    while path[-1] in under:
+        path.append(under[path[-1]])
+    return path
