@@ -42,6 +42,7 @@ from relaxlite.passes.manager import PassContext
 from relaxlite.passes.memory_plan import MemoryPlan, PlannedTensor
 from relaxlite.passes.pack_arena import ALIGNMENT as ALIGNMENT
 from relaxlite.passes.pack_arena import Packing, pack
+from relaxlite.passes.replay_plan import replay_plan
 
 
 def plan_memory(module: IRModule, context: PassContext) -> IRModule:
@@ -83,10 +84,13 @@ class _PlanFunction:
             "plan_memory",
             self._name,
             True,
-            f"{len(groups)} tensors share an arena of {packing.worst_ratio:.3f} times the least size or less where it was tried",
+            f"{len(groups)} tensors share an arena of at most {packing.worst_ratio:.3f} times the least size",
             arena=plan.arena,
         )
-        return _rewrite(function, groups, packing, plan)
+        planned = _rewrite(function, groups, packing, plan)
+        if self._context.verify:
+            replay_plan(self._name, planned, self._module)
+        return planned
 
     def _allocations(self, function: Function, aliases: Aliases) -> Iterator[_Group]:
         """What can lie in the arena."""
