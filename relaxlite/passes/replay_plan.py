@@ -5,7 +5,7 @@ of addresses in place of tensors. It knows nothing of how the plan was made, of 
 piece of memory that it was made in, wherever it goes. A piece is spoiled once another one that overlaps it is written
 to, until it is written to itself; a whole is also spoiled where it had contents and a part of it is written, as by a
 result in place. Reading a spoiled piece is an error, and so is a piece outside of the arena, and a call that writes
-where it also reads, but for a whole and its part. That memory is made on every path before its use, the verifier proves.
+where it also reads, but for a whole and its part. That memory is made on every path before use, the verifier proves.
 """
 
 from __future__ import annotations
