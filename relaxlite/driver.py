@@ -46,6 +46,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     context: PassContext | None = None,
     precision: str | None = None,
+    constant_memory: bool | None = None,
     threads: int | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
 ) -> Executable:
@@ -53,12 +54,22 @@ def compile(
 
     `precision="bf16"` rounds the operands of matrix products with constant weights to bfloat16 (8 significant bits) and
     sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
+    `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, and offsets
+    are constants. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
     names one for every compilation. `context` receives times and notes.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
     VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed.
     """
-    data = build(module, target, passes=passes, context=context, precision=precision, tuning=tuning)
+    data = build(
+        module,
+        target,
+        passes=passes,
+        context=context,
+        precision=precision,
+        constant_memory=constant_memory,
+        tuning=tuning,
+    )
     return Executable(data, threads=threads)
 
 
@@ -69,6 +80,7 @@ def build(
     passes: Sequence[Pass] | None = None,
     context: PassContext | None = None,
     precision: str | None = None,
+    constant_memory: bool | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one."""
@@ -78,6 +90,8 @@ def build(
     context = context or PassContext(machine)
     if precision is not None:
         context.precision = precision
+    if constant_memory is not None:
+        context.constant_memory = constant_memory
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
     verify(module, "graph")
@@ -167,8 +181,7 @@ def _metadata(module: IRModule, lowered: IRModule, context: PassContext, code: O
         "kernels": len(lowered.programs()),
         "kernels_compiled": code.num_compiled,
     }
-    main = lowered[ENTRY]
-    plan = {"arena_bytes": main.attrs.get("arena_bytes", "0")} if isinstance(main, Function) else {}
+    plan = context.memory_plans[ENTRY].summary() if ENTRY in context.memory_plans else {}
     return Metadata(
         llvm=".".join(map(str, llvm.llvm_version_info)), provenance=dict(module.attrs), memory_plan=plan, info=info
     )

@@ -21,6 +21,7 @@ from relaxlite.target import Target
 def make_context(args: argparse.Namespace) -> PassContext:
     """Of the target, precision and tuning that the options name."""
     context = PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", "float32"))
+    context.constant_memory = getattr(args, "constant_memory", False)
     if getattr(args, "tuning", None):
         context.tuning = Tuning.load(args.tuning)
     return context

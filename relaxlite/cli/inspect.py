@@ -15,6 +15,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.runtime.executable import Call, ExecutableData, TensorSpec, disassemble
 
 _FIXED = "\x00"
+_LONG = 500  # characters of a formula that are too many to read
 _INSIDE = {"ir": "--ir", "after": "--after", "notes": "--notes", "schedules": "--schedules"}
 _ONNX_ONLY = {**_INSIDE, "embed": "--embed"}
 
@@ -40,7 +41,8 @@ def execute(args: argparse.Namespace) -> None:
 
 def summary(data: ExecutableData) -> dict[str, Any]:
     """What the file consists of, as JSON has it."""
-    arena = str(data.metadata.memory_plan.get("arena_bytes", "0"))
+    plan = data.metadata.memory_plan
+    arena = str(plan.get("arena_bytes", "0"))
     provenance = {k: v for k, v in data.metadata.provenance.items() if k in ("producer", "opset", "assumptions") and v}
     return {
         "inputs": [_spec(spec) for spec in data.signature.inputs],
@@ -51,6 +53,7 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "object_code_bytes": sum(map(len, data.objects)),
         "host_function": {"bytes": len(data.host.object_code), "reason": data.host.reason},
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
+        "memory": {"at_most": plan.get("at_most"), "outside": plan.get("outside", 0), "at": plan.get("examples", [])},
         "ops": dict(data.metadata.info.get("ops", {})),
         "kernels": _calls_of_kernels(data),
     }
@@ -87,16 +90,31 @@ def _show(data: ExecutableData) -> None:
     _show_lines(
         "calls", [f"native, {bytes_text(host['bytes'])}" if host["bytes"] else f"interpreted: {host['reason']}"]
     )
-    _show_lines("memory", _memory_lines(found["arena_bytes"]))
+    _show_lines("memory", _memory_lines(found["arena_bytes"], found["memory"]))
     _show_counts("ops", "in all", found["ops"])
     _show_counts("kernels", "calls", found["kernels"])
 
 
-def _memory_lines(arena: int | str) -> list[str]:
+def _memory_lines(arena: int | str, memory: Mapping[str, Any]) -> list[str]:
+    what, most = "for all intermediates of a run", memory["at_most"]
     if isinstance(arena, int):
-        return [f"{bytes_text(arena)} for all intermediates of a run"]
+        lines = [f"{bytes_text(arena)} {what}"]
+    elif most is not None:
+        lines = [f"at most {bytes_text(most)} {what}, whatever the sizes"]
+    else:
+        lines = [f"{what}, in bytes:", *_wrapped(arena)] if len(arena) <= _LONG else [f"{what}:"]
+    if not isinstance(arena, int):
+        for example in memory["at"]:
+            sizes = ", ".join(f"{name}={size}" for name, size in example["sizes"].items())
+            lines.append(f"{bytes_text(example['bytes'])} where {sizes}")
+    if memory["outside"]:
+        lines.append(f"and {memory['outside']} more whose size or life only a run tells")
+    return lines
+
+
+def _wrapped(arena: str) -> list[str]:
     lines = textwrap.wrap(_with_fixed_groups(arena), 100, break_long_words=False, break_on_hyphens=False)
-    return ["for all intermediates of a run, in bytes:", *(line.replace(_FIXED, " ") for line in lines)]
+    return [line.replace(_FIXED, " ") for line in lines]
 
 
 def _with_fixed_groups(text: str) -> str:

@@ -119,7 +119,7 @@ def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
     made: dict[tuple[int, ...], None] = {}
 
     def add(wanted: Callable[[SymVar], int]) -> None:
-        made[tuple(_nearest(v, wanted(v)) for v in variables)] = None
+        made[tuple(nearest(v, wanted(v)) for v in variables)] = None
 
     for scale in _SCALES:
         add(lambda _, scale=scale: scale)  # type: ignore[misc]
@@ -133,7 +133,8 @@ def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
     return [dict(zip(variables, values, strict=True)) for values in list(made)[:_MAX_VALUATIONS]]
 
 
-def _nearest(var: SymVar, value: int) -> int:
+def nearest(var: SymVar, value: int) -> int:
+    """The value, or the one next to it that the symbol's bounds and divisor allow."""
     value = max(value, var.lower if var.lower is not None else value)
     value = -(-value // var.divisor) * var.divisor
     return value if var.upper is None else min(value, var.upper // var.divisor * var.divisor)

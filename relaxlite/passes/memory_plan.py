@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
+from relaxlite.passes.arena_order import nearest
+
+_EXAMPLES = (1, 16, 128, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,18 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The arena of one function: `steps` are what runs in order (a text each), `tensors` what lives in the arena."""
+    """The arena of one function: `steps` are what runs in order (a text each), `tensors` what lives in the arena.
+
+    `most`: bytes that the arena never exceeds, None where a symbol that it depends on has no upper bound.
+    `outside`: names of intermediates that have memory of their own, for their sizes or lives are not known.
+    """
 
     function: str
     steps: tuple[str, ...]
     arena: SymExpr  # bytes
     tensors: tuple[PlannedTensor, ...]
-    most: int | None = None  # bytes that the arena never exceeds, where the symbols' bounds tell
+    most: int | None = None
+    outside: tuple[str, ...] = ()
 
     def arena_bytes(self, at: Mapping[SymVar, int]) -> int:
         return evaluate(self.arena, at)
@@ -57,3 +66,15 @@ class MemoryPlan:
     def lower_bound(self, at: Mapping[SymVar, int]) -> int:
         """Bytes that any plan needs: the largest sum of tensors alive at once."""
         return max(self.live_bytes(at), default=0)
+
+    def summary(self) -> dict[str, Any]:
+        """What an executable keeps of the plan: its size as text, its bound, and its bytes at some sizes."""
+        variables = self.arena.free_vars()
+        samples = dict.fromkeys(tuple(nearest(v, size) for v in variables) for size in _EXAMPLES if variables)
+        examples = []
+        for sizes in samples:
+            at = dict(zip(variables, sizes, strict=True))
+            named = {v.name: size for v, size in at.items()}
+            examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})
+        found = {"arena_bytes": str(self.arena), "at_most": self.most, "outside": len(self.outside)}
+        return {**found, "examples": examples}

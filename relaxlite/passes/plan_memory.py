@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import (
-    Attrs,
     Binding,
     Block,
     Body,
@@ -66,6 +65,7 @@ class _Group:
 class _PlanFunction:
     def __init__(self, name: str, module: IRModule, context: PassContext) -> None:
         self._name, self._module, self._context = name, module, context
+        self._outside: list[str] = []
 
     def plan(self, function: Function) -> Function:
         aliases = find_aliases(function, self._module)
@@ -78,7 +78,7 @@ class _PlanFunction:
         packing = pack(tenants)
         for group, place in zip(groups, packing.places, strict=True):
             group.offset = place.expr
-        plan = _record(self._name, aliases, groups, packing)
+        plan = replace(_record(self._name, aliases, groups, packing), outside=tuple(self._outside))
         self._context.memory_plans[self._name] = plan
         self._context.decide(
             "plan_memory",
@@ -87,7 +87,7 @@ class _PlanFunction:
             f"{len(groups)} tensors share an arena of at most {packing.worst_ratio:.3f} times the least size",
             arena=plan.arena,
         )
-        planned = _rewrite(function, groups, packing, plan)
+        planned = _rewrite(function, groups, packing)
         if self._context.verify:
             replay_plan(self._name, planned, self._module)
         return planned
@@ -113,6 +113,7 @@ class _PlanFunction:
             reason = f"its size depends on {', '.join(unknown)}, which only a run tells: it keeps memory of its own"
         else:
             return True
+        self._outside.append(var.name)
         self._context.decide("plan_memory", f"{self._name}: {var.name}", False, reason, size=size)
         return False
 
@@ -215,13 +216,12 @@ def _step(binding: Binding) -> str:
     return f"{binding.var.name} = {what}"
 
 
-def _rewrite(function: Function, groups: Sequence[_Group], packing: Packing, plan: MemoryPlan) -> Function:
+def _rewrite(function: Function, groups: Sequence[_Group], packing: Packing) -> Function:
     arena = Var("arena", ObjectType())
     head = [*_definitions(packing), Let(arena, get_op("memory.alloc_arena")(ShapeValue((packing.end.expr,))))]
     offsets = {var: group.offset for group in groups for var in group.variables}
     body = _rewrite_body(function.body, offsets, arena)
-    attrs = Attrs({**function.attrs, "arena_bytes": str(plan.arena)})
-    return Function(function.params, Body((Block(tuple(head)), *body.blocks), body.result), attrs)
+    return replace(function, body=Body((Block(tuple(head)), *body.blocks), body.result))
 
 
 def _definitions(packing: Packing) -> list[Binding]:
