@@ -3,15 +3,15 @@
     python -m bench.memory [--layers 8] [--past 512] [--json FILE]
 
 The decoder is that of bench/decoder.py. Prefill: one sequence of 128, 256, 512 and 1024 tokens, one call after the
-other. Decode: one token behind `past` others, for 1, 16, 32 and 64 sequences, one call after the other. Nothing is run or
-timed: all figures follow from the compiled graph, so they are the same everywhere. Only intermediates count; what a call
-is given and what it returns (logits, keys and values) belongs to the caller in each of the columns.
+other. Decode: one token behind `past` others, for 1, 16, 32 and 64 sequences, one call after the other. Nothing is run
+or timed: all figures follow from the compiled graph, so they are the same everywhere. Only intermediates count; what a
+call is given and what it returns (logits, keys and values) belongs to the caller in each of the columns.
 
 least    the largest sum of tensors alive at once, in bytes as they are
 arena    what the plan needs at these sizes (every tensor aligned to 64 bytes)
 pool     what a run-time allocator holds after the call, on the same graph with the same lives: a tensor takes a free
-         block of its own size class, which is its size rounded up to whole pages of 4096 bytes; where none is free, a new
-         block is made; a block returns to the pool after the last use of its tensor; no block is split, joined with
+         block of its own size class, which is its size rounded up to whole pages of 4096 bytes; where none is free, a
+         new block is made; a block returns to the pool after the last use of its tensor; no block is split, joined with
          another, or given back, neither in a call nor between calls. (The allocator of TVM's virtual machine, which the
          Relax paper, arXiv 2311.02103, compares with.)
 held     the memory that the runtime keeps for arenas after the call: one that fits the largest call so far, and up to a

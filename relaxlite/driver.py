@@ -54,8 +54,8 @@ def compile(
 
     `precision="bf16"` rounds the operands of matrix products with constant weights to bfloat16 (8 significant bits) and
     sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
-    `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, and offsets
-    are constants. Where a symbol has no bound, a note in the context says which.
+    `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, at
+    constant offsets. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
     names one for every compilation. `context` receives times and notes.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,

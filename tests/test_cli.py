@@ -441,6 +441,16 @@ def test_a_memory_plan_of_fixed_size_is_readable(run: Run) -> None:
     assert isinstance(json.loads(run("inspect", "toy.onnx", "--json", *options).out)["arena_bytes"], int)
 
 
+def test_a_memory_plan_with_bounds_states_its_peak(run: Run) -> None:
+    bounds = ["--bound", "batch=1..64"]
+    text = run("inspect", "toy.onnx", *bounds).out
+    assert re.search(r"\nmemory    at most [\d.]+ \w+ for all intermediates of a run, whatever the sizes\n", text)
+    at_most = json.loads(run("inspect", "toy.onnx", "--json", *bounds).out)["memory"]["at_most"]
+    constant = json.loads(run("inspect", "toy.onnx", "--json", "--constant-memory", *bounds).out)
+    assert constant["arena_bytes"] == constant["memory"]["at_most"] >= at_most > 0
+    assert re.search(r"\n {10}[\d.]+ \w+ where batch=16\n", run("inspect", "toy.onnx").out)
+
+
 def test_inspect_shows_the_bytecode_and_the_module(run: Run) -> None:
     assert "kernel:" in run("inspect", "toy.rlx", "--bytecode").out
     ir = run("inspect", "toy.onnx", "--ir").out

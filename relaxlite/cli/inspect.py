@@ -118,11 +118,11 @@ def _wrapped(arena: str) -> list[str]:
 
 
 def _with_fixed_groups(text: str) -> str:
-    """Spaces at which a line may not break are marked: only before a "+" outside parentheses it may."""
+    """Spaces at which a line may not break are marked: it may before a "+" outside parentheses, and behind a comma."""
     depth, signs = 0, []
     for sign in text:
         depth += (sign == "(") - (sign == ")")
-        signs.append(_FIXED if sign == " " and depth else sign)
+        signs.append(_FIXED if sign == " " and depth and signs[-1] != "," else sign)
     return "".join(signs).replace(" + ", f" +{_FIXED}")
 
 
