@@ -22,7 +22,7 @@ ALIGNMENT = 64  # a cache line, and the widest vector register
 _HUGE_PAGE = 2 << 20
 _HUGE_FROM = 4 << 20
 _MAX_BYTES = (1 << 63) - 1
-_POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
+POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
 
 
 class Memory:
@@ -39,7 +39,7 @@ class Memory:
         self.pooled = pooled
 
     def poison(self) -> None:
-        self.raw.fill(_POISON)
+        self.raw.fill(POISON)
 
 
 def _memory_limit() -> int:

@@ -51,7 +51,8 @@ class Executable:
         self.inputs = Specs(data.signature.inputs)
         self.outputs = Specs(data.signature.outputs)
         self._vm = VirtualMachine(data)
-        self._host = None if config.get("interpret") else self._vm.host_function()
+        is_interpreted = config.get("interpret") or self._vm.check_memory
+        self._host = None if is_interpreted else self._vm.host_function()
         self._names = tuple(spec.name for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
         self._plans = [_InputPlan(spec) for spec in self.inputs]

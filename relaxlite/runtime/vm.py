@@ -39,6 +39,7 @@ from relaxlite.runtime.executable import (
 )
 from relaxlite.runtime.host import HostFunction
 from relaxlite.runtime.memory import ArenaPool, Memory
+from relaxlite.runtime.memory_check import WatchedArenas, watched
 from relaxlite.runtime.tensor import Heap, Tensor, copy, import_tensor, new_tensor
 
 Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
@@ -84,6 +85,7 @@ class VirtualMachine:
         validate(data)
         self.data = data
         self.poison = bool(config.get("poison_memory"))
+        self.check_memory = bool(config.get("check_memory"))
         self.pool = ArenaPool(poison=self.poison)
         self._library: object = None  # keeps the kernels' code in memory
         if kernels is None:
@@ -106,7 +108,7 @@ class VirtualMachine:
         blocks = decoded.blocks
         block = blocks[0]
         registers = [*args, *decoded.rest]
-        arenas: list[Memory] = []
+        arenas: list[Memory] = WatchedArenas(decoded.function) if self.check_memory else []
         step: Step | None = None
         try:
             while True:
@@ -114,6 +116,8 @@ class VirtualMachine:
                     step(registers, arenas)
                 if block.then < 0:
                     result = registers[block.register]
+                    if isinstance(arenas, WatchedArenas):
+                        arenas.verify_result(result)
                     return _detach(result, arenas) if arenas else result
                 is_taken = block.register < 0 or _truth(registers[block.register])
                 block = blocks[block.then if is_taken else block.otherwise]
@@ -233,8 +237,9 @@ class _Decoder:
                 case If(register, target):
                     block.register, block.then, block.otherwise = register, number[at + 1], number[target]
                     return block
-                case Call(dst, callee, operands):
-                    block.steps.append(self._call(dst, callee, operands))
+                case Call(dst, callee, operands) as call:
+                    step = self._call(dst, callee, operands)
+                    block.steps.append(watched(step, call, at) if self.vm.check_memory else step)
                     block.positions.append(at)
             if at + 1 in number:
                 break
