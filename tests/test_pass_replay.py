@@ -72,6 +72,10 @@ GOOD = {
     "in a loop": "a at 0\na = x\nLOOP x\n    b at 64\n    b = p\n    e at 128\n"
     "    e = b\n    own: f32[n] = memory.alloc_tensor(shape(n), dtype='float32')\n    own = e\n    return (c, own)\n"
     f"q: f32[n] = w[0]\n{OUT.format('q')}",
+    "sizes that are refused": (  # with n > 4 the match fails: what follows never runs, and n stays what it is
+        "a at 0\na = x\nlow: f32[min(n, 4)] = memory.alloc_tensor(shape(min(n, 4)), dtype='float32')\n"
+        f"m: f32[n] = match_shape(low, (n,))\nb at n*4\nb = m\nd at 16\nd = m\n{OUT.format('a')}"
+    ),
     "written again": f"a at 0\na = x\nb at 0\nb = x\na = x\n{OUT.format('a')}",
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -68,6 +69,10 @@ class _Piece:
 _Value: TypeAlias = "_Piece | tuple[_Value, ...] | None"  # None: the caller's memory, a constant, or no tensor
 
 
+class _RefusedError(Exception):
+    """A MatchShape does not hold at these sizes: the model ends there."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Path:
     """Which branch every If takes: the first one, but the other one at `flipped`; the other way round if `is_else`;
@@ -88,7 +93,8 @@ def replay_plan(name: str, function: Function, module: IRModule) -> None:
     paths = list(_paths(function))
     for sizes in valuations(symbols)[:_MAX_SIZES]:
         for path in paths:
-            _Replay(name, module, sizes, path).function(function)
+            with suppress(_RefusedError):
+                _Replay(name, module, sizes, path).function(function)
 
 
 def _paths(function: Function) -> Iterator[_Path]:
@@ -160,8 +166,8 @@ class _Replay:
 
     def _size(self, expr: SymExpr) -> int:
         """Negative sizes are errors before any memory is touched; what only data tells is some number."""
-        is_known = all(symbol in self._symbols for symbol in expr.free_vars())
-        return max(0, evaluate(expr, self._symbols)) if is_known else _UNKNOWN_SIZE
+        known = self._known(expr)
+        return _UNKNOWN_SIZE if known is None else max(0, known)
 
     def _read(self, value: _Value) -> None:
         for piece in _pieces_of(value):
@@ -281,13 +287,17 @@ class _Replay:
         return tuple(evaluate(value, self._symbols) for value in expr.values)
 
     def _match(self, binding: MatchShape) -> None:
-        for symbol, size in zip(binding.shape, _sizes_of(binding.source.ty, len(binding.shape)), strict=True):
-            if isinstance(symbol, SymVar):
-                is_known = size is not None and all(s in self._symbols for s in size.free_vars())
-                if is_known:
-                    self._symbols[symbol] = evaluate(size, self._symbols)  # type: ignore[arg-type]
-                else:
-                    self._symbols.setdefault(symbol, _UNKNOWN_SIZE)
+        for dim, size in zip(binding.shape, _sizes_of(binding.source.ty, len(binding.shape)), strict=True):
+            found, expected = self._known(size), self._known(dim)
+            if isinstance(dim, SymVar) and expected is None:
+                self._symbols[dim] = _UNKNOWN_SIZE if found is None else found
+            elif None not in (found, expected) and found != expected:
+                raise _RefusedError
+
+    def _known(self, expr: SymExpr | None) -> int | None:
+        """The value, where its symbols have one."""
+        is_known = expr is not None and all(symbol in self._symbols for symbol in expr.free_vars())
+        return evaluate(expr, self._symbols) if is_known else None  # type: ignore[arg-type]
 
 
 def _pieces_of(value: _Value) -> Iterator[_Piece]:
