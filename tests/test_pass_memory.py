@@ -535,6 +535,28 @@ b2: f32[] = sum(b1)
     assert places(allocated(statements, "(a2, b2)"))["a"] == "0"
 
 
+def test_a_constant_plan_holds_up_to_the_bound_and_refuses_what_is_beyond() -> None:
+    text = str(module(main(BRANCHES, "s"))).replace('symbol("n")', 'symbol("n", upper=33)')
+    exe = rl.compile(module(text), constant_memory=True)
+    assert exe.data.metadata.memory_plan["arena_bytes"] == str(2 * 192)
+    for n in (0, 1, 32, 33):
+        for flag in (True, False):
+            args = np.arange(n, dtype="f4") / 64, np.zeros(2, "f4"), np.array(flag)
+            np.testing.assert_allclose(exe(*args), Interpreter(module(text)).run("main", *args), rtol=1e-5)
+    with pytest.raises(InputError, match="n = 34 exceeds its upper bound 33"):
+        exe(np.zeros(34, "f4"), np.zeros(2, "f4"), np.array(True))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graphs(size=12, control=True), st.booleans())
+def test_compiled_code_runs_in_the_arena(given: IRModule, flag: bool) -> None:
+    """Branches and loops too, at sizes of 0 and 1 and such that change which tensor is the largest."""
+    exe, run = rl.compile(given), Interpreter(given).run
+    for n, m in ((4, 3), (1, 1), (0, 3), (2, 40)):
+        args: Any = arguments(n, m, flag=flag)
+        assert_same_results(exe(*args), run("main", *args))
+
+
 # plan_memory: what it computes
 
 

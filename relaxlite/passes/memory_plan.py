@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class MemoryPlan:
         for sizes in samples:
             at = dict(zip(variables, sizes, strict=True))
             named = {v.name: size for v, size in at.items()}
-            examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})
+            with suppress(ZeroDivisionError):  # no sizes
+                examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})
         found = {"arena_bytes": str(self.arena), "at_most": self.most, "outside": len(self.outside)}
         return {**found, "examples": examples}

@@ -70,7 +70,7 @@ _Value: TypeAlias = "_Piece | tuple[_Value, ...] | None"  # None: the caller's m
 
 
 class _RefusedError(Exception):
-    """A MatchShape does not hold at these sizes: the model ends there."""
+    """A MatchShape does not hold at these sizes: the model ends there, as where a size divides by zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def replay_plan(name: str, function: Function, module: IRModule) -> None:
     paths = list(_paths(function))
     for sizes in valuations(symbols)[:_MAX_SIZES]:
         for path in paths:
-            with suppress(_RefusedError):
+            with suppress(_RefusedError, ZeroDivisionError):
                 _Replay(name, module, sizes, path).function(function)
 
 
