@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import relaxlite as rl
+from relaxlite import config
 from relaxlite.codegen import interpreter
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ExecutionError, InputError, PassError, RelaxliteError, ShapeMismatchError
@@ -371,24 +372,59 @@ def test_what_leaves_the_function_has_memory_of_its_own(name: str) -> None:
     assert found["a"] == "own" and found["z"] != "own"
 
 
-def test_a_size_that_is_known_only_later_is_not_planned() -> None:
-    found = places(
-        allocated(
-            """
+DATA = """
+z: f32[n] = cumsum(x, axis=0)
+z1: f32[] = sum(z)
 s: Shape(rank=1) = tensor_to_shape(count)
 k = symbol("k")
 t: Shape((k,)) = match_shape(s, (k,))
 a: f32[k] = full(shape(k), const(1.0, "float32"))
-b: f32[k] = cumsum(a, axis=0)
-d: f32[] = sum(b)
-z: f32[n] = cumsum(x, axis=0)
-z1: f32[] = sum(z)
-""",
-            "(d, z1)",
-            "x: f32[n], count: i64[1]",
-        )
-    )
-    assert found["a"] == found["b"] == "own" and found["z"] == "0"
+r: f32[k]
+if c:
+    b: f32[k] = cumsum(a, axis=0)
+    d: f32[k] = cumsum(b, axis=0)
+    r = d
+else:
+    r = a
+e: f32[] = sum(r)
+"""
+DATA_PARAMS = "x: f32[n], count: i64[1], c: bool[]"
+
+
+def test_sizes_that_data_tells_have_an_arena_where_they_are_known() -> None:
+    made = plan_memory(allocated(DATA, "(z1, e)", DATA_PARAMS))
+    text = str(made)
+    assert text.count("alloc_arena") == 2 and text.index('symbol("k")') < text.rindex("alloc_arena")
+    assert text.index("match_shape(s,") < text.rindex("alloc_arena") < text.index("full")
+    found = places(allocated(DATA, "(z1, e)", DATA_PARAMS))
+    assert found["z"] == "0" and "own" not in (found["a"], found["b"]) and len({found[x] for x in "abd"}) == 3
+    context = PassContext(Target.parse("llvm"))
+    plan_memory_pass(allocated(DATA, "(z1, e)", DATA_PARAMS), context)
+    assert [*context.memory_plans] == ["main", "main behind t"]
+    assert [t.name for t in context.memory_plans["main behind t"].tensors] == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_an_arena_of_a_size_that_data_tells_runs(interpret: bool) -> None:
+    made = module(main(DATA, "(z1, e)", DATA_PARAMS))
+    with config.override(interpret=interpret):
+        exe = rl.compile(made)
+    assert interpret or not exe.data.host.reason.startswith("it allocates")
+    for n, k in ((3, 5), (0, 0), (1, 3000), (2000, 1)):
+        for flag in (True, False):
+            args = np.ones(n, "f4"), np.array([k]), np.array(flag)
+            np.testing.assert_allclose(exe(*args), Interpreter(made).run("main", *args), rtol=1e-5)
+
+
+def test_one_tensor_of_a_size_that_data_tells_needs_no_arena() -> None:
+    text = """
+s: Shape(rank=1) = tensor_to_shape(count)
+k = symbol("k")
+t: Shape((k,)) = match_shape(s, (k,))
+a: f32[k] = full(shape(k), const(1.0, "float32"))
+d: f32[] = sum(a)
+"""
+    assert places(allocated(text, "d", DATA_PARAMS)) == {"a": "own", "d": "own"}
 
 
 BRANCHES = """
@@ -461,8 +497,8 @@ e: f32[] = sum(v)
     plan_memory_pass(allocated(text, "(d, e)", "x: f32[n], count: i64[1], c: bool[]"), context)
     own = "it keeps memory of its own"
     assert context.notes == [
-        f"plan_memory: main: a: no, its size depends on k, which only a run tells: {own} (size k*4)",
         f"plan_memory: main: b: no, a loop carries it on: {own} (size n*4)",
+        f"plan_memory: main: a: no, only 't' tells its size: {own} (size k*4)",
     ]
 
 

@@ -122,13 +122,16 @@ def _computes_shapes(instruction: Instruction, heap: Operand, num_params: int) -
 
 
 def _first_arena(code: Sequence[Instruction], heap: Operand, split: int) -> tuple[int, int] | None:
-    """One that Python provides. NotNativeError where an arena is allocated in a loop: it would have to be kept."""
+    """One that Python provides, of a size that is known before anything runs.
+
+    NotNativeError where an arena is allocated in a loop: it would have to be kept.
+    """
     arenas = [k for k, i in enumerate(code) if isinstance(i, Call) and i.callee == "builtin:alloc_arena"]
     if any(_in_loop(code, at) for at in arenas):
         raise NotNativeError("it allocates an arena in a loop")
     for at in arenas:
         match code[at]:
-            case Call(_, _, (other, Imm(int(size)))) if at >= split and (size >= 0 or other == heap):
+            case Call(_, _, (other, Imm(int(size)))) if at >= split and (size >= 0 or (other == heap and at == split)):
                 return at, size
     return None
 

@@ -2,8 +2,9 @@
 
 Whose memory is in use when, aliases.py says; what lies where, pack_arena.py. The arena takes all tensors that live and
 die inside one activation of the function, bodies of `If` and `Loop` included: branches share space, iterations use the
-same space again, and what both branches of an If give back at one place is one tensor. Memory of their own have
-results, what a loop carries from one iteration to the next, and what has a size that the parameters do not determine.
+same space again, and what both branches of an If give back at one place is one tensor. Sizes that only data tells have
+an arena of their own, behind the MatchShape that binds the last symbol that they need. Memory of their own have
+results, what a loop carries from one iteration to the next, and what has a size that a branch or loop binds.
 
 With `constant_memory` sizes are taken at the upper bounds of the symbols: then every offset is a constant.
 """
@@ -59,7 +60,45 @@ class _Group:
     size: SymExpr
     variables: list[Var]
     spans: tuple[Span, ...] = ()
-    offset: SymExpr = field(default_factory=lambda: sym(0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """An arena that is allocated where its size is known: at the function's beginning, or behind a MatchShape."""
+
+    behind: Var | None
+    groups: list[_Group]
+    packing: Packing
+    var: Var = field(default_factory=lambda: Var("arena", ObjectType()))
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """Which symbols have a value outside of branches and loops, and since which MatchShape (None: a parameter)."""
+
+    meaning: dict[SymVar, SymExpr]  # in terms of those that data or a parameter binds
+    since: dict[SymVar, tuple[int, Var | None]]
+
+    @staticmethod
+    def of(function: Function) -> _Sizes:
+        symbols = [s for param in function.params for s in defined_symbols(param.ty)]
+        return _Sizes({s: s for s in symbols}, dict.fromkeys(symbols, (-1, None)))
+
+    def define(self, binding: MatchShape, step: int, *, is_outermost: bool) -> None:
+        """Symbols get the sizes that they are matched with; what those do not tell, a run does."""
+        ty = binding.source.ty
+        sizes = ty.values if isinstance(ty, ShapeType) else ty.shape if isinstance(ty, TensorType) else None
+        for symbol, size in zip(binding.shape, sizes or [None] * len(binding.shape), strict=True):
+            if not isinstance(symbol, SymVar) or symbol in self.meaning:
+                continue
+            if size is not None and all(s in self.meaning for s in size.free_vars()):
+                self.meaning[symbol] = substitute(size, self.meaning)
+            elif is_outermost:
+                self.meaning[symbol], self.since[symbol] = symbol, (step, binding.var)
+
+    def place(self, size: SymExpr) -> Var | None:
+        """Behind what the size has a value; None: from the beginning."""
+        return max((self.since[s] for s in size.free_vars()), key=lambda item: item[0], default=(-1, None))[1]
 
 
 class _PlanFunction:
@@ -68,54 +107,67 @@ class _PlanFunction:
         self._outside: list[str] = []
 
     def plan(self, function: Function) -> Function:
-        aliases = find_aliases(function, self._module)
-        groups = _merge_branches(aliases, self._allocations(function, aliases))
-        for group in groups:
+        aliases, sizes = find_aliases(function, self._module), _Sizes.of(function)
+        found = _merge_branches(aliases, self._allocations(function, aliases, sizes))
+        by_place: dict[Var | None, list[_Group]] = {}
+        for group in found:
             group.spans = _spans(aliases, group)
-        tenants = [Tenant(self._planned_size(group.size), group.spans) for group in groups]
-        if all(as_int(tenant.size) == 0 for tenant in tenants):
+            by_place.setdefault(sizes.place(group.size), []).append(group)
+        arenas = [made for at, groups in by_place.items() if (made := self._arena(at, groups)) is not None]
+        for arena in arenas:
+            self._keep(arena, _record(self._name, aliases, arena))
+        if self._outside:
+            plan = self._context.memory_plans.get(self._name) or _empty(self._name, aliases)
+            self._context.memory_plans[self._name] = replace(plan, outside=tuple(self._outside))
+        if not arenas:
             return function
-        packing = pack(tenants)
-        for group, place in zip(groups, packing.places, strict=True):
-            group.offset = place.expr
-        plan = replace(_record(self._name, aliases, groups, packing), outside=tuple(self._outside))
-        self._context.memory_plans[self._name] = plan
-        self._context.decide(
-            "plan_memory",
-            self._name,
-            True,
-            f"{len(groups)} tensors share an arena of at most {packing.worst_ratio:.3f} times the least size",
-            arena=plan.arena,
-        )
-        planned = _rewrite(function, groups, packing)
+        planned = _Rewrite(arenas).function(function)
         if self._context.verify:
             replay_plan(self._name, planned, self._module)
         return planned
 
-    def _allocations(self, function: Function, aliases: Aliases) -> Iterator[_Group]:
-        """What can lie in the arena."""
-        known: dict[SymVar, SymExpr] = {s: s for param in function.params for s in defined_symbols(param.ty)}
-        for binding in aliases.steps:
+    def _arena(self, behind: Var | None, groups: list[_Group]) -> _Arena | None:
+        """An arena for them; none where it has no bytes, or only one tensor of a size that data tells."""
+        tenants = [Tenant(self._planned_size(group.size), group.spans) for group in groups]
+        if all(as_int(tenant.size) == 0 for tenant in tenants):
+            return None
+        if behind is not None and len(groups) == 1:
+            self._leave_out(groups[0].variables[0], groups[0].size, f"only '{behind.name}' tells its size")
+            return None
+        return _Arena(behind, groups, pack(tenants))
+
+    def _keep(self, arena: _Arena, plan: MemoryPlan) -> None:
+        where = self._name if arena.behind is None else f"{self._name} behind {arena.behind.name}"
+        self._context.memory_plans[where] = plan
+        ratio = f"at most {arena.packing.worst_ratio:.3f} times the least size"
+        reason = f"{len(arena.groups)} tensors share an arena of {ratio}"
+        self._context.decide("plan_memory", where, True, reason, arena=plan.arena)
+
+    def _allocations(self, function: Function, aliases: Aliases, sizes: _Sizes) -> Iterator[_Group]:
+        """What can lie in an arena."""
+        outermost = {binding.var for binding in function.body.bindings()}
+        for step, binding in enumerate(aliases.steps):
             if isinstance(binding, MatchShape):
-                _define(binding, known)
+                sizes.define(binding, step, is_outermost=binding.var in outermost)
             elif is_allocation(binding):
                 size = tensor_bytes(binding.var.ty)
-                if self._can_plan(binding.var, size, aliases, known):
-                    yield _Group(substitute(size, known), [binding.var])
+                if self._can_plan(binding.var, size, aliases, sizes):
+                    yield _Group(substitute(size, sizes.meaning), [binding.var])
 
-    def _can_plan(self, var: Var, size: SymExpr, aliases: Aliases, known: dict[SymVar, SymExpr]) -> bool:
+    def _can_plan(self, var: Var, size: SymExpr, aliases: Aliases, sizes: _Sizes) -> bool:
         if aliases.last_use(var) >= aliases.end:
             return False  # a result: the caller's
-        unknown = [s.name for s in size.free_vars() if s not in known]
+        unknown = [s.name for s in size.free_vars() if s not in sizes.meaning]
         if aliases.is_carried(var):
-            reason = "a loop carries it on: it keeps memory of its own"
+            self._leave_out(var, size, "a loop carries it on")
         elif unknown:
-            reason = f"its size depends on {', '.join(unknown)}, which only a run tells: it keeps memory of its own"
-        else:
-            return True
+            self._leave_out(var, size, f"its size depends on {', '.join(unknown)}, which a branch or loop binds")
+        return not unknown and not aliases.is_carried(var)
+
+    def _leave_out(self, var: Var, size: SymExpr, reason: str) -> None:
         self._outside.append(var.name)
+        reason += ": it keeps memory of its own"
         self._context.decide("plan_memory", f"{self._name}: {var.name}", False, reason, size=size)
-        return False
 
     def _planned_size(self, size: SymExpr) -> SymExpr:
         """The size to plan with: a constant where the plan is to be one."""
@@ -140,15 +192,6 @@ def tensor_bytes(ty: object) -> SymExpr:
     """The bytes of a tensor of known shape."""
     assert isinstance(ty, TensorType) and ty.shape is not None
     return product(ty.shape) * dtypes.itemsize(ty.dtype)
-
-
-def _define(binding: MatchShape, known: dict[SymVar, SymExpr]) -> None:
-    """Symbols that a MatchShape gives to sizes which are known already."""
-    ty = binding.source.ty
-    sizes = ty.values if isinstance(ty, ShapeType) else ty.shape if isinstance(ty, TensorType) else None
-    for symbol, size in zip(binding.shape, sizes or (), strict=False):
-        if isinstance(symbol, SymVar) and symbol not in known and all(s in known for s in size.free_vars()):
-            known[symbol] = substitute(size, known)
 
 
 # Lives
@@ -195,19 +238,23 @@ def _spans(aliases: Aliases, group: _Group) -> tuple[Span, ...]:
 # The result
 
 
-def _record(name: str, aliases: Aliases, groups: Sequence[_Group], packing: Packing) -> MemoryPlan:
+def _record(name: str, aliases: Aliases, arena: _Arena) -> MemoryPlan:
     """What was planned, in terms of the function's own symbols."""
     tensors = []
-    for group, place in zip(groups, packing.places, strict=True):
+    for group, place in zip(arena.groups, arena.packing.places, strict=True):
         owner = group.variables[0]
         for var in group.variables:
             whole = group.spans if var is owner else ((aliases.step(var), aliases.last_use(var)),)
             inside = None if var is owner else owner.name
             pauses = tuple((a[1] + 1, b[0] - 1) for a, b in itertools.pairwise(whole))
             tensors.append(PlannedTensor(var.name, group.size, place.full, whole[0][0], whole[-1][1], inside, pauses))
-    end = packing.end.full
+    end = arena.packing.end.full
     most = Analyzer().interval(end)[1]  # quick, and exact for sums of products of sizes and their maxima
-    return MemoryPlan(name, tuple(map(_step, aliases.steps)), end, tuple(tensors), most)
+    return replace(_empty(name, aliases), arena=end, tensors=tuple(tensors), most=most)
+
+
+def _empty(name: str, aliases: Aliases) -> MemoryPlan:
+    return MemoryPlan(name, tuple(map(_step, aliases.steps)), sym(0), (), 0)
 
 
 def _step(binding: Binding) -> str:
@@ -216,16 +263,50 @@ def _step(binding: Binding) -> str:
     return f"{binding.var.name} = {what}"
 
 
-def _rewrite(function: Function, groups: Sequence[_Group], packing: Packing) -> Function:
-    arena = Var("arena", ObjectType())
-    head = [*_definitions(packing), Let(arena, get_op("memory.alloc_arena")(ShapeValue((packing.end.expr,))))]
-    offsets = {var: group.offset for group in groups for var in group.variables}
-    body = _rewrite_body(function.body, offsets, arena)
-    return replace(function, body=Body((Block(tuple(head)), *body.blocks), body.result))
+class _Rewrite:
+    """Views of arenas in place of allocations."""
+
+    def __init__(self, arenas: Sequence[_Arena]) -> None:
+        self._heads = {arena.behind: _head(arena) for arena in arenas}
+        self._places: dict[Var, tuple[Var, SymExpr]] = {}
+        for arena in arenas:
+            for group, place in zip(arena.groups, arena.packing.places, strict=True):
+                self._places.update((var, (arena.var, place.expr)) for var in group.variables)
+
+    def function(self, function: Function) -> Function:
+        body = self._body(function.body)
+        head = self._heads.get(None, ())
+        return replace(function, body=replace(body, blocks=(Block(tuple(head)), *body.blocks)) if head else body)
+
+    def _body(self, body: Body) -> Body:
+        blocks = [
+            replace(block, bindings=tuple(made for binding in block.bindings for made in self._binding(binding)))
+            for block in body.blocks
+        ]
+        return replace(body, blocks=tuple(blocks))
+
+    def _binding(self, binding: Binding) -> Iterator[Binding]:
+        if isinstance(binding, MatchShape):
+            yield from (binding, *self._heads.get(binding.var, ()))
+        elif isinstance(binding.value, If):
+            value = binding.value
+            then_body, else_body = self._body(value.then_body), self._body(value.else_body)
+            yield replace(binding, value=replace(value, then_body=then_body, else_body=else_body))
+        elif isinstance(binding.value, Loop):
+            yield replace(binding, value=replace(binding.value, body=self._body(binding.value.body)))
+        else:
+            yield self._view(binding) if binding.var in self._places else binding
+
+    def _view(self, binding: Let) -> Let:
+        arena, place = self._places[binding.var]
+        assert isinstance(binding.var.ty, TensorType) and binding.var.ty.shape is not None
+        shape = ShapeValue(binding.var.ty.shape)
+        return Let(binding.var, get_op("memory.view")(arena, ShapeValue((place,)), shape, dtype=binding.var.ty.dtype))
 
 
-def _definitions(packing: Packing) -> list[Binding]:
-    """Names for sizes of several terms and for bases, so that offsets are short sums."""
+def _head(arena: _Arena) -> list[Binding]:
+    """The arena, behind names for sizes of several terms and for bases, so that offsets are short sums."""
+    packing = arena.packing
     levels: list[dict[SymVar, SymExpr]] = [{name: room for room, name in packing.rooms.items()}]
     for base in packing.bases:
         levels += [{} for _ in range(1 + base.level - len(levels))]
@@ -235,26 +316,4 @@ def _definitions(packing: Packing) -> list[Binding]:
         shape = tuple(level)
         var = Var(f"places_{len(made)}", ShapeType(shape, len(shape)))
         made.append(MatchShape(var, ShapeValue(tuple(level.values())), shape))
-    return made
-
-
-def _rewrite_body(body: Body, offsets: dict[Var, SymExpr], arena: Var) -> Body:
-    blocks = [replace(b, bindings=tuple(_place(item, offsets, arena) for item in b.bindings)) for b in body.blocks]
-    return replace(body, blocks=tuple(blocks))
-
-
-def _place(binding: Binding, offsets: dict[Var, SymExpr], arena: Var) -> Binding:
-    """Views of the arena in place of allocations, in nested bodies too."""
-    if not isinstance(binding, Let):
-        return binding
-    value = binding.value
-    if isinstance(value, If):
-        then_body, else_body = (_rewrite_body(b, offsets, arena) for b in (value.then_body, value.else_body))
-        return replace(binding, value=replace(value, then_body=then_body, else_body=else_body))
-    if isinstance(value, Loop):
-        return replace(binding, value=replace(value, body=_rewrite_body(value.body, offsets, arena)))
-    if binding.var not in offsets:
-        return binding
-    assert isinstance(binding.var.ty, TensorType) and binding.var.ty.shape is not None
-    place, shape = ShapeValue((offsets[binding.var],)), ShapeValue(binding.var.ty.shape)
-    return Let(binding.var, get_op("memory.view")(arena, place, shape, dtype=binding.var.ty.dtype))
+    return [*made, Let(arena.var, get_op("memory.alloc_arena")(ShapeValue((packing.end.expr,))))]

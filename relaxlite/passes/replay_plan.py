@@ -53,7 +53,7 @@ _UNKNOWN_SIZE = 5  # of what only data tells
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """Addresses, and what has happened to their contents. Tensors with memory of their own lie behind the arena."""
+    """Addresses, and what has happened to their contents. An arena is a piece to which nothing is ever written."""
 
     name: str
     low: int
@@ -120,7 +120,7 @@ class _Replay:
         self._values: dict[Var, _Value] = {}
         self._pieces: list[_Piece] = []
         self._lows, self._highs = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._arena, self._end_of_own = 0, 1 << 60
+        self._end = 0  # of all addresses that are taken
         self._steps = 0
         self._iteration = 0
         self._at: Binding | None = None
@@ -137,19 +137,16 @@ class _Replay:
 
     # memory
 
-    def _view(self, var: Var, offset: int, whole: _Piece | None) -> _Piece:
-        """A piece of the arena, or of another piece."""
-        low, high = (0, self._arena) if whole is None else (whole.low, whole.high)
-        where = f"the arena of {self._arena} bytes" if whole is None else f"{whole.name} of {high - low} bytes"
-        size = self._bytes_of(var)
-        if offset < 0 or low + offset + size > high:
-            raise self._fail(f"{var.name}, {size} bytes at {offset}, leaves {where}")
-        return self._keep(_Piece(var.name, low + offset, low + offset + size, whole))
+    def _view(self, var: Var, offset: int, whole: _Piece) -> _Piece:
+        size, room = self._bytes_of(var), whole.high - whole.low
+        if offset < 0 or offset + size > room:
+            raise self._fail(f"{var.name}, {size} bytes at {offset}, leaves {whole.name} of {room} bytes")
+        return self._keep(_Piece(var.name, whole.low + offset, whole.low + offset + size, whole))
 
-    def _own(self, var: Var) -> _Piece:
-        """A piece that is nobody else's."""
-        self._end_of_own += self._bytes_of(var)
-        return self._keep(_Piece(var.name, self._end_of_own - self._bytes_of(var), self._end_of_own))
+    def _own(self, name: str, size: int) -> _Piece:
+        """A piece that is part of no other."""
+        self._end += size
+        return self._keep(_Piece(name, self._end - size, self._end))
 
     def _keep(self, piece: _Piece) -> _Piece:
         at = len(self._pieces)
@@ -267,15 +264,17 @@ class _Replay:
 
     def _op(self, name: str, var: Var, call: Call, values: Sequence[_Value]) -> _Value:
         if name == "memory.alloc_arena":
-            self._arena = self._shape(call.args[0])[0]
-            return None
+            (size,) = self._shape(call.args[0])
+            return self._own("the arena", max(0, size))
         if name == "memory.view":
-            return self._view(var, self._shape(call.args[1])[0], None)
+            arena = values[0]
+            assert isinstance(arena, _Piece)
+            return self._view(var, self._shape(call.args[1])[0], arena)
         if name == "memory.part":
             whole = values[0]
             return self._view(var, self._shape(call.args[1])[0], whole) if isinstance(whole, _Piece) else whole
         if name == "memory.alloc_tensor":
-            return self._own(var)
+            return self._own(var.name, self._bytes_of(var))
         if name in ("tensor_to_shape", "memory.copy"):
             self._read(values[0])
             return None
