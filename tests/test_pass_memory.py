@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import relaxlite as rl
 from relaxlite import config
 from relaxlite.codegen import interpreter
+from relaxlite.codegen.host_plan import plan_host
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ExecutionError, InputError, PassError, RelaxliteError, ShapeMismatchError
 from relaxlite.ir import ops
@@ -414,6 +415,16 @@ def test_an_arena_of_a_size_that_data_tells_runs(interpret: bool) -> None:
         for flag in (True, False):
             args = np.ones(n, "f4"), np.array([k]), np.array(flag)
             np.testing.assert_allclose(exe(*args), Interpreter(made).run("main", *args), rtol=1e-5)
+
+
+def test_an_arena_of_a_size_that_data_tells_is_free_after_its_last_use() -> None:
+    """The host function gives it back behind the sum; the arena that the caller provides is not its own to give."""
+    function = rl.compile(module(main(DATA, "(z1, e)", DATA_PARAMS))).data.functions["main"]
+    callees = [getattr(instruction, "callee", "") for instruction in function.instructions]
+    first, second = (at for at, callee in enumerate(callees) if callee == "builtin:alloc_arena")
+    released = {site: at for at, sites in plan_host(function, 2).releases.items() for site in sites}
+    assert first not in released
+    assert released[second] == max(at for at, callee in enumerate(callees) if callee.startswith("kernel:"))
 
 
 def test_one_tensor_of_a_size_that_data_tells_needs_no_arena() -> None:

@@ -59,16 +59,17 @@ def plan_host(function: VMFunction, num_outputs: int) -> HostPlan:
     variables = frozenset(register for register, count in writes.items() if count > 1)
     heaps = _heaps(code, variables)
     heap, split = _prologue(function)
+    arena = _first_arena(code, heap, split)
     return HostPlan(
         function=function,
         split=split,
         heap=heap,
         heaps=heaps,
-        arena=_first_arena(code, heap, split),
+        arena=arena,
         variables=variables,
         targets=_jump_targets(code),
         prepared=_prepare(_Values(function, variables), num_outputs),
-        releases=_releases(code, variables),
+        releases=_releases(code, variables, -1 if arena is None else arena[0]),
     )
 
 
@@ -195,17 +196,21 @@ def _allocation(values: _Values, operand: Operand) -> Prepared | None:
     return Prepared(source.site, operands[1], immediate(operands[2])) if source is not None else None
 
 
-def _releases(code: Sequence[Instruction], variables: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Memory that is written and read in one run of instructions without jumps is free after the last one."""
+def _releases(code: Sequence[Instruction], variables: frozenset[int], given: int) -> dict[int, tuple[int, ...]]:
+    """Memory that is written and read in one run of instructions without jumps is free after the last one.
+
+    So is an arena, jumps or not, where that is in no loop; but for the one that Python gives, at instruction `given`.
+    """
     ends = sorted({*_jump_targets(code), *(k for k, i in enumerate(code) if not isinstance(i, Call))})
     readers = _readers(code)
     found: dict[int, tuple[int, ...]] = {}
     for site, instruction in enumerate(code):
-        if isinstance(instruction, Call) and instruction.callee in ("builtin:alloc_tensor", "builtin:copy"):
+        if isinstance(instruction, Call) and instruction.callee in _NEW_MEMORY and site != given:
             last = _last_use(code, readers, instruction.dst, site)
             following = bisect(ends, site)
             is_straight = following == len(ends) or last < ends[following]
-            if is_straight and instruction.dst not in variables:
+            is_arena = instruction.callee == "builtin:alloc_arena" and not _in_loop(code, last)
+            if (is_straight or is_arena) and instruction.dst not in variables:
                 found[last] = (*found.get(last, ()), site)
     return found
 
@@ -235,7 +240,8 @@ def _last_use(code: Sequence[Instruction], readers: Mapping[int, list[int]], reg
     return last
 
 
-_SAME_MEMORY = ("builtin:reshape", "builtin:make_tuple", "builtin:tuple_get")
+_NEW_MEMORY = ("builtin:alloc_tensor", "builtin:copy", "builtin:alloc_arena")
+_SAME_MEMORY = ("builtin:reshape", "builtin:view", "builtin:make_tuple", "builtin:tuple_get")
 
 
 def immediate(operand: Operand) -> Any:
