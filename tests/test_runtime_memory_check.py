@@ -14,7 +14,8 @@ from relaxlite import config
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ExecutionError
 from relaxlite.ir.module import IRModule
-from relaxlite.passes.aliases import Aliases
+from relaxlite.passes import plan_memory as planner
+from relaxlite.passes.aliases import Aliases, find_aliases
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime.executable import Call, Instruction, Ret
 from relaxlite.runtime.vm import register_extern
@@ -23,17 +24,21 @@ from tests.ir_text import module
 from tests.random_graphs import arguments, assert_same_results, graphs
 from tests.test_runtime_vm import R, builtin, call, floats, program, run
 
-CHAIN = """
+# Each tensor is larger than the one before, so that none takes another's place.
+GROWING = """
 n = symbol("n")
 @function
 def main(x: f32[n]):
     a: f32[n] = cumsum(x, axis=0)
-    b: f32[n] = cumsum(a, axis=0)
-    d: f32[n] = cumsum(b, axis=0)
-    e: f32[n] = cumsum(d, axis=0)
-    f: f32[n] = concat(a, e, axis=0)
-    return f
-""".replace("f: f32[n]", "f: f32[2*n]")
+    a1: f32[n + 20] = pad(a, shape(0), shape(20))
+    b: f32[n + 20] = cumsum(a1, axis=0)
+    b1: f32[n + 40] = pad(b, shape(0), shape(20))
+    d: f32[n + 40] = cumsum(b1, axis=0)
+    d1: f32[n + 60] = pad(d, shape(0), shape(20))
+    e: f32[n + 60] = cumsum(d1, axis=0)
+    f: f32[n] = exp(a)
+    return (e, f)
+"""
 
 
 def compile_unverified(given: IRModule) -> rl.Executable:
@@ -52,16 +57,21 @@ def test_sound_plans_raise_no_alarm(given: IRModule, flag: bool) -> None:
 
 
 def test_a_life_that_is_taken_for_too_short_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """a is read again at the end, but the planner believes that it dies at once."""
-    last_use = Aliases.last_use
-    monkeypatch.setattr(Aliases, "last_use", lambda self, r: min(last_use(self, r), self.step(r) + 3))
+    """a is read again at the end, but the planner believes that it dies soon."""
+
+    def with_short_lives(*args: Any) -> Aliases:
+        aliases = find_aliases(*args)
+        aliases._last = {root: min(last, aliases.step(root) + 3) for root, last in aliases._last.items()}  # type: ignore[arg-type]
+        return aliases
+
+    given, x = module(GROWING), np.ones(5, "f4")
     with config.override(check_memory=True):
-        exe = compile_unverified(module(CHAIN))
-    with pytest.raises(
-        ExecutionError, match=r"the memory plan is wrong: function 'main', \d+: kernel:concat.*: r\d+, "
-    ) as e:
-        exe(np.ones(5, "f4"))
-    assert "has been overwritten by" in str(e.value) and "last used by" in str(e.value)
+        assert_same_results(compile_unverified(given)(x), Interpreter(given).run("main", x))
+        monkeypatch.setattr(planner, "find_aliases", with_short_lives)
+        exe = compile_unverified(given)
+    message = r"the memory plan is wrong: function 'main', \d+: kernel:.*: r\d+, last used by .*, has been overwritten by r\d+"
+    with pytest.raises(ExecutionError, match=message):
+        exe(x)
 
 
 ARENA = builtin("alloc_arena", 1, None, 256)

@@ -78,7 +78,12 @@ class WatchedArenas(list[Memory]):
         elif call.callee in _NEW:
             self._make(call, at, values, result)
         if not call.callee.startswith("builtin:"):
-            for piece in self._pieces_of(values):
+            self._learn(list(self._pieces_of(values)), at)
+
+    def _learn(self, pieces: list[_Piece], at: int) -> None:
+        """What the operands hold now; but a whole beside its part is to hold what it held, or not to be read again."""
+        for piece in pieces:
+            if not any(other is not piece and other.is_part_of(piece) for other in pieces):
                 piece.checksum, piece.used, piece.at = piece.sum(), self._steps, at
 
     def verify_result(self, value: Any) -> None:
