@@ -69,7 +69,7 @@ def test_a_life_that_is_taken_for_too_short_is_found(monkeypatch: pytest.MonkeyP
         assert_same_results(compile_unverified(given)(x), Interpreter(given).run("main", x))
         monkeypatch.setattr(planner, "find_aliases", with_short_lives)
         exe = compile_unverified(given)
-    message = r"the memory plan is wrong: function 'main', \d+: kernel:.*: r\d+, last used by .*, has been overwritten by r\d+"
+    message = r"the memory plan is wrong: function 'main', \d+: kernel:.*: r\d+, .* overwritten by r\d+"
     with pytest.raises(ExecutionError, match=message):
         exe(x)
 
