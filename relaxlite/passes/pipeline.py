@@ -23,6 +23,7 @@ from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
+from relaxlite.passes.reuse_operands import reuse_operands
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
 from relaxlite.passes.winograd import winograd
@@ -76,6 +77,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # E
         _pure("lower_dps", lower_dps, "dps"),
         _pure("eliminate_dead_again", eliminate_dead, "dps"),
+        Pass("reuse_operands", reuse_operands, "dps"),
         Pass("plan_memory", plan_memory, "dps"),
         _pure("lower_shapes", lower_shapes, "vm"),
     )

@@ -57,7 +57,7 @@ class View(_RuntimeOp):
 
 @register
 class Part(_RuntimeOp):
-    """A part of the memory of tensor `x`, from a byte offset (a shape of one value) on, as a tensor of its own shape and
+    """A part of the memory of tensor `x`, from a byte offset (a shape of one value) on, as one of its own shape and
     dtype: what is written to one is seen in the other."""
 
     name = "memory.part"
