@@ -216,7 +216,7 @@ def shared(program: TensorProgram, x: int, out: int, symbols: dict[Any, int], rn
         np.testing.assert_array_equal(arrays[count + k], array)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=8), st.sampled_from([(1, 1), (4, 3), (3, 21), (18, 17), (0, 3), (5, 0)]))
 def test_scheduled_loops_read_before_they_overwrite(given: IRModule, sizes: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
@@ -351,7 +351,7 @@ def test_the_decision_says_why() -> None:
 # Compiled
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=10, control=True))
 def test_compiled_models_compute_in_place(given: IRModule) -> None:
     exe = rl.compile(given)
