@@ -16,6 +16,7 @@ from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.join_parts import join_parts
 from relaxlite.passes.legalize import legalize
+from relaxlite.passes.lift_workspaces import lift_workspaces
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_precision import lower_precision
 from relaxlite.passes.lower_shapes import lower_shapes
@@ -80,6 +81,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # E
         _pure("lower_dps", lower_dps, "dps"),
         _pure("eliminate_dead_again", eliminate_dead, "dps"),
+        Pass("lift_workspaces", lift_workspaces, "dps"),
         Pass("join_parts", join_parts, "dps"),
         Pass("reuse_operands", reuse_operands, "dps"),
         Pass("plan_memory", plan_memory, "dps"),
