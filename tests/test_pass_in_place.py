@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter, run_program
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Constant
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import evaluate
+from relaxlite.ir.types import TensorType
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.in_place import IN_PLACE, in_place_pairs
 from relaxlite.passes.manager import PassContext, run_passes
@@ -361,6 +365,35 @@ def test_compiled_models_compute_in_place(given: IRModule) -> None:
         assert_same_results(exe(*args), Interpreter(given).run("main", *args))
         for array, kept in zip(args, before, strict=True):
             np.testing.assert_array_equal(array, kept)
+
+
+CONVOLUTIONS = {
+    "pointwise": ((1, 1, 19, 19), 0, {}),
+    "dense": ((3, 3, 8, 19), 1, {"groups": 1}),
+    "by Winograd's transforms": ((3, 3, 19, 19), 1, {}),
+    "depthwise": ((3, 3, 1, 19), 1, {"groups": 19}),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_add_in_place(name: str) -> None:
+    """What is added to a convolution gives its memory, whichever kernel computes that."""
+    shape, pad, attrs = CONVOLUTIONS[name]
+    rng = np.random.default_rng(0)
+    inner = shape[2] * attrs.get("groups", 1)
+    filters = [rng.standard_normal(s).astype("f4") / 5 for s in ((1, 1, 4, inner), (1, 1, 4, 19), shape)]
+    bb = BlockBuilder()
+    n, h, w = (bb.symbol(symbol) for symbol in "nhw")
+    with bb.function("main", x=TensorType.of((n, h, w, 4), "float32")) as (x,):
+        a, b = (bb.emit(ops.conv(x, Constant.of(f), (0,) * 4, layout="last")) for f in filters[:2])
+        c = bb.emit(ops.conv(a, Constant.of(filters[2]), (pad,) * 4, layout="last", **attrs))
+        bb.result(bb.emit(ops.relu(bb.emit(ops.add(c, b)))))
+    context = PassContext(Target.host())
+    exe, oracle = rl.compile(bb.module(), context=context), Interpreter(bb.module())
+    assert [d.taken for d in context.decisions if d.step == "reuse_operands"].count(True) == 1
+    for size in ((1, 1, 1), (2, 3, 3), (1, 13, 6), (1, 24, 25), (0, 8, 8), (3, 2, 7)):
+        x = rng.standard_normal((*size, 4)).astype("f4")
+        np.testing.assert_allclose(exe(x), oracle.run("main", x), rtol=2e-4, atol=2e-4)
 
 
 def test_less_memory_is_needed() -> None:
