@@ -91,42 +91,49 @@ def copied_ranges(program: TensorProgram) -> tuple[Range, ...] | str | None:
 
 
 def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
+    binders, store = _binders(stage)
+    if store is None or not isinstance(store.value, Load) or store.value.buffer not in program.inputs:
+        return None
+    if store.buffer is not program.outputs[0] or store.combine is not None:
+        return None
     known: dict[SymVar, SymExpr] = {}
-    extents: list[SymExpr] = []
     variables: set[SymVar] = set()
-    body = stage
-    while not isinstance(body, Store):
-        if isinstance(body, For):
-            extents.append(body.extent)
-            if _ANALYZER.can_prove_le(body.extent, 1):
-                known[body.var] = sym(0)
-            else:
-                variables.add(body.var)
-            body = body.body
-        elif isinstance(body, LetIndex):
-            value = _index(body.value, known)
+    for binder in binders:
+        if isinstance(binder, For) and _ANALYZER.can_prove_le(binder.extent, 1):
+            known[binder.var] = sym(0)
+        elif isinstance(binder, For):
+            variables.add(binder.var)
+        elif isinstance(binder, Check):
+            if not _is_true(binder.cond, known):
+                return f"it may fail: {binder.message}"
+        else:
+            value = _index(binder.value, known)
             if value is None:
                 return "it reads at places that data decides"
-            known[body.var], body = value, body.body
-        elif isinstance(body, Seq) and all(isinstance(s, Check) for s in body.stmts[:-1]):
-            unknown = next((s for s in body.stmts[:-1] if not _is_true(s.cond, known)), None)  # type: ignore[union-attr]
-            if isinstance(unknown, Check):
-                return f"it may fail: {unknown.message}"
-            body = body.stmts[-1]
-        else:
-            return None
-    load, out = body.value, program.outputs[0]
-    if not isinstance(load, Load) or load.buffer not in program.inputs:
-        return None
-    if body.buffer is not out or body.combine is not None:
-        return None
-    written = [substitute(index, known) for index in body.indices]
-    read = [substitute(index, known) for index in load.indices]
-    to, start = flat_offset(out.shape, written), flat_offset(load.buffer.shape, read)
+            known[binder.var] = value
+    source, out = store.value.buffer, store.buffer
+    to = flat_offset(out.shape, (substitute(index, known) for index in store.indices))
+    start = flat_offset(source.shape, (substitute(index, known) for index in store.value.indices))
     if variables & set((start - to).free_vars()):
         return "what it reads is not contiguous"
     at_zero = {var: sym(0) for var in variables}
-    return Range(load.buffer, substitute(start, at_zero), substitute(to, at_zero), product(tuple(extents)))
+    count = product(tuple(binder.extent for binder in binders if isinstance(binder, For)))
+    return Range(source, substitute(start, at_zero), substitute(to, at_zero), count)
+
+
+def _binders(stage: Stmt) -> tuple[list[For | LetIndex | Check], Store | None]:
+    """What stands round the one store of a stage, from the outside; None in its place: the stage has another form."""
+    found: list[For | LetIndex | Check] = []
+    while not isinstance(stage, Store):
+        if isinstance(stage, For | LetIndex):
+            found.append(stage)
+            stage = stage.body
+        elif isinstance(stage, Seq) and all(isinstance(s, Check) for s in stage.stmts[:-1]):
+            found += [s for s in stage.stmts[:-1] if isinstance(s, Check)]
+            stage = stage.stmts[-1]
+        else:
+            return found, None
+    return found, stage
 
 
 def _index(value: Value, known: _Known) -> SymExpr | None:
