@@ -61,6 +61,15 @@ for i in serial(n):
 """,
         {("x", "out")},
     ),
+    "a result that is written in another shape": (
+        "x: f32[n, m*8], out: f32[n, m, 8]",
+        """
+for i in serial(n):
+    for j in serial(m*8):
+        out[i, j // 8, j % 8] = x[i, j]
+""",
+        {("x", "out")},
+    ),
     "the residual operand of a matmul": (
         "a: f32[n, 64], b: f32[64, m], x: f32[n, m], out: f32[n, m]",
         """
@@ -131,7 +140,12 @@ with allocate((), "float32", "local") as total:
     "a result whose elements are written again and again": (
         "x: f32[n], out: f32[n]",
         "for i in serial(n):\n    for j in serial(2):\n        out[i] = x[i]",
-        "out in x: its elements are not written at the variables of the loops, each once",
+        "out in x: its elements are not written by the loops in turn, each once",
+    ),
+    "a result whose elements are written by several iterations": (
+        "x: f32[n, 8], out: f32[n, 8]",
+        "for i in serial(n):\n    for j in serial(8):\n        out[i, j // 2] = x[i, j // 2]",
+        "out in x: its elements are not written by the loops in turn, each once",
     ),
     "a result that is written here and there": (
         "x: f32[n], out: f32[n]",

@@ -3,7 +3,8 @@
 An output may take over an input where element e of the input is read for the last time before, or in the very store in
 which, element e of the output is written. That holds if, in the loops as they were before scheduling,
 
-    one plain store writes the output, inside of loops whose variables are just its indices: each element once;
+    one plain store writes the output, inside of loops whose variables are just its indices, or which run through the
+    output's elements in the order of memory: each element once;
     every load of the input reads, at its place in these loops, the elements that are written there (equal offsets in
     memory, equal sizes of elements), and comes before the store in the order of the text, or in its value.
 
@@ -93,13 +94,13 @@ def _written_once(out: Buffer, accesses: list[_Access]) -> _Access | str:
     if len(found) != 1 or not isinstance(found[0].node, Store) or found[0].node.combine is not None:
         return "its elements are not written by one plain store"
     store = found[0]
-    variables = [loop.var for loop in store.loops]
+    variables, extents = [loop.var for loop in store.loops], [loop.extent for loop in store.loops]
     if any(isinstance(stmt, IfThenElse) for stmt, _ in store.path):
         return "its elements are written under a condition"
     indices = [index for index in store.node.indices if not index.is_const]
-    if len(indices) != len(variables) or set(indices) != set(variables):
-        return "its elements are not written at the variables of the loops, each once"
-    return store
+    is_permuted = len(indices) == len(variables) and set(indices) == set(variables)
+    is_dense = product(extents) is product(out.shape) and store.offset is flat_offset(extents, variables)
+    return store if is_permuted or is_dense else "its elements are not written by the loops in turn, each once"
 
 
 def _too_late(x: Buffer, store: _Access, accesses: list[_Access]) -> str | None:
