@@ -60,7 +60,6 @@ class _Scope:
 
     symbols: dict[SymVar, int]
     allocations: dict[Var, int] = field(default_factory=dict)
-    whole: dict[Var, Var] = field(default_factory=dict)  # whose memory a variable has all of
 
 
 class _JoinParts:
@@ -88,10 +87,6 @@ class _JoinParts:
                 )
             if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
                 scope.allocations[binding.var] = number
-                scope.whole[binding.var] = binding.var
-            source = value.args[0] if _is_reshape(value) else value  # type: ignore[union-attr]
-            if isinstance(source, Var) and source in scope.whole:
-                scope.whole[binding.var] = scope.whole[source]
             if isinstance(value, If | Loop):
                 inner = _defined(value.params) if isinstance(value, Loop) else ()
                 for nested in inner_bodies(value):
@@ -112,15 +107,15 @@ class _JoinParts:
         nbytes = product(out.ty.shape) * dtypes.itemsize(out.ty.dtype)
         self._context.decide("join_parts", f"{out.name} of {name}", reason is None, text, bytes=nbytes)
         if reason is None:
-            self._join([scope.whole[x] for x in operands if isinstance(x, Var)], out, at, scope)
+            self._join([owner for x in operands if (owner := self._owner(x)) is not None], out, at, scope)
 
     def _obstacle(self, operands: list[Expr], out: Var, scope: _Scope) -> str | None:
         owners: list[Var] = []
         for x in operands:
             if not isinstance(x, Var):
                 return "an operand is a constant"
-            owner = scope.whole.get(x)
-            if owner is None or owner in self._joined:
+            owner = self._owner(x)
+            if owner not in scope.allocations or owner in self._joined:
                 return f"'{x.name}' has no memory of its own that this body allocates"
             if self._aliases.last_use(owner) >= self._aliases.end or self._aliases.is_carried(owner):
                 return f"'{x.name}' leaves the body itself"
@@ -133,6 +128,12 @@ class _JoinParts:
         assert isinstance(out.ty, TensorType) and out.ty.shape is not None
         late = [s.name for s in _symbols(out.ty.shape) if scope.symbols.get(s, first) >= first]
         return f"the size {late[0]} is not known yet where the first operand is computed" if late else None
+
+    def _owner(self, x: Expr) -> Var | None:
+        """The allocation of whose memory the variable is all."""
+        roots = self._aliases.roots(x)
+        owner = roots[0] if len(roots) == 1 else None
+        return owner if isinstance(owner, Var) and _bytes(owner) is _bytes(x) is not None else None
 
     def _join(self, owners: list[Var], out: Var, at: Var, scope: _Scope) -> None:
         assert isinstance(out.ty, TensorType) and out.ty.shape is not None
@@ -167,8 +168,10 @@ class _JoinParts:
         return [*self._before.get(binding.var, ()), *([new] if new is not None else [])]
 
 
-def _is_reshape(value: Expr) -> bool:
-    return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "reshape"
+def _bytes(x: Expr) -> SymExpr | None:
+    if not isinstance(x.ty, TensorType) or x.ty.shape is None:
+        return None
+    return product(x.ty.shape) * dtypes.itemsize(x.ty.dtype)
 
 
 def _defined(params: Iterable[Var]) -> tuple[SymVar, ...]:

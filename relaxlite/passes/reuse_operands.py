@@ -40,12 +40,10 @@ def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of the tensors of one body: allocations that nothing has used yet and those that something has, and
-    of which allocation a variable has all the memory."""
+    """The allocations of one body: those that nothing has used yet, and those that something has."""
 
     fresh: set[Var] = field(default_factory=set)
     used: set[Var] = field(default_factory=set)
-    whole: dict[Var, Var] = field(default_factory=dict)
 
 
 class _FindOperands:
@@ -61,9 +59,6 @@ class _FindOperands:
 
     def _binding(self, binding: Binding, memory: _Memory) -> None:
         value = binding.value if isinstance(binding, Let) else binding.source
-        source = _same_memory(value)
-        if source is not None and source in memory.whole:
-            memory.whole[binding.var] = memory.whole[source]
         for inner in inner_bodies(value):
             self.body(inner)
         if isinstance(value, Call) and isinstance(value.callee, GlobalVar):
@@ -74,7 +69,6 @@ class _FindOperands:
         memory.fresh, memory.used = memory.fresh - now, memory.used | now
         if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
             memory.fresh.add(binding.var)
-            memory.whole[binding.var] = binding.var
 
     def _call(self, at: Var, call: Call, program: TensorProgram, memory: _Memory) -> None:
         pairs = program.attrs.get(IN_PLACE, ())
@@ -91,8 +85,6 @@ class _FindOperands:
                 used.add(x)
                 self.operand_of[out] = x
                 self._taken[out] = owner
-                if x in memory.whole and self._fills(out, x):
-                    memory.whole[out] = memory.whole[x]
 
     def _decide(self, name: str, x: Var, out: Var, reason: str | None) -> None:
         assert isinstance(out.ty, TensorType)
@@ -111,12 +103,13 @@ class _FindOperands:
         if not self._aliases.dies_at(x, at):
             return f"'{x.name}' is read later"
         owner = self._owner(x)
+        assert owner is not None
         if sum(self._owner(arg) is owner for arg in call.args if isinstance(arg, Var)) > 1:
             return f"another operand shares the memory of '{x.name}'"
         if not self._fits(out, x):
             return f"it is not proven that the result is not larger than '{x.name}'"
         leaves = self._aliases.last_use(out) >= self._aliases.end
-        if leaves and (x not in memory.whole or not self._fills(out, memory.whole[x])):
+        if leaves and not self._fills(out, owner):
             return f"the result leaves the function, and '{x.name}' is only a part of its memory"
         return None
 
@@ -137,13 +130,6 @@ class _FindOperands:
         assert isinstance(out.ty, TensorType) and isinstance(x.ty, TensorType)
         size, room = tensor_bytes(out.ty), tensor_bytes(x.ty)
         return size is room or _ANALYZER.can_prove_equal(size, room)
-
-
-def _same_memory(value: Expr) -> Var | None:
-    """The tensor whose memory the value is, all of it."""
-    if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "reshape":
-        value = value.args[0]
-    return value if isinstance(value, Var) else None
 
 
 class _TakeOver(Rewriter):
