@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
@@ -47,10 +48,12 @@ class Range:
     count: SymExpr
 
 
-def copied_range(program: TensorProgram) -> Range | str | None:
+Ranges: TypeAlias = tuple[Range, ...] | str | None
+
+
+def copied_range(program: TensorProgram, ranges: Ranges) -> Range | str | None:
     """The one range that the program copies to all of its output, which lies inside the source whatever the sizes; why
-    it is none; None for a program that does something else than to copy one."""
-    ranges = copied_ranges(program)
+    it is none; None for a program that does something else than to copy one. `ranges`: what it copies in all."""
     if ranges is None or isinstance(ranges, str):
         return ranges
     (found, *others), (out,) = ranges, program.outputs
@@ -62,9 +65,8 @@ def copied_range(program: TensorProgram) -> Range | str | None:
     return found
 
 
-def joined_inputs(program: TensorProgram) -> tuple[Buffer, ...] | None:
+def joined_inputs(program: TensorProgram, ranges: Ranges) -> tuple[Buffer, ...] | None:
     """The inputs, two or more and each once, that the output is: one after another, all of each. None: it is not."""
-    ranges = copied_ranges(program)
     if ranges is None or isinstance(ranges, str) or len({r.source for r in ranges}) != len(ranges) or len(ranges) < 2:
         return None
     end = sym(0)
@@ -75,7 +77,7 @@ def joined_inputs(program: TensorProgram) -> tuple[Buffer, ...] | None:
     return tuple(part.source for part in ranges) if end is product(program.outputs[0].shape) else None
 
 
-def copied_ranges(program: TensorProgram) -> tuple[Range, ...] | str | None:
+def copied_ranges(program: TensorProgram) -> Ranges:
     """The ranges that the stages of a program of one output copy, one each; why one does not; None if one does more
     than to copy."""
     if program.num_outputs != 1:
@@ -99,10 +101,12 @@ def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
     known: dict[SymVar, SymExpr] = {}
     variables: set[SymVar] = set()
     for binder in binders:
-        if isinstance(binder, For) and _ANALYZER.can_prove_le(binder.extent, 1):
-            known[binder.var] = sym(0)
-        elif isinstance(binder, For):
-            variables.add(binder.var)
+        if isinstance(binder, For):
+            _, most = _ANALYZER.interval(binder.extent)
+            if most is not None and most <= 1:
+                known[binder.var] = sym(0)
+            else:
+                variables.add(binder.var)
         elif isinstance(binder, Check):
             if not _is_true(binder.cond, known):
                 return f"it may fail: {binder.message}"

@@ -19,9 +19,9 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import product, substitute
 from relaxlite.ir.types import TensorType
-from relaxlite.ir.visitor import Rewriter, bodies, map_programs
+from relaxlite.ir.visitor import Rewriter, bodies
 from relaxlite.passes.aliases import Aliases, Root, find_aliases
-from relaxlite.passes.contiguous import Range, copied_range, joined_inputs
+from relaxlite.passes.contiguous import Range, Ranges, copied_range, copied_ranges, joined_inputs
 from relaxlite.passes.manager import PassContext
 
 JOINS = "joins"  # attribute of a program: the inputs that its output is, one after another
@@ -33,16 +33,17 @@ _ANALYZER = Analyzer()
 def make_views(module: IRModule, context: PassContext) -> IRModule:
     """Calls of programs that copy a contiguous range become views of it; programs that join contiguous ranges get the
     attribute by which join_parts knows them."""
-    module = map_programs(module, _with_joins)
-    ranges = {name: copied_range(program) for name, program in module.programs().items()}
+    copied = {name: copied_ranges(program) for name, program in module.programs().items()}
+    ranges = {name: copied_range(program, copied[name]) for name, program in module.programs().items()}
     definitions: dict[str, Definition] = dict(module)
+    definitions.update({name: _with_joins(program, copied[name]) for name, program in module.programs().items()})
     for name, function in module.functions().items():
         definitions[name] = _MakeViews(module, context, ranges, function).function(function)
     return module.updated(definitions)
 
 
-def _with_joins(program: TensorProgram) -> TensorProgram:
-    inputs = joined_inputs(program)
+def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
+    inputs = joined_inputs(program, copied)
     if inputs is None:
         return program
     places = tuple(program.inputs.index(x) for x in inputs)
