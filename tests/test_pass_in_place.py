@@ -23,7 +23,7 @@ from relaxlite.passes.in_place import IN_PLACE, in_place_pairs
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.reuse_operands import reuse_operands
-from relaxlite.passes.schedule_cpu import schedule_program
+from relaxlite.passes.schedule_cpu import schedule_cpu, schedule_program
 from relaxlite.target import Target
 from tests.ir_text import assert_becomes, assert_stays, module, program
 from tests.random_graphs import arguments, assert_same_results, graphs
@@ -185,9 +185,15 @@ def test_tiles_of_a_transposition_overlap_so_an_operand_is_read_twice() -> None:
         "y: f32[m, n], x: f32[n, m], out: f32[n, m]",
         "for i in serial(n):\n    for j in serial(m):\n        out[i, j] = y[j, i] + x[i, j]",
     )
-    made, pairs, _ = in_place(text)
+    _, pairs, _ = in_place(text)
     assert pairs == {("x", "out")}
-    assert IN_PLACE not in schedule_program(made, Target.host()).attrs
+    context = PassContext(Target.host())
+    (scheduled,) = schedule_cpu(module(text), context).programs().values()
+    assert IN_PLACE not in scheduled.attrs
+    assert [str(d) for d in context.decisions] == [
+        "in_place: f: no, out in y: other elements are read than the one that is written",
+        "in_place: out of f in x: no, its schedule computes elements twice, or stages other values in the result",
+    ]
 
 
 def test_a_row_that_is_staged_in_the_result_may_not_overwrite_what_is_read_later() -> None:

@@ -53,7 +53,8 @@ class _Access:
 
 
 def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
-    """The pairs of an unscheduled program, and for inputs of an output's size why they are not among them."""
+    """The pairs of an unscheduled program, and for inputs of an output's size why they are not among them, as sentences
+    "out in x: ..."."""
     accesses = list(_accesses(program.body, ()))
     pairs: list[tuple[int, int]] = []
     reasons: list[str] = []
@@ -99,8 +100,9 @@ def _written_once(out: Buffer, accesses: list[_Access]) -> _Access | str:
         return "its elements are written under a condition"
     indices = [index for index in store.node.indices if not index.is_const]
     is_permuted = len(indices) == len(variables) and set(indices) == set(variables)
-    is_dense = product(extents) is product(out.shape) and store.offset is flat_offset(extents, variables)
-    return store if is_permuted or is_dense else "its elements are not written by the loops in turn, each once"
+    if is_permuted or (product(extents) is product(out.shape) and store.offset is flat_offset(extents, variables)):
+        return store
+    return "its elements are not written by the loops in turn, each once"
 
 
 def _too_late(x: Buffer, store: _Access, accesses: list[_Access]) -> str | None:

@@ -82,7 +82,23 @@ PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguo
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
     target, tuning = context.target, context.tuning
-    return map_programs(module, lambda p: schedule_program(p, target, tuning.choice(p, target)))
+    scheduled = map_programs(module, lambda p: schedule_program(p, target, tuning.choice(p, target)))
+    after = scheduled.programs()
+    for name, program in module.programs().items():
+        _note_operands(name, program, after[name], context)
+    return scheduled
+
+
+def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
+    """Which inputs the results of a program cannot take over, and why."""
+    pairs, reasons = in_place_pairs(before) if before is not after else ((), ())
+    for reason in reasons:
+        context.decide("in_place", name, False, reason)
+    for x, out in pairs:
+        if (x, out) not in after.attrs.get(IN_PLACE, ()):  # type: ignore[operator]
+            subject = f"{after.params[out].name} of {name} in {after.params[x].name}"
+            reason = "its schedule computes elements twice, or stages other values in the result"
+            context.decide("in_place", subject, False, reason)
 
 
 def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
@@ -154,7 +170,7 @@ class _Rules:
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             out = rows.result.buffer
-            self._forbid(out, (x for x in self.program.inputs if not reads_in_time(rows, x)))
+            self._forbid(out, [x for x, to in self.in_place if to is out and not reads_in_time(rows, x)])
             self.staged.add(out)
             return scheduled
         marked = mark_parallel(stage)
