@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "nothing": (),
     "+ fusion": ("recognize", "fuse_attention", "decompose_again", "fuse_ops", "fuse_programs"),
     "+ library": (),
-    "+ planning": ("plan_memory",),
+    "+ planning": ("make_views", "lift_workspaces", "join_parts", "reuse_operands", "plan_memory"),
     "+ native host": (),
 }
 """The passes that each step adds to those before. The host function is no pass."""

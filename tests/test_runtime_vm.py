@@ -407,7 +407,7 @@ def test_poison_fills_new_tensors_with_nan(poison: bool) -> None:
         [builtin("make_tuple", 2, R[0]), builtin("copy", 1, R[2])],
         [builtin("reshape", 1, R[0], None, (-1,))],
         [builtin("reshape", 1, R[0], R[0], (-1,))],
-        [builtin("view", 1, R[0], None, 0, (1,), "int8")],
+        [builtin("make_tuple", 2, R[0]), builtin("view", 1, R[2], None, 0, (1,), "int8")],
         [builtin("alloc_heap", 2, 1), builtin("alloc_tensor", 1, R[2], (-5,), "int8")],
         [builtin("alloc_arena", 2, None, 5), builtin("tensor_to_shape", 1, R[2])],
     ],

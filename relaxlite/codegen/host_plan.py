@@ -27,7 +27,7 @@ from relaxlite.runtime.executable import (
 class Prepared:
     """A result that one instruction allocates, at most once.
 
-    `dims`, which may refer to `heap`, are those of what is returned: a reshape may follow the allocation.
+    `dims`, which may refer to `heap`, are those of what is returned: a reshape or a view of all of it may follow.
     """
 
     site: int
@@ -138,7 +138,7 @@ def _first_arena(code: Sequence[Instruction], heap: Operand, split: int) -> tupl
 
 
 class _Values:
-    """Where values come from, through tuples and reshapes; only of registers with one definition."""
+    """Where values come from, through tuples, reshapes and views; only of registers with one definition."""
 
     def __init__(self, function: VMFunction, variables: frozenset[int]) -> None:
         self.code = function.instructions
@@ -190,10 +190,14 @@ def _allocation(values: _Values, operand: Operand) -> Prepared | None:
     at, builtin, operands = values.definition(values.source(operand))
     if builtin == "alloc_tensor":
         return Prepared(at, operands[0], immediate(operands[1]))
-    if builtin != "reshape":
+    dims_at = _DIMS_OF_WHOLE.get(builtin)
+    if dims_at is None or (builtin == "view" and immediate(operands[2]) != 0):
         return None
     source = _allocation(values, operands[0])
-    return Prepared(source.site, operands[1], immediate(operands[2])) if source is not None else None
+    return Prepared(source.site, operands[1], immediate(operands[dims_at])) if source is not None else None
+
+
+_DIMS_OF_WHOLE = {"reshape": 2, "view": 3}  # where the dims stand of what may be all of a tensor under another type
 
 
 def _releases(code: Sequence[Instruction], variables: frozenset[int], given: int) -> dict[int, tuple[int, ...]]:

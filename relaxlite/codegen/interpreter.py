@@ -314,8 +314,13 @@ def _view(arena: Any, offset: tuple[int], shape: tuple[int, ...], *, dtype: str)
     return view
 
 
+def _part(x: Any, offset: tuple[int], shape: tuple[int, ...], *, dtype: str) -> Any:
+    return _view(x.reshape(-1).view(np.uint8), offset, shape, dtype=dtype)
+
+
 _MEMORY: dict[str, Callable[..., Any]] = {
     "memory.alloc_tensor": lambda shape, *, dtype: poisoned(shape, dtype),
     "memory.alloc_arena": lambda size: np.full(size[0], 0xFF, np.uint8),
     "memory.view": _view,
+    "memory.part": _part,
 }

@@ -297,5 +297,6 @@ _LOWERED = {
     "memory.alloc_tensor": ("vm.alloc_tensor", ("dims",)),
     "memory.alloc_arena": ("vm.alloc_arena", ("size",)),
     "memory.view": ("vm.view", ("offset", "dims")),
+    "memory.part": ("vm.view", ("offset", "dims")),
     "reshape": ("vm.reshape", ("dims",)),
 }

@@ -14,15 +14,19 @@ from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.join_parts import join_parts
 from relaxlite.passes.legalize import legalize
+from relaxlite.passes.lift_workspaces import lift_workspaces
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_precision import lower_precision
 from relaxlite.passes.lower_shapes import lower_shapes
+from relaxlite.passes.make_views import make_views
 from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
+from relaxlite.passes.reuse_operands import reuse_operands
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
 from relaxlite.passes.winograd import winograd
@@ -67,6 +71,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("legalize", legalize, "lowered"),
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
+        Pass("make_views", make_views, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
         Pass("estimate_costs", _note_costs, "lowered"),
         # D
@@ -76,6 +81,9 @@ def default_pipeline() -> tuple[Pass, ...]:
         # E
         _pure("lower_dps", lower_dps, "dps"),
         _pure("eliminate_dead_again", eliminate_dead, "dps"),
+        Pass("lift_workspaces", lift_workspaces, "dps"),
+        Pass("join_parts", join_parts, "dps"),
+        Pass("reuse_operands", reuse_operands, "dps"),
         Pass("plan_memory", plan_memory, "dps"),
         _pure("lower_shapes", lower_shapes, "vm"),
     )

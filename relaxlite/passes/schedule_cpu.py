@@ -14,7 +14,8 @@ Shapes may be symbolic: tiles have an exact tail, masked along vectors and narro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from relaxlite import dtypes
@@ -40,6 +41,7 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
+from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
@@ -67,7 +69,7 @@ from relaxlite.passes.schedule_reduction import (
     tile_size,
     tiled,
 )
-from relaxlite.passes.schedule_rows import schedule_rows
+from relaxlite.passes.schedule_rows import reads_in_time, schedule_rows
 from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
@@ -80,21 +82,41 @@ PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguo
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
     target, tuning = context.target, context.tuning
-    return map_programs(module, lambda p: schedule_program(p, target, tuning.choice(p, target)))
+    scheduled = map_programs(module, lambda p: schedule_program(p, target, tuning.choice(p, target)))
+    after = scheduled.programs()
+    for name, program in module.programs().items():
+        _note_operands(name, program, after[name], context)
+    return scheduled
+
+
+def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
+    """Which inputs the results of a program cannot take over, and why."""
+    pairs, reasons = in_place_pairs(before) if before is not after else ((), ())
+    for reason in reasons:
+        context.decide("in_place", name, False, reason)
+    for x, out in pairs:
+        if (x, out) not in after.attrs.get(IN_PLACE, ()):  # type: ignore[operator]
+            subject = f"{after.params[out].name} of {name} in {after.params[x].name}"
+            reason = "its schedule computes elements twice, or stages other values in the result"
+            context.decide("in_place", subject, False, reason)
 
 
 def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
-    rules = _Rules(program, target, choice, {}, {}, [])
+    pairs, _ = in_place_pairs(program)
+    in_place = {(program.params[x], program.params[out]) for x, out in pairs}
+    rules = _Rules(program, target, choice, {}, {}, [], in_place)
     body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
     packing = {name: value for name, value in (("panels", panels), ("groups", groups)) if value}
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
-    attrs = with_steps(Attrs({**program.attrs, **packing}) if packing else program.attrs, steps)
+    kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
+    found = {**packing, IN_PLACE: kept} if kept else packing
+    attrs = with_steps(Attrs({**program.attrs, **found}) if found else program.attrs, steps)
     return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
 
 
@@ -106,6 +128,8 @@ class _Rules:
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
     steps: list[Step]  # what was done, to be read beside the program
+    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
+    staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
         self.steps.append(Step(name, args, tuple(options.items())))
@@ -117,6 +141,13 @@ class _Rules:
         ]
         widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
         return max(1, self.target.vector_bits // 8 // widest)
+
+    def keeps(self, x: Buffer, out: Buffer, body: Stmt) -> bool:
+        """Whether the output may still take over the input's memory when the loops are scheduled like this."""
+        return (x, out) in self.in_place and (out in self.staged or keeps_order(body, out))
+
+    def _forbid(self, out: Buffer, inputs: Iterable[Buffer]) -> None:
+        self.in_place.difference_update({(x, out) for x in inputs})
 
     @property
     def partial_sums(self) -> int:
@@ -136,8 +167,11 @@ class _Rules:
             return self.reduction(block)
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
-        if scheduled is not None:
+        if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
+            out = rows.result.buffer
+            self._forbid(out, [x for x, to in self.in_place if to is out and not reads_in_time(rows, x)])
+            self.staged.add(out)
             return scheduled
         marked = mark_parallel(stage)
         outer = perfect_nest(marked)
@@ -155,6 +189,7 @@ class _Rules:
         if found is None:
             return usual
         conditions, tiles = found
+        self._forbid(store.buffer, self.program.inputs)  # where tiles overlap, elements are computed twice
         return IfThenElse(both(conditions), tiles, usual) if conditions else tiles
 
     def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:

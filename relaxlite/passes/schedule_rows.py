@@ -93,6 +93,23 @@ def _local_rows(rows: Rows) -> list[Buffer]:
     return [local for local in rows.locals if local.shape]
 
 
+def reads_in_time(rows: Rows, x: Buffer) -> bool:
+    """Whether no schedule of the row program reads an element of `x` after it has written the result's element there,
+    also for a local row that lives in the result's: then the two may share memory."""
+    forms = (rows, _in_output(rows), _in_output(rows, recompute=True))
+    return all(_reads_before_writing(_merged(form.stages), x, rows.result.buffer) for form in forms)
+
+
+def _reads_before_writing(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
+    is_written = False
+    for stage in stages:
+        for store in _stores_of(stage) if isinstance(stage, For) else [stage]:
+            if is_written and any(load.buffer is x for load in loads(store)):
+                return False
+            is_written = is_written or any(s.buffer is out for s in stores(store))
+    return True
+
+
 # Where local rows live
 
 

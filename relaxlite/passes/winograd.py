@@ -39,6 +39,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
+from relaxlite.passes.in_place import IN_PLACE, in_place_pairs
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.schedule import less
@@ -142,7 +143,8 @@ class _Conv:
         u = Buffer(f"{self.w.buffer.name}_points", (sym(panels), sym(POINTS), sym(inner), sym(self.width)), "float32")
         params = tuple(u if p is self.w.buffer else p for p in self.whole.params)
         body = seq(*(self._blocks(u) if s is self.stage else s for s in self.stages))
-        attrs = Attrs({**self.whole.attrs, "scheduled": True})
+        pairs, _ = in_place_pairs(self.whole)  # outputs are written once each, after all that is read for them
+        attrs = Attrs({**self.whole.attrs, "scheduled": True, **({IN_PLACE: pairs} if pairs else {})})
         return replace(self.whole, params=params, body=body, attrs=attrs)
 
     def _blocks(self, u: Buffer) -> Stmt:

@@ -7,6 +7,7 @@ what goes out is a NumPy array that owns its memory.
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ class Tensor:
 
     def __init__(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: object) -> None:
         self.ptr, self.shape, self.dtype, self.owner = ptr, shape, dtype, owner
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

@@ -349,18 +349,19 @@ class _Decoder:
         return step
 
     def _view(self, dst: int, operands: tuple[Operand, ...]) -> Step:
-        arena_slot, heap, start = self._slot(operands[0]), self._heap_slot(operands[1]), _imm(operands[2])
+        source_slot, heap, start = self._slot(operands[0]), self._heap_slot(operands[1]), _imm(operands[2])
         shape_of, dtype = _shape_getter(_imm(operands[3])), _imm(operands[4])
         itemsize, what = dtypes.itemsize(dtype), f"tensor r{dst} of function '{self.function.name}'"
 
         def step(registers: Registers, _: list[Memory]) -> None:
-            arena, values = registers[arena_slot], registers[heap].values
+            source, values = registers[source_slot], registers[heap].values
             shape, offset = shape_of(values), start if start >= 0 else values[~start]
             if shape and min(shape) < 0:
                 raise ShapeMismatchError(f"{what}: the shape {shape} has a negative dimension")
-            if offset < 0 or offset + math.prod(shape) * itemsize > arena.nbytes:
-                raise ExecutionError(f"{dtype}{list(shape)} at {offset} is not inside an arena of {arena.nbytes} bytes")
-            registers[dst] = Tensor(arena.ptr + offset, shape, dtype, arena)
+            kind, owner = ("a tensor", source.owner) if isinstance(source, Tensor) else ("an arena", source)
+            if offset < 0 or offset + math.prod(shape) * itemsize > source.nbytes:
+                raise ExecutionError(f"{dtype}{list(shape)} at {offset} is not inside {kind} of {source.nbytes} bytes")
+            registers[dst] = Tensor(source.ptr + offset, shape, dtype, owner)
 
         return step
 

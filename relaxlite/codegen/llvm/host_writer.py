@@ -387,20 +387,27 @@ class Writer:
         self.registers[dst] = Arena(self.load_word(host.ARENA, "ptr", "arena"), nbytes, None)
 
     def _view(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
-        arena = self.value(operands[0])
-        if not isinstance(arena, Arena):
-            raise NotNativeError("a view of something that is no arena")
+        source = self.value(operands[0])
+        if not isinstance(source, Arena | Tensor):
+            raise NotNativeError("a view of something that is neither an arena nor a tensor")
         dtype = immediate(operands[4])
         offset, *dims = self.dims(operands[1], (immediate(operands[2]), *immediate(operands[3])))
         nbytes = self.product(dims, dtypes.itemsize(dtype))
-        key = (arena.ptr.text, offset.text, nbytes.text)
+        total = self._bytes_of(source)
+        key = (source.ptr.text, total.text, offset.text, nbytes.text)
         if key not in self.known.views:
             self.known.views.add(key)
-            room = self.e.binary("sub", arena.nbytes, nbytes, "room")
+            room = self.e.binary("sub", total, nbytes, "room")
             negative = self.e.icmp("slt", offset, int_const(0), "negative")
             self.give_up_if([negative, self.e.icmp("sgt", offset, room, "outside")])
-        pointer = self.e.op(f"getelementptr i8, {arena.ptr}, {offset}", "ptr", 0, f"r{dst}")
-        self.define(dst, Tensor(pointer, tuple(dims), dtype, arena.owner))
+        pointer = self.e.op(f"getelementptr i8, {source.ptr}, {offset}", "ptr", 0, f"r{dst}")
+        is_borrowed = isinstance(source, Tensor) and source.is_borrowed
+        self.define(dst, Tensor(pointer, tuple(dims), dtype, source.owner, is_borrowed))
+
+    def _bytes_of(self, memory: Arena | Tensor) -> Val:
+        if isinstance(memory, Arena):
+            return memory.nbytes
+        return self.product(memory.dims, dtypes.itemsize(memory.dtype))
 
     def _reshape(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
         source, dims = self.value(operands[0]), self.dims(operands[1], immediate(operands[2]))

@@ -56,6 +56,23 @@ class View(_RuntimeOp):
 
 
 @register
+class Part(_RuntimeOp):
+    """A part of the memory of tensor `x`, from a byte offset (a shape of one value) on, as one of its own shape and
+    dtype: what is written to one is seen in the other."""
+
+    name = "memory.part"
+    operands = ("x", "offset", "shape")
+    attrs = {"dtype": Attr("dtype")}
+    is_pure = True
+
+    def infer(self, x: Expr, offset: Expr, shape: Expr, *, dtype: str) -> Type:
+        self.tensor(x, "x")
+        if len(self.shape(offset, "offset")) != 1:
+            self.fail("the offset is a shape of one value")
+        return TensorType.of(self.shape(shape), dtype)
+
+
+@register
 class Copy(_RuntimeOp):
     """A new tensor of its own memory with the same contents."""
 
@@ -120,7 +137,7 @@ class VmAllocArena(_VmOp):
 
 @register
 class VmView(_VmOp):
-    """A tensor inside an arena."""
+    """A tensor inside an arena or inside another tensor."""
 
     name = "vm.view"
     operands = ("arena", "heap")
