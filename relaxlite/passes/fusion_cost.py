@@ -4,9 +4,9 @@ A kernel takes the longer of its arithmetic and its memory traffic, both shared 
 
     time = max(flops / FLOPS_PER_NS, bytes / BYTES_PER_NS) / min(THREADS, parallel) + CALL_NS
 
-All three amounts are expressions of the symbols. Where merging moves no more bytes and computes nothing again it pays at
-every size. Else both ways are timed at representative sizes within the symbols' bounds, and the lesser sum decides: so a
-recomputation that is free for one row and costly for many is refused unless a bound keeps the rows few. The verdict
+All three amounts are expressions of the symbols. Where merging moves no more bytes and computes nothing again it pays
+at every size. Else both ways are timed at representative sizes within the symbols' bounds, and the lesser sum decides:
+a recomputation that is free for one row and costly for many is refused unless a bound keeps the rows few. The verdict
 holds the amounts and says at which sizes the answer would be the other one.
 """
 
@@ -20,10 +20,10 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, product, sym
 
-# Of one core of about 4 GHz with vectors of 512 bits, out of its last cache. Only ratios matter: 1 byte is worth 1 FLOP.
+# Of one core of 4 GHz with vectors of 512 bits, out of its last cache. Only ratios matter: 1 byte is worth 1 FLOP.
 FLOPS_PER_NS = 50
 BYTES_PER_NS = 50
-CALL_NS = 100
+CALL_NS = 50
 THREADS = 4  # what a kernel of independent iterations can count on anywhere
 SIZES = (1, 16, 128, 1024)  # that stand for all values of a symbol
 MOST_ALONE = 4  # symbols that are also tried at the largest size while the others are at the least
@@ -91,7 +91,7 @@ def _by_sizes(apart: Sequence[Work], merged: Work, figures: Mapping[str, SymExpr
 
 
 def representative_sizes(symbols: Sequence[SymVar]) -> list[dict[SymVar, int]]:
-    """Assignments that stand for all: every symbol small, middling or large, and each large alone, within its bounds."""
+    """Assignments that stand for all: every symbol small, middling, large, and each large alone, within bounds."""
     found = [{v: _within(v, size) for v in symbols} for size in SIZES]
     if len(symbols) > 1:
         least = found[0]
@@ -117,4 +117,4 @@ def prologue_verdict(producer: TensorProgram, consumer: TensorProgram, operand: 
     fuse_ops asks for each producer that it could inline there. No is always right: the operand is then a tensor.
     """
     name = consumer.inputs[operand].name
-    return Verdict(False, f"{name} is read once per tile of outputs, where it would be computed anew each time")
+    return Verdict(False, f"OUT_FUSIBLE: each tile of outputs reads all of its {name}, which would be computed anew")
