@@ -565,20 +565,20 @@ REFUSED = {
         "a into b: b has another shape than a",
     ),
     "an epilogue that also reads it elsewhere": (
-        "a: f32[4, 4] = matmul(q, q)\nb: f32[4, 4] = call(across, a)",
+        "a: f32[64, 64] = matmul(q, q)\nb: f32[64, 64] = call(across, a)",
         "a into b: b reads its operand at other indices than it writes",
     ),
     "an expensive producer under a broadcast": (
         "a: f32[n, 4] = tanh(x)\nb: f32[2, n, 4] = broadcast_to(a, shape(2, n, 4))",
-        "a into b: b would compute a (cost 10) more than once per element",
+        "a into b: one kernel is slower on the whole, but not at n = 1 (a is computed where it is read)",
     ),
     "an expensive producer read twice": (
-        "a: f32[4, 4] = tanh(q)\nb: f32[4, 4] = call(across, a)",
-        "a into b: b would compute a (cost 10) more than once per element",
+        "a: f32[64, 64] = tanh(q)\nb: f32[64, 64] = call(across, a)",
+        "a into b: one kernel is slower (a is computed where it is read) (bytes saved 32768, flops added 106496)",
     ),
     "an expensive producer of a matrix product": (
         "a: f32[n, 4] = neg(x)\nb: f32[n, 8] = matmul(a, w)",
-        "a into b: b is OUT_FUSIBLE",
+        "a into b: b is OUT_FUSIBLE: each tile of outputs reads all of its a, which would be computed anew",
     ),
     "an index from data where a condition guards": (
         "a: f32[m, 4] = gather(x, places, axis=0)\nb: f32[m+1, 4] = pad(a, shape(1, 0), shape(0, 0))",
@@ -597,9 +597,9 @@ REFUSED = {
 
 ACROSS = """
 @program(symbols=(), outputs=1)
-def across(x: f32[4, 4], out: f32[4, 4]):
-    for i in serial(4):
-        for j in serial(4):
+def across(x: f32[64, 64], out: f32[64, 64]):
+    for i in serial(64):
+        for j in serial(64):
             out[i, j] = x[i, j] + x[i, 0]
 """
 
@@ -607,16 +607,28 @@ def across(x: f32[4, 4], out: f32[4, 4]):
 @pytest.mark.parametrize("name", REFUSED)
 def test_not_fused_because(name: str) -> None:
     statements, reason = REFUSED[name]
-    params = "x: f32[n, 4], y: f32[n, 4], q: f32[4, 4], w: f32[4, 8], places: i64[m]"
+    params = "x: f32[n, 4], y: f32[n, 4], q: f32[64, 64], w: f32[4, 8], places: i64[m]"
     text = str(main(statements.replace("call(across, a)", "add(a, a)"), params=params))
     made, notes = fused(module(text.replace("add(a, a)", "call(across, a)") + ACROSS))
     assert len(kernels(made)) > 1
-    assert "fuse_ops: " + reason.replace(": ", ": no, ", 1) in notes, notes
+    assert any(note.startswith("fuse_ops: " + reason.replace(": ", ": no, ", 1)) for note in notes), notes
 
 
-def test_an_intermediate_that_is_also_a_result_is_computed_on_its_own() -> None:
-    made, _ = fused(main("a: f32[n, 4] = tanh(x)\nb: f32[n, 4] = neg(a)\nd: f32[n, 4] = relu(b)", "(a, d)"))
-    assert kernels(made) == ["tanh", "fused_neg_relu"]
+def test_an_intermediate_that_is_also_a_result_is_a_second_output() -> None:
+    assert_fuses(
+        "a: f32[n, 4] = tanh(x)\nb: f32[n, 4] = neg(a)\nd: f32[n, 4] = relu(b)",
+        """
+        n = symbol("n")
+        @program(symbols=(n,), outputs=2)
+        def p(x: f32[n, 4], a: f32[n, 4], d: f32[n, 4]):
+            for i in serial(n):
+                for j in serial(4):
+                    a[i, j] = tanh(x[i, j])
+                    d[i, j] = max(-a[i, j], float32(0.0))
+        """,
+        result="(a, d)",
+        params="x: f32[n, 4]",
+    )
 
 
 def test_an_intermediate_that_a_branch_captures_is_computed_on_its_own() -> None:
@@ -786,4 +798,4 @@ def test_fusion_keeps_the_meaning_of_random_graphs(given: IRModule, sizes: tuple
     args: Any = arguments(*sizes, flag=flag)
     made, notes = fused(given)
     assert_same_results(Interpreter(made).run("main", *args), Interpreter(given).run("main", *args))
-    assert all(re.match(r"fuse_ops: \w+ into \w+: no, .+", note) for note in notes)
+    assert all(re.match(r"fuse_ops: \w+ (into|with) \w+: no, .+", note) for note in notes)

@@ -189,7 +189,7 @@ class _FuseFunction(Rewriter):
         merged = joined(groups)
         against = _refuse_group(groups, merged)
         if against is None and isinstance(merged, Group) and node not in merged.outs:
-            verdict = inline_verdict(node, node.consumers)
+            verdict = inline_verdict(node, node.consumers, outputs=len(merged.outs))
             reason, against = verdict.reason, None if verdict.taken else verdict.reason
         if against is None and isinstance(merged, Group):
             streams = len(merged.inputs) + len(merged.outs)
@@ -290,9 +290,10 @@ def _is_plain(group: Group) -> bool:
 
 def _shared_bytes(a: Group, b: Group) -> SymExpr:
     """The size of the operands that two groups both read, unless they are small beside what is written."""
-    both = [x for x in a.inputs if x in b.inputs and isinstance(x.ty, TensorType) and x.ty.shape is not None]
-    wide = [x for x in both if product(x.ty.shape) is product(a.nodes[-1].shape)]  # type: ignore[union-attr]
-    return sum((tensor_bytes(x.ty.shape, x.ty.dtype) for x in wide), sym(0))  # type: ignore[union-attr]
+    types = [x.ty for x in a.inputs if x in b.inputs]
+    size = product(a.nodes[-1].shape)
+    wide = [t for t in types if isinstance(t, TensorType) and t.shape is not None and product(t.shape) is size]
+    return sum((tensor_bytes(t.shape or (), t.dtype) for t in wide), sym(0))
 
 
 def _may_read_output(node: Node, consumer: Node) -> bool:

@@ -1,8 +1,8 @@
 """Whether merging kernels pays: bytes that no longer move against work that is done more than once.
 
-A kernel takes the longer of its arithmetic and its memory traffic, both shared out among threads, and a call:
+A kernel takes the time of its arithmetic and of its memory traffic, both shared out among threads, and that of a call:
 
-    time = max(flops / FLOPS_PER_NS, bytes / BYTES_PER_NS) / min(THREADS, parallel) + CALL_NS
+    time = (flops / FLOPS_PER_NS + bytes / BYTES_PER_NS) / min(THREADS, parallel) + CALL_NS
 
 All three amounts are expressions of the symbols. Where merging moves no more bytes and computes nothing again it pays
 at every size. Else both ways are timed at representative sizes within the symbols' bounds, and the lesser sum decides:
@@ -41,7 +41,7 @@ class Work:
         """Nanoseconds at these sizes."""
         flops, moved, parallel = (evaluate(e, values) for e in (self.flops, self.bytes, self.parallel))
         threads = min(THREADS, max(parallel, 1))
-        return max(flops / FLOPS_PER_NS, moved / BYTES_PER_NS) / threads + CALL_NS
+        return (flops / FLOPS_PER_NS + moved / BYTES_PER_NS) / threads + CALL_NS
 
 
 @dataclass(frozen=True, slots=True)

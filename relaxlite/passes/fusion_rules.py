@@ -20,6 +20,8 @@ from relaxlite.passes.fusion_graph import Group, Node
 from relaxlite.passes.loop_pattern import LoopPattern, reduction_of, top_stages
 from relaxlite.passes.rows import rows_of
 
+READ_FLOPS = 4  # operations that cost no more than finding and reading a stored element
+
 # Legality
 
 
@@ -116,12 +118,15 @@ def _certain_loads(value: Value) -> Iterator[Load]:
 # Costs
 
 
-def inline_verdict(producer: Node, consumers: Sequence[Node]) -> Verdict:
-    """Whether the elements of a producer are computed where they are read, instead of stored and read again."""
+def inline_verdict(producer: Node, consumers: Sequence[Node], *, outputs: int = 1) -> Verdict:
+    """Whether the elements of a producer are computed where they are read, instead of stored and read again; those that
+    several consumers read at one place once for each output of their kernel."""
     elements = product(producer.shape)
-    evaluations = sum((_evaluations(c, producer) for c in consumers), sym(0))
+    in_place = [c for c in consumers if _reads_in_place(c, producer)]
+    evaluations = sum((_evaluations(c, producer) for c in consumers if c not in in_place), sym(0))
+    evaluations = evaluations + elements * min(len(in_place), outputs)
     size = tensor_bytes(producer.shape, _dtype(producer))
-    operations = sum(_operations(n.program) for n in producer.group.nodes)
+    operations = max(sum(_operations(n.program) for n in producer.group.nodes) - READ_FLOPS, 0)
     figures = {"bytes_saved": size * 2, "flops_added": (evaluations - elements) * operations}
     parallel = [_parallel(n) for n in (producer, *consumers)]
     if evaluations is elements and all(p is parallel[0] for p in parallel):
@@ -175,6 +180,14 @@ def _evaluations(consumer: Node, producer: Node) -> SymExpr:
             around = [*rows.spatial, rows.final]
         total = total + _extent(around, consumer) * len(read)
     return total
+
+
+def _reads_in_place(consumer: Node, producer: Node) -> bool:
+    """Whether each element of the consumer needs the same element of the producer, and no other."""
+    read = loads_of(consumer, {producer.var})
+    if consumer.pattern > LoopPattern.INJECTIVE or product(consumer.shape) is not product(producer.shape):
+        return False
+    return all(load.indices == store.indices for store in stores(consumer.program.body) for load in read)
 
 
 def _flops(node: Node) -> SymExpr:

@@ -1,0 +1,180 @@
+"""Kernels of several outputs, concatenations and reshapes inside of kernels: which come about, and that they compute
+the same as what they were made of at many sizes, zero and one included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relaxlite as rl
+from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Expr, Tuple
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import get_op
+from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.types import TensorType
+from relaxlite.passes.manager import PassContext
+from relaxlite.target import Target
+from tests.random_graphs import assert_same_results
+
+SIZES = [(1, 1), (0, 5), (5, 0), (2, 3), (4, 16), (7, 17), (3, 64), (1, 130)]
+Emit = Callable[..., Any]
+
+
+def build(make: Callable[..., Expr | Sequence[Expr]], *shapes: Sequence[object]) -> IRModule:
+    """main of tensors of these shapes, in which "n" and "m" are symbols; `make(emit, n, m, *tensors)` gives results."""
+    bb = BlockBuilder()
+    symbols = {name: bb.symbol(name) for name in ("n", "m")}
+    types = {f"x{k}": TensorType.of(tuple(symbols.get(d, d) for d in s), "float32") for k, s in enumerate(shapes)}  # type: ignore[call-overload]
+    with bb.function("main", **types) as params:
+        found = make(lambda name, *args, **attrs: bb.emit(get_op(name)(*args, **attrs)), *symbols.values(), *params)
+        bb.result(Tuple(tuple(found)) if isinstance(found, tuple) else found)
+    return bb.module()
+
+
+def assert_runs_as(given: IRModule, kernels: int, *shapes: Sequence[object], tolerance: float = 1e-5) -> PassContext:
+    """Compiled to so many kernels, it computes what the interpreter does at many sizes."""
+    context = PassContext(Target.host())
+    exe = rl.compile(given, context=context)
+    calls = [d for d in context.decisions if d.step == "fuse_ops"]
+    names = [name for name in exe.data.kernels if not name.startswith("main_shapes")]
+    assert len(names) == kernels, (names, "\n".join(map(str, calls)))
+    rng = np.random.default_rng(0)
+    for n, m in SIZES:
+        sizes = {"n": n, "m": m}
+        args = [rng.standard_normal(tuple(sizes.get(d, d) for d in s)).astype("f4") for s in shapes]  # type: ignore[call-overload]
+        got, expected = exe(*args), Interpreter(given).run("main", *args)
+        assert_same_results(got, expected)
+    return context
+
+
+def test_a_rotary_embedding_is_one_kernel() -> None:
+    """Halves of a row change places, one negated: slices, a concat and products, after a transpose to heads."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, cos: Expr, sin: Expr) -> Expr:
+        x = emit("transpose", emit("reshape", x, (n, m, 3, 8)), axes=(0, 2, 1, 3))
+        first, second = (emit("slice", x, (0, 0, 0, begin), (n, 3, m, 4)) for begin in (0, 4))
+        turned = emit("concat", emit("neg", second), first, axis=3)
+        return emit("add", emit("multiply", x, cos), emit("multiply", turned, sin))
+
+    shapes = (("n", "m", 24), ("m", 8), ("m", 8))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_cache_is_extended_by_what_is_computed_in_place() -> None:
+    """The second part of a concat is computed where it is stored; the concat is a result and read on."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, past: Expr, x: Expr) -> Sequence[Expr]:
+        both = emit("concat", past, emit("transpose", emit("tanh", x), axes=(1, 0)), axis=1)
+        return both, emit("sum", both, axes=(1,))
+
+    shapes = (("n", "m"), (3, "n"))
+    assert_runs_as(build(make, *shapes), 2, *shapes)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_follows_a_concat_element_by_element_runs_part_by_part(axis: int) -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        both = emit("concat", emit("sqrt", emit("abs", x)), y, axis=axis)
+        return emit("neg", emit("add", emit("tanh", both), emit("abs", both)))
+
+    shapes = (("n", "m"), ("n", "m"))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_concat_of_concats_runs_in_three_parts() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        return emit("tanh", emit("concat", emit("concat", x, y, axis=1), emit("neg", x), axis=1))
+
+    shapes = (("n", "m"), ("n", 5))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_concat_that_is_read_across_its_parts_is_stored() -> None:
+    """A slice begins inside of the first part: no loop over one part alone."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        return emit("slice", emit("concat", x, y, axis=0), (1, 0), (n * 2 - 1, m))
+
+    context = PassContext(Target.host())
+    given = build(make, ("n", "m"), ("n", "m"))
+    exe = rl.compile(given, context=context)
+    assert len([name for name in exe.data.kernels if not name.startswith("main_shapes")]) == 2
+    assert any("joined of parts" in d.reason for d in context.decisions if not d.taken)
+    args = [np.ones((3, 2), "f4"), np.zeros((3, 2), "f4")]
+    assert_same_results(exe(*args), Interpreter(given).run("main", *args))
+
+
+def test_siblings_that_read_the_same_operand_are_one_kernel() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        angles = emit("multiply", x, np.float32(0.5))
+        return emit("cos", angles), emit("sin", angles)
+
+    context = assert_runs_as(build(make, ("n", "m")), 1, ("n", "m"))
+    (why,) = (d for d in context.decisions if d.subject == "cos with sin")
+    assert why.taken and str(why.figures["bytes saved"]) == "m*n*4"
+
+
+def test_a_residual_sum_and_its_norm_are_one_kernel() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr, w: Expr) -> Sequence[Expr]:
+        total = emit("add", emit("tanh", x), y)
+        normed = emit("layer_norm", total, w, axis=-1)
+        return total, emit("add", normed, total)
+
+    shapes = (("n", "m"), ("n", "m"), ("m",))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_product_that_is_used_before_and_after_its_activation_is_one_kernel() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, w: Expr, b: Expr) -> Sequence[Expr]:
+        before = emit("add", emit("matmul", x, w), b)
+        return before, emit("gelu", before)
+
+    shapes = (("n", 24), (24, 40), (40,))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_an_output_that_another_call_needs_in_between_is_refused() -> None:
+    """b needs the running sum of a, which is no kernel's part: a and b cannot be one call."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        a = emit("tanh", x)
+        running = emit("cumsum", a, axis=1)
+        return a, emit("add", a, running)
+
+    context = assert_runs_as(build(make, ("n", "m")), 3, ("n", "m"))
+    assert any("needed in between" in d.reason for d in context.decisions if not d.taken)
+
+
+def test_a_kernel_of_several_outputs_stands_before_what_uses_any_of_them() -> None:
+    """b comes after a use of a that is no part of the kernel, and needs nothing of that: it moves up."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        a = emit("tanh", x)
+        running = emit("cumsum", a, axis=1)
+        return emit("neg", running), a, emit("relu", a)
+
+    assert_runs_as(build(make, ("n", "m")), 3, ("n", "m"))
+
+
+def test_a_reshape_inside_of_a_kernel_costs_no_division() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        wide = emit("expand_dims", emit("tanh", x), axes=(1,))
+        return emit("subtract", y, wide)
+
+    shapes = (("n", "m"), ("n", 1, "m"))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_reshape_whose_elements_take_a_division_is_no_part_of_a_kernel() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        flat = emit("reshape", emit("add", x, y), (n * m,))
+        return emit("neg", flat)
+
+    shapes = (("n", "m"), ("m",))
+    context = assert_runs_as(build(make, *shapes), 2, *shapes)
+    assert any("division" in d.reason for d in context.decisions if not d.taken)
