@@ -68,9 +68,9 @@ class Group:
 
     @property
     def outs(self) -> list[Node]:
-        """The nodes whose results are used outside."""
+        """The nodes whose results are used outside, or nowhere."""
         inside = set(self.nodes)
-        return [n for n in self.nodes if n.outside or not inside.issuperset(n.consumers)]
+        return [n for n in self.nodes if n.outside or not n.consumers or not inside.issuperset(n.consumers)]
 
     @property
     def inputs(self) -> tuple[Expr, ...]:
