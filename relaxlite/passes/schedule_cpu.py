@@ -55,6 +55,7 @@ from relaxlite.passes.schedule import (
     split_reduction,
     when_positive,
     with_variant,
+    without_unit_loops,
 )
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
@@ -139,7 +140,7 @@ class _Rules:
         if scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             return scheduled
-        marked = mark_parallel(stage)
+        marked = mark_parallel(without_unit_loops(stage))
         outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
             return parallel_nest(outer.loops, serial(self.inner(outer.body)))
