@@ -42,7 +42,7 @@ from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
+from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     fuse,
@@ -144,7 +144,7 @@ class _Rules:
         outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
             return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        usual = self.streamed(stage, outermost_parallel(self.inner(self.fused(marked))))
+        usual = self.streamed(stage, outermost_parallel(self.inner(share_two_loops(self.fused(marked)))))
         return self.transposed(stage, usual)
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
