@@ -31,6 +31,8 @@ from relaxlite.passes.legalize import legalize
 from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.reachable import drop_unused
+from relaxlite.passes.resolve_matches import resolve_matches
+from relaxlite.passes.sink_into_branches import sink_into_branches
 from relaxlite.target import Target
 from tests.ir_text import module, program
 from tests.random_graphs import arguments, assert_same_results, graphs
@@ -42,6 +44,8 @@ def fused(given: IRModule) -> tuple[IRModule, list[str]]:
     """The module with its calls fused, and the notes of what was not."""
     context = PassContext(TARGET)
     lowered = legalize(decompose(given))
+    verify(lowered, "lowered")
+    lowered = sink_into_branches(resolve_matches(lowered, context), context)
     verify(lowered, "lowered")
     grouped = fuse_ops(lowered, context)
     verify(grouped, "lowered")
