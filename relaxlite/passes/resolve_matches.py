@@ -1,10 +1,10 @@
 """Let tensors pass a MatchShape: what reads the matched tensor reads its source, so that both may become one kernel.
 
-    b = match_shape(a, (m, 4))             _ = match_shape(shape(n, 4), (m, 4))
+    b = match_shape(a, (m, 4))             _ = match_shape(shape(n), (m))
     c = relu(b)                     =>     c = relu(a)                  with n in place of m from there on
 
-for a tensor `a` of the known shape (n, 4). The check stays, and it still defines m; it only needs the shape now. A
-symbol that the check does not define, or that promises more than is proven of its value, keeps the tensor in place.
+for a tensor `a` of the known shape (n, 4), where nothing is left to check: m is defined here, and what its declaration
+promises is proven of n. A size that must be compared at run time keeps its check, and the tensor behind it.
 """
 
 from __future__ import annotations
@@ -64,25 +64,28 @@ class _Resolve:
 
     def body(self, body: Body) -> Body:
         blocks = tuple(
-            Block(tuple(self._binding(b) for b in block.bindings), block.is_dataflow) for block in body.blocks
+            Block(tuple(made for b in block.bindings for made in self._binding(b)), block.is_dataflow)
+            for block in body.blocks
         )
-        return Body(blocks, self._expr(body.result))
+        return Body(tuple(b for b in blocks if b.bindings), self._expr(body.result))
 
-    def _binding(self, binding: Binding) -> Binding:
+    def _binding(self, binding: Binding) -> tuple[Binding, ...]:
         if isinstance(binding, Let):
             value = self._expr(binding.value)
-            return Let(self._var(binding.var), value)
+            return (Let(self._var(binding.var), value),)
         source, shape = self._expr(binding.source), self._dims(binding.shape)
         made = replace(binding, source=source, shape=shape)
         taken = self._resolved(made) if isinstance(source.ty, TensorType) else None
         self._defined.update(v for d in shape for v in d.free_vars())
         if taken is None:
-            return replace(made, var=self._var(binding.var))
+            return (replace(made, var=self._var(binding.var)),)
         self._symbols.update(taken)
         self._vars[binding.var] = source
-        assert isinstance(source.ty, TensorType) and source.ty.shape is not None
-        var = Var(binding.var.name, ShapeType(shape, len(shape)), binding.var.loc)
-        return MatchShape(var, ShapeValue(source.ty.shape), shape, binding.loc)
+        if not taken:
+            return ()
+        symbols = tuple(taken)
+        var = Var(binding.var.name, ShapeType(symbols, len(symbols)), binding.var.loc)
+        return (MatchShape(var, ShapeValue(tuple(taken.values())), symbols, binding.loc),)
 
     def _resolved(self, match: MatchShape) -> dict[SymVar, SymExpr] | None:
         """What the symbols that the match defines are, where this makes both shapes the same; else None."""
@@ -101,7 +104,7 @@ class _Resolve:
             elif not _ANALYZER.can_prove_equal(known, substitute(dim, found)):
                 reason = f"{known} and {dim} are equal only by this check"
         subject = f"{match.var.name} as its source"
-        self._context.decide("resolve_matches", subject, reason is None, reason or "the check needs the shape alone")
+        self._context.decide("resolve_matches", subject, reason is None, reason or "nothing is left to check")
         return found if reason is None else None
 
     def _dims(self, dims: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
