@@ -178,3 +178,43 @@ def test_a_reshape_whose_elements_take_a_division_is_no_part_of_a_kernel() -> No
     shapes = (("n", "m"), ("m",))
     context = assert_runs_as(build(make, *shapes), 2, *shapes)
     assert any("division" in d.reason for d in context.decisions if not d.taken)
+
+
+def test_a_product_whose_bias_follows_a_reshape_is_one_kernel() -> None:
+    """The elements in another shape: rows of 24 as (3, 8), and (n, m) as one dimension."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, w: Expr, b: Expr) -> Expr:
+        heads = emit("reshape", emit("matmul", x, w), (n * m, 3, 8))
+        return emit("gelu", emit("add", heads, b))
+
+    shapes = (("n", "m", 5), (5, 24), (3, 8))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_sum_whose_square_root_follows_expanded_dimensions_is_one_kernel() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        total = emit("sum", emit("abs", x), axes=(1,))
+        wide = emit("expand_dims", total, axes=(1,))
+        return emit("sqrt", wide)
+
+    assert_runs_as(build(make, ("n", "m")), 1, ("n", "m"))
+
+
+def test_a_softmax_in_another_shape_is_one_kernel_with_what_follows() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        wide = emit("expand_dims", emit("softmax", x, axis=-1), axes=(1,))
+        return emit("multiply", wide, y)
+
+    shapes = (("n", "m"), ("n", 1, "m"))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_transposed_product_is_stored_as_it_is_computed() -> None:
+    """Column after column it would be stored element by element: the transpose stays a kernel of its own."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, w: Expr) -> Expr:
+        return emit("transpose", emit("matmul", x, w), axes=(1, 0))
+
+    shapes = (("n", 5), (5, 24))
+    context = assert_runs_as(build(make, *shapes), 2, *shapes)
+    assert any("side by side" in d.reason for d in context.decisions if not d.taken)

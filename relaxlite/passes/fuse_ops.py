@@ -26,7 +26,7 @@ from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import Load, TensorProgram
-from relaxlite.ir.program_visitor import loads
+from relaxlite.ir.program_visitor import loads, stores
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter
@@ -241,8 +241,20 @@ def _refuse_group(groups: list[Group], merged: Group | str) -> str | None:
 
 
 def _needs_trial(group: Group) -> bool:
-    """Whether the patterns alone do not tell that the loops merge: something inside is in parts, or reshaped."""
-    return any(n.is_view or (n.pattern == LoopPattern.PARTS and n not in group.outs) for n in group.nodes)
+    """Whether the patterns alone do not tell that the loops merge: something inside is in parts, or reshaped, or
+    follows a reduction in another order."""
+    anchors = [n.position for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
+    after = [n for n in group.nodes if any(n.position > p for p in anchors)]
+    return any(n.is_view or (n.pattern == LoopPattern.PARTS and n not in group.outs) for n in group.nodes) or any(
+        not _is_in_place(n, group) for n in after
+    )
+
+
+def _is_in_place(node: Node, group: Group) -> bool:
+    """Whether a call reads the results of others of its group at the very indices where it writes."""
+    inside = {n.var for n in group.nodes}
+    written = [s.indices for s in stores(node.program.body)]
+    return all([load.indices] == written for load in loads_of(node, inside))
 
 
 def _divides(load: Load) -> bool:

@@ -26,36 +26,20 @@ READ_FLOPS = 4  # operations that cost no more than finding and reading a stored
 
 
 def refuse_epilogue(node: Node, path: Sequence[Node]) -> str | None:
-    """What follows a reduction runs in its loops, element by element."""
-    analyzer = Analyzer()
-    for other in path:
-        if other.pattern > LoopPattern.BROADCAST:
-            return f"{other.var.name} is {other.pattern.name}, an epilogue must be elementwise"
-        same = len(other.shape) == len(node.shape) and all(
-            analyzer.can_prove_equal(a, b) for a, b in zip(other.shape, node.shape, strict=True)
-        )
-        if not same:
-            return f"{other.var.name} has another shape than {node.var.name}"
+    """What follows a reduction runs in its loops, element by element; those of a reshape are the same in another order.
+    Whether the loops merge is left to merge_stages.py to try."""
+    analyzer, elements = Analyzer(), product(node.shape)
     inside = {node.var, *(n.var for n in path)}
     for other in path:
-        (store,) = stores(other.program.body)
-        for load in loads_of(other, inside):
-            if not _same_element(load, store.indices, other):
-                return f"{other.var.name} reads its operand at other indices than it writes"
+        if other.pattern > LoopPattern.INJECTIVE:
+            return f"{other.var.name} is {other.pattern.name}, an epilogue must be elementwise"
+        count = product(other.shape)
+        if count is not elements and not analyzer.can_prove_equal(count, elements):
+            return f"{other.var.name} has another shape than {node.var.name}"
         checked = {load.buffer for s in top_stages(other.program) if isinstance(s, Check) for load in loads(s)}
         if any(load.buffer in checked for load in loads_of(other, inside)):
             return f"{other.var.name} checks its operand before its loops"
     return None
-
-
-def _same_element(load: Load, indices: tuple[SymExpr, ...], node: Node) -> bool:
-    """Equal indices; a constant 0 stands for the loop variable of a dimension of one."""
-    if len(load.indices) != len(indices):
-        return False
-    return all(
-        a is b or (a.is_const and d.is_const and d.const == 1)
-        for a, b, d in zip(load.indices, indices, node.shape, strict=True)
-    )
 
 
 def loads_of(node: Node, variables: set[Var]) -> list[Load]:

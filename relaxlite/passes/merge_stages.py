@@ -12,7 +12,8 @@
     for i, j:
         out[i, j] = f(t[i, j])
 
-   and what follows a row program into the loop that writes its result.
+   in another order of the same elements too, where they still lie side by side, and what follows a row program into
+   the loop that writes its result.
 4. Nests that write several outputs become one nest that stores them one after another.
 """
 
@@ -23,10 +24,13 @@ from dataclasses import replace
 from functools import partial
 
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.op_costs import stmt_flops
+from relaxlite.ir.ops.shape import reshape_index
 from relaxlite.ir.program import Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
-from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
+from relaxlite.passes.access import coefficient
 from relaxlite.passes.loop_pattern import (
     Nest,
     Part,
@@ -243,21 +247,36 @@ def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs:
     that follows, at the same element. A nest reads the value that the one before has computed."""
     done: list[Stmt] = [result] if result.buffer in outputs else []
     known = {result.buffer: _element_value(result, result.buffer in outputs)}
+    places = {result.buffer: result.indices}
     for stage in after:
         nest = perfect_nest(stage)
-        store = injective_store(nest)
-        if store is None or not known.keys() & _read(stage) or not _same_extents(nest.loops, loops):
+        read = next((x for x in loads(stage) if x.buffer in known), None)
+        if read is None or injective_store(nest) is None:
             raise CannotMerge(f"{_name_of(stage)} is not computed element by element from {result.buffer.name}")
-        body = Substitute(dict(zip(nest.vars, (loop.var for loop in loops), strict=True))).stmt(nest.body)
+        at = element_of(nest, read, places[read.buffer])
+        if at is None:
+            raise CannotMerge(f"{_name_of(stage)} does not read each element of {read.buffer.name} once")
+        body = Substitute(at).stmt(nest.body)
         for load in loads(body):
-            if load.buffer in known and not _is_element(load, result):
+            if load.buffer in known and not _is_element(load, places[load.buffer]):
                 raise CannotMerge(f"{_name_of(stage)} reads {load.buffer.name} at other indices than it writes")
         body = _Replace(known).stmt(body)
-        done.append(body)
         last = plain_store(Nest((), body))
         assert last is not None
-        known[last.buffer] = _element_value(last, is_stored=True)
+        if not _is_along(last, loops[-1].var if loops else None):
+            raise CannotMerge(f"{_name_of(stage)} would not be stored side by side")
+        done.append(body)
+        known[last.buffer], places[last.buffer] = _element_value(last, is_stored=True), last.indices
     return seq(*done)
+
+
+def _is_along(store: Store, var: SymVar | None) -> bool:
+    """Whether the elements lie as they are computed: with a stride of one along the innermost loop, no divisions."""
+    if var is None:
+        return True
+    position = flat_offset(store.buffer.shape, store.indices)
+    step = coefficient(position, var)
+    return step is not None and (step is sym(1) or step is sym(0))
 
 
 def _element_value(store: Store, is_stored: bool) -> Value:
@@ -266,12 +285,45 @@ def _element_value(store: Store, is_stored: bool) -> Value:
     return store.value if cheap else Load(store.buffer, store.indices)
 
 
-def _is_element(load: Load, result: Store) -> bool:
-    """Whether the load reads the element that is being computed; a constant 0 stands for a dimension of one."""
-    return len(load.indices) == len(result.indices) and all(
-        a is b or (a.is_const and d.is_const and d.const == 1)
-        for a, b, d in zip(load.indices, result.indices, load.buffer.shape, strict=True)
-    )
+def element_of(nest: Nest, read: Load, place: Sequence[SymExpr]) -> dict[SymVar, SymExpr] | None:
+    """The loop variables of a nest at which it reads the element at `place`, where it reads each element of the buffer
+    once: in order, transposed or reshaped. None: it reads them otherwise.
+
+    The position that is read is a sum of variables times strides. Sorted by these, the loops count in a mixed radix
+    through all elements; its digits at the position of `place` are what the variables are there.
+    """
+    shape = read.buffer.shape
+    if read.indices == nest.vars and all(map(_equal, nest.shape, shape)):
+        return dict(zip(nest.vars, place, strict=True))
+    position = flat_offset(shape, read.indices)
+    strides = {loop: coefficient(position, loop.var) for loop in nest.loops if as_int(loop.extent) != 1}
+    at: dict[SymVar, SymExpr] = {loop.var: sym(0) for loop in nest.loops if loop not in strides}
+    order: list[For] = []
+    width, rest = sym(1), substitute(position, at)
+    while len(order) < len(strides):
+        loop = next((x for x, s in strides.items() if x not in order and s is not None and _equal(s, width)), None)
+        if loop is None:
+            return None
+        order.insert(0, loop)
+        rest = rest - loop.var * width
+        width = width * loop.extent
+    if not _equal(width, product(shape)) or not _equal(rest, sym(0)):
+        return None
+    digits = reshape_index(tuple(loop.extent for loop in order), shape, place)
+    at.update({loop.var: digit for loop, digit in zip(order, digits, strict=True)})
+    return at
+
+
+def _equal(a: SymExpr, b: SymExpr) -> bool:
+    return a is b or _ANALYZER.can_prove_equal(a, b)
+
+
+def _is_element(load: Load, place: Sequence[SymExpr]) -> bool:
+    """Whether the load reads the element at a place."""
+    shape = load.buffer.shape
+    if all(a is b or as_int(d) == 1 for a, b, d in zip(load.indices, place, shape, strict=True)):
+        return True
+    return _equal(flat_offset(shape, load.indices), flat_offset(shape, place))
 
 
 class _Replace(ProgramRewriter):
