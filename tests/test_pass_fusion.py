@@ -565,7 +565,7 @@ REFUSED = {
         "a into b: b would not be stored side by side",
     ),
     "a broadcasting consumer of a reduction": (
-        "a: f32[n, 1] = sum(x, axes=(1,), keepdims=True)\nb: f32[n, 4] = subtract(x, a)",
+        "a: f32[1, 4] = sum(x, axes=(0,), keepdims=True)\nb: f32[n, 4] = subtract(x, a)",
         "a into b: b has another shape than a",
     ),
     "an epilogue that also reads it elsewhere": (

@@ -218,3 +218,56 @@ def test_a_transposed_product_is_stored_as_it_is_computed() -> None:
     shapes = (("n", 5), (5, 24))
     context = assert_runs_as(build(make, *shapes), 2, *shapes)
     assert any("side by side" in d.reason for d in context.decisions if not d.taken)
+
+
+# Row programs of reductions and what is read along their rows
+
+
+def test_deviations_from_a_mean_over_their_greatest_are_one_kernel() -> None:
+    """Two reductions of a row, the second of what the first one gives, and a row that is read twice."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        shifted = emit("subtract", x, emit("mean", x, axes=(1,), keepdims=True))
+        sines = emit("sin", shifted)
+        most = emit("expand_dims", emit("sum", emit("abs", sines), axes=(1,)), axes=(1,))
+        return emit("add", emit("divide", sines, emit("add", most, np.float32(1))), y)
+
+    shapes = (("n", "m"), ("m",))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_norm_whose_sum_is_used_elsewhere_keeps_the_sum_apart() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        total = emit("sum", emit("abs", x), axes=(1,), keepdims=True)
+        return emit("subtract", x, total), total
+
+    assert_runs_as(build(make, ("n", "m")), 2, ("n", "m"))
+
+
+def test_a_variance_by_squares_is_one_kernel_with_its_norm() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Expr:
+        mean = emit("mean", x, axes=(2,))
+        square = emit("mean", emit("multiply", x, x), axes=(2,))
+        variance = emit("maximum", emit("subtract", square, emit("multiply", mean, mean)), np.float32(0))
+        scale = emit("reciprocal", emit("sqrt", emit("add", variance, np.float32(0.5))))
+        centred = emit("subtract", x, emit("reshape", mean, (n, 3, 1)))
+        return emit("multiply", centred, emit("reshape", scale, (n, 3, 1)))
+
+    assert_runs_as(build(make, ("n", 3, "m")), 1, ("n", 3, "m"))
+
+
+def test_reductions_along_another_dimension_than_the_rows_stay_apart() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Expr:
+        return emit("subtract", x, emit("sin", emit("sum", x, axes=(0,), keepdims=True)))
+
+    assert_runs_as(build(make, ("n", "m")), 2, ("n", "m"))
+
+
+def test_one_row_is_not_worth_a_kernel_without_threads() -> None:
+    """With a single row of any length there is nothing to share among threads in a row program."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Expr:
+        return emit("tanh", emit("subtract", x, emit("max", x, axes=(1,), keepdims=True)))
+
+    context = assert_runs_as(build(make, (1, "m")), 2, (1, "m"))
+    assert any("slower" in d.reason for d in context.decisions if not d.taken)

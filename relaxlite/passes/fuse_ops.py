@@ -5,6 +5,7 @@ its uses flow into) together with everything on the paths between, when the patt
 
     epilogue    u is a reduction, ROW or OUT_FUSIBLE, all others are elementwise over u's own output shape
     injective   u and the path are at most PARTS, v is at most ROW
+    rows        all are reductions of rows, row programs, or elementwise along the same rows or once per row
 
 Reshapes take part: between two programs one becomes a change of indices, at the edge of a group it stays a view.
 Then groups join that share work but not a post-dominator; their kernel has several outputs:
@@ -42,7 +43,16 @@ from relaxlite.passes.fusion_graph import (
     make_graph,
     post_dominate,
 )
-from relaxlite.passes.fusion_rules import inline_verdict, loads_of, refuse_data_index, refuse_epilogue, refuse_injective
+from relaxlite.passes.fusion_rules import (
+    inline_verdict,
+    loads_of,
+    loses_threads,
+    may_share_rows,
+    refuse_data_index,
+    refuse_epilogue,
+    refuse_injective,
+    rows_verdict,
+)
 from relaxlite.passes.legalize import ProgramTable, lower_call
 from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
@@ -127,8 +137,12 @@ class _FuseFunction(Rewriter):
         reason = _refuse_group(groups, merged)
         if verdict.taken and (reason is not None or isinstance(merged, str)):
             verdict = Verdict(False, reason or str(merged))
+        if verdict.taken and isinstance(merged, Group) and loses_threads(node):
+            verdict = rows_verdict(groups, merged)
         if verdict.taken and isinstance(merged, Group) and _needs_trial(merged):
             verdict = self._try_to_merge(merged) or verdict
+        elif not verdict.taken and isinstance(merged, Group) and node.group.has_anchor:
+            verdict = self._in_rows(groups, merged) or verdict
         if not (node.is_view and len(node.group.nodes) == 1):  # a view alone moves nothing, either way
             self._context.decide(
                 "fuse_ops", f"{node.var.name} into {sink.var.name}", verdict.taken, verdict.reason, **verdict.figures
@@ -158,6 +172,12 @@ class _FuseFunction(Rewriter):
             for name, amount in verdict.figures.items():
                 figures[name] = figures.get(name, sym(0)) + amount
         return Verdict(True, verdict.reason, figures)
+
+    def _in_rows(self, groups: list[Group], merged: Group) -> Verdict | None:
+        """The verdict on a group that could become a row program; None: it could not."""
+        if len(merged.nodes) > MAX_GROUP or not may_share_rows(merged) or self._try_to_merge(merged) is not None:
+            return None
+        return rows_verdict(groups, merged)
 
     def _try_to_merge(self, group: Group) -> Verdict | None:
         """The verdict against a group whose loops turn out not to merge, or to merge badly."""

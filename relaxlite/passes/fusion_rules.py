@@ -130,6 +130,40 @@ def inline_verdict(producer: Node, consumers: Sequence[Node], *, outputs: int = 
     return weigh(apart, merged, figures)
 
 
+def rows_verdict(groups: Sequence[Group], merged: Group) -> Verdict:
+    """Whether reductions of rows, and what is read along them, are faster row by row in one kernel."""
+    apart = []
+    for group in groups:
+        anchors = [n for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
+        flops = sum((_flops(n) for n in group.nodes), sym(0))
+        apart.append(Work(flops, _moved(group), _parallel(anchors[0] if anchors else group.nodes[-1])))
+    anchor = next(n for n in merged.nodes if n.pattern >= LoopPattern.REDUCTION)
+    together = Work(sum((w.flops for w in apart), sym(0)), _moved(merged), _parallel(anchor))
+    saved = sum((w.bytes for w in apart), sym(0)) - together.bytes
+    return weigh(apart, together, {"bytes_saved": saved})
+
+
+def loses_threads(node: Node) -> bool:
+    """Whether what follows a call in its group's kernel runs in fewer independent iterations than on its own: row by
+    row, where the group holds a row program."""
+    anchors = [n for n in node.group.nodes if n.pattern in (LoopPattern.REDUCTION, LoopPattern.ROW)]
+    return bool(anchors) and _parallel(anchors[0]) is not product(node.shape)
+
+
+def _moved(group: Group) -> SymExpr:
+    """The bytes that a kernel reads and writes."""
+    return sum((_bytes(x) for x in (*group.inputs, *(n.var for n in group.outs))), sym(0))
+
+
+def may_share_rows(group: Group) -> bool:
+    """Whether a group could be a row program: nothing in it but reductions, row programs and elementwise calls."""
+    allowed = (LoopPattern.REDUCTION, LoopPattern.ROW)
+    return all(
+        (n.pattern <= LoopPattern.INJECTIVE or n.pattern in allowed) and not _has_data_index(n.program)
+        for n in group.nodes
+    )
+
+
 def _dtype(node: Node) -> str:
     return node.call.ty.dtype if isinstance(node.call.ty, TensorType) else "float32"
 

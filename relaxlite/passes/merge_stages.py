@@ -15,6 +15,8 @@
    in another order of the same elements too, where they still lie side by side, and what follows a row program into
    the loop that writes its result.
 4. Nests that write several outputs become one nest that stores them one after another.
+5. Where that leaves several reductions, or a reduction that is read along its rows, the stages become a row program if
+   they share their rows (merge_rows.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.op_costs import stmt_flops
 from relaxlite.ir.ops.shape import reshape_index
 from relaxlite.ir.program import Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
 from relaxlite.passes.access import coefficient
 from relaxlite.passes.loop_pattern import (
@@ -40,6 +42,7 @@ from relaxlite.passes.loop_pattern import (
     plain_store,
     reduction_of,
 )
+from relaxlite.passes.merge_rows import rows_from
 from relaxlite.passes.rows import Rows, keep_row, rows_of, with_final, with_output
 
 CHEAP_READS = 3  # cost of a value that may be computed again in each stage of a row program rather than kept
@@ -53,11 +56,29 @@ class CannotMerge(Exception):
 
 def merge_stages(stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]) -> list[Stmt]:
     """The stages of one kernel that writes the outputs and no intermediate. Raises CannotMerge."""
+    try:
+        return _merged(stages, intermediates, outputs)
+    except CannotMerge:
+        inlined = _inline_in_place(list(stages), intermediates)
+        checks = [s for s in inlined if isinstance(s, Check)]
+        rows = rows_from([s for s in inlined if not isinstance(s, Check)], intermediates)
+        if rows is None or any(_read(check) & {*intermediates, *outputs} for check in checks):
+            raise
+        return [*checks, rows.nest]
+
+
+def _merged(stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]) -> list[Stmt]:
     merged = _inline(_keep_rows(list(stages), intermediates), intermediates)
     checks = [s for s in merged if isinstance(s, Check)]
+    late = next((b.name for check in checks for b in outputs if b in _read(check)), None)
+    if late is not None:
+        raise CannotMerge(f"{late} is checked before all loops")
     merged = _merge_around_anchor([s for s in merged if not isinstance(s, Check)], outputs)
     if len(outputs) > 1 and len(merged) > 1:
         merged = [_one_nest(merged)]
+    left = {b.name for s in merged for b in _written(s) & set(intermediates)}
+    if left:
+        raise CannotMerge(f"{', '.join(sorted(left))} would have to be stored")
     return [*checks, *merged]
 
 
@@ -101,6 +122,22 @@ def _inline(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
             if parts is None:
                 raise CannotMerge(f"{buffer.name} is written by several stages")
             stages = [new for s in others for new in ([s] if buffer not in _read(s) else _by_parts(s, buffer, parts))]
+    return stages
+
+
+def _inline_in_place(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
+    """Inline the intermediates that one stage reads, once for each element."""
+    for buffer in reversed(intermediates):
+        writers, readers = ([s for s in stages if buffer in found(s)] for found in (_written, _read))
+        if len(writers) != 1 or len(readers) != 1 or injective_store(perfect_nest(writers[0])) is None:
+            continue
+        rows = rows_of(readers[0])
+        read = [s for s in (readers if rows is None else rows.stages) if buffer in _read(s)]
+        around = [s for s in walk_stmts(readers[0]) if isinstance(s, For)]
+        loops = around if rows is None else [*rows.spatial, rows.final]
+        if len(read) == 1 and product(loop.extent for loop in loops) is product(buffer.shape):
+            inliner = _Inline(buffer, writers[0])
+            stages = [inliner.stmt(s) for s in stages if s is not writers[0]]
     return stages
 
 
