@@ -207,6 +207,8 @@ class _FuseFunction(Rewriter):
     def _join(self, node: Node, other: Node, saved: SymExpr, reason: str) -> None:
         groups = [node.group, other.group]
         merged = joined(groups)
+        if isinstance(merged, Group) and len(merged.outs) < 2:
+            return  # one output: what was decided about that stands
         against = _refuse_group(groups, merged)
         if against is None and isinstance(merged, Group) and node not in merged.outs:
             verdict = inline_verdict(node, node.consumers, outputs=len(merged.outs))
