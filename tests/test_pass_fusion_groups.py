@@ -271,3 +271,24 @@ def test_one_row_is_not_worth_a_kernel_without_threads() -> None:
 
     context = assert_runs_as(build(make, (1, "m")), 2, (1, "m"))
     assert any("slower" in d.reason for d in context.decisions if not d.taken)
+
+
+def test_a_softmax_and_what_is_summed_over_it_are_one_kernel() -> None:
+    """A row program and a reduction that reads its rows, then both."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        weights = emit("softmax", x, axis=-1)
+        total = emit("sum", emit("multiply", weights, weights), axes=(1,), keepdims=True)
+        return emit("add", emit("subtract", weights, emit("sqrt", total)), y)
+
+    shapes = (("n", "m"), ("n", "m"))
+    assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_two_norms_one_after_the_other_are_one_kernel() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, w: Expr) -> Expr:
+        once = emit("layer_norm", x, w, axis=-1)
+        return emit("softmax", emit("tanh", once), axis=-1)
+
+    shapes = (("n", "m"), ("m",))
+    assert_runs_as(build(make, *shapes), 1, *shapes)

@@ -150,7 +150,8 @@ class _RowBuilder:
         for stage in rows.stages:
             j = SymVar(stage.var.name) if isinstance(stage, For) else None
             body = stage.body if isinstance(stage, For) else stage
-            moved = Substitute({**at, **({stage.var: j} if isinstance(stage, For) and j else {})}, fresh).stmt(body)
+            here = {**at, stage.var: j} if isinstance(stage, For) and j is not None else at
+            moved = Substitute(here, fresh).stmt(body)
             made = self._rewrite(moved, {}, j)
             if made is None:
                 return False
