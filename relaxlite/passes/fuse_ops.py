@@ -81,6 +81,7 @@ class _FuseFunction(Rewriter):
     ) -> None:
         super().__init__()
         self._patterns, self._definitions, self._table, self._context = patterns, definitions, table, context
+        self._merges: set[object] = set()  # likenesses of groups that merge: layers repeat
 
     def body(self, body: Body) -> Body:
         nodes = make_graph(body, self._node)
@@ -181,6 +182,9 @@ class _FuseFunction(Rewriter):
 
     def _try_to_merge(self, group: Group) -> Verdict | None:
         """The verdict against a group whose loops turn out not to merge, or to merge badly."""
+        likeness = group.likeness
+        if likeness in self._merges:
+            return None
         try:
             program = merge(composite(group), self._definitions)
         except CannotMerge as reason:
@@ -188,6 +192,7 @@ class _FuseFunction(Rewriter):
         divided = next((x for x in loads(program.body) if _divides(x)), None)
         if divided is not None and any(n.is_view for n in group.nodes):
             return Verdict(False, f"each element of {divided.buffer.name} would be found by a division (reshape)")
+        self._merges.add(likeness)
         return None
 
     # Several outputs

@@ -78,6 +78,14 @@ class Group:
         return tuple(dict.fromkeys(a for n in self.nodes for a in n.call.args if a not in inside))
 
     @property
+    def likeness(self) -> object:
+        """What groups that merge alike have in common: programs, symbols, types, and who reads whose result."""
+        known: dict[Expr, int] = {x: k for k, x in enumerate((*self.inputs, *(n.var for n in self.nodes)))}
+        calls = tuple((n.call.callee, tuple(known[a] for a in n.call.args), n.call.sym_args) for n in self.nodes)
+        types = tuple((ty.shape, ty.dtype) for x in known if isinstance(ty := x.ty, TensorType))
+        return calls, types, tuple(known[n.var] for n in self.outs)
+
+    @property
     def symbols(self) -> tuple[SymVar, ...]:
         return tuple(dict.fromkeys(s for n in self.nodes for s in (*expr_symbols(n.call), *type_symbols(n.var.ty))))
 
