@@ -10,6 +10,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.codegen import scalar_functions
 from relaxlite.codegen.python_source import poisoned
+from relaxlite.ir.op_costs import flops_of
 from relaxlite.ir.program import (
     Allocate,
     Binary,
@@ -33,7 +34,6 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.symbolic import SymVar, evaluate
-from relaxlite.passes.cost import flops_of
 
 
 class Counter:

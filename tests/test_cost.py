@@ -19,6 +19,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import INTRINSICS
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.op_costs import FLOPS, value_flops
 from relaxlite.ir.program import (
     BINARY,
     COMBINE,
@@ -44,7 +45,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import program_symbols
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, smin, sym
-from relaxlite.passes.cost import FLOPS, Cost, cost_of, value_flops
+from relaxlite.passes.cost import Cost, cost_of
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target

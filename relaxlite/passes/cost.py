@@ -21,23 +21,20 @@ from functools import lru_cache, reduce
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.op_costs import flops_of, value_flops
 from relaxlite.ir.program import (
     Allocate,
-    Binary,
     Buffer,
     For,
     IfThenElse,
     IndexValue,
-    Intrinsic,
     LetIndex,
     Load,
     Seq,
     Stmt,
     Store,
     TensorProgram,
-    Unary,
     Value,
 )
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
@@ -56,26 +53,6 @@ from relaxlite.ir.symbolic import (
     smin,
     sym,
 )
-
-# FLOPs of one operation. What hardware does in one instruction counts 1, division and square root 4 as is customary, a
-# fused multiply-add 2; functions count what our own float32 code for them takes (codegen/llvm/math.py), about. What
-# moves, compares, chooses or converts counts nothing. Operations on integers count like those on floats, bools nothing.
-FLOPS: Mapping[str, int] = {
-    **dict.fromkeys(
-        ("add", "sub", "mul", "min", "max", "maxnum", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1
-    ),
-    **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
-    **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
-    "fma": 2,
-    **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
-    "isnan": 0,
-    "isinf": 0,
-    "exp": 20,
-    "exp2": 15,
-    **dict.fromkeys(("log", "tanh", "erf"), 30),
-    **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan"), 50),
-    **dict.fromkeys(("asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow"), 70),
-}
 
 _ZERO, _ONE = sym(0), sym(1)
 _MOST_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
@@ -110,25 +87,6 @@ def cost_of(program: TensorProgram) -> Cost:
 
 def _total(values: Iterable[SymExpr]) -> SymExpr:
     return sum(values, _ZERO)
-
-
-def value_flops(*values: Value) -> int:
-    """FLOPs to compute the values; a part that they share counts once."""
-    parts = {id(part): part for value in values for part in walk_values(value)}
-    return sum(_operation_flops(part) for part in parts.values())
-
-
-def _operation_flops(value: Value) -> int:
-    if isinstance(value, Unary):
-        return 0 if value.x.dtype == "bool" else flops_of(value.op)
-    if isinstance(value, Binary):
-        return 0 if value.dtype == "bool" else flops_of(value.op)
-    return flops_of(value.name) if isinstance(value, Intrinsic) else 0
-
-
-def flops_of(op: str) -> int:
-    """1 for an operation that the table lacks: no model fails to compile because its cost is not known exactly."""
-    return FLOPS.get(op, 1)
 
 
 # Ranges: what values indices take while the loops run

@@ -2,7 +2,8 @@
 
 ELEMENTWISE   every load has the indices of the store
 BROADCAST     loads use a subset of the store's loop variables, in order (a scalar: none of them)
-INJECTIVE     one nest, each output element from other indices (transpose, slice, gather, concat of Selects)
+INJECTIVE     one nest, each output element from other indices (transpose, slice, gather)
+PARTS         several such nests, each writing its own range of one dimension, one range after another (concat)
 REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
 ROW           several stages over one row of the output after another (softmax, layer norm; rows.py)
 OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
@@ -11,12 +12,13 @@ OPAQUE        anything else: several stages, data-dependent stores, scans
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, TensorProgram, seq
 from relaxlite.ir.program_visitor import loads, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.rows import rows_of
 
 
@@ -24,10 +26,11 @@ class LoopPattern(IntEnum):
     ELEMENTWISE = 0
     BROADCAST = 1
     INJECTIVE = 2
-    REDUCTION = 3
-    ROW = 4
-    OUT_FUSIBLE = 5
-    OPAQUE = 6
+    PARTS = 3
+    REDUCTION = 4
+    ROW = 5
+    OUT_FUSIBLE = 6
+    OPAQUE = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,17 @@ class Nest:
     @property
     def vars(self) -> tuple[SymVar, ...]:
         return tuple(loop.var for loop in self.loops)
+
+    @property
+    def shape(self) -> tuple[SymExpr, ...]:
+        return tuple(loop.extent for loop in self.loops)
+
+    @property
+    def stmt(self) -> Stmt:
+        stmt = self.body
+        for loop in reversed(self.loops):
+            stmt = replace(loop, body=stmt)
+        return stmt
 
 
 def perfect_nest(stmt: Stmt) -> Nest:
@@ -57,6 +71,13 @@ def top_stages(program: TensorProgram) -> tuple[Stmt, ...]:
 
 def injective_store(nest: Nest) -> Store | None:
     """The one plain Store of a nest that writes each element once, at its loop variables in order; else None."""
+    store = plain_store(nest)
+    return store if store is not None and store.indices == nest.vars else None
+
+
+def plain_store(nest: Nest) -> Store | None:
+    """The one Store of a nest, which does not combine and whose buffer the nest does not read, under nothing but
+    indices from data and checks; else None."""
     body = nest.body
     while isinstance(body, LetIndex | Seq):
         if isinstance(body, LetIndex):
@@ -65,9 +86,43 @@ def injective_store(nest: Nest) -> Store | None:
             body = body.stmts[-1]
         else:
             return None
-    if not isinstance(body, Store) or body.combine is not None or body.indices != nest.vars:
+    if not isinstance(body, Store) or body.combine is not None:
         return None
     return body if all(load.buffer is not body.buffer for load in loads(nest.body)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A nest that writes a range of one dimension of a buffer: at its loop variables, `offset` further along `axis`."""
+
+    nest: Nest
+    store: Store
+    axis: int
+    offset: SymExpr
+
+
+def parts_of(stages: Sequence[Stmt]) -> tuple[Part, ...] | None:
+    """The stages as nests that write the ranges of one buffer one after another, all of it; None: they do not."""
+    nests = [perfect_nest(stage) for stage in stages]
+    found = [plain_store(nest) for nest in nests]
+    stored = [store for store in found if store is not None and store.buffer is getattr(found[0], "buffer", None)]
+    if len(stored) < len(stages) or len(stages) < 2:
+        return None
+    buffer, rank = stored[0].buffer, len(stored[0].indices)
+    if any(len(nest.loops) != rank for nest in nests):
+        return None
+    at = [(store.indices, nest.vars) for nest, store in zip(nests, stored, strict=True)]
+    moved = {k for indices, own in at for k in range(rank) if indices[k] is not own[k]}
+    if len(moved) != 1:
+        return None
+    (axis,), parts, end = moved, list[Part](), sym(0)
+    for nest, store in zip(nests, stored, strict=True):
+        offset = store.indices[axis] - nest.vars[axis]
+        if offset is not end or set(offset.free_vars()) & set(nest.vars):
+            return None
+        parts.append(Part(nest, store, axis, offset))
+        end = offset + nest.loops[axis].extent
+    return tuple(parts) if end is buffer.shape[axis] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +191,10 @@ def _with_element(nest: Nest, body: Seq) -> Allocate | None:
 def analyze(program: TensorProgram) -> LoopPattern:
     """The pattern of a program of one output."""
     stages = tuple(s for s in top_stages(program) if not isinstance(s, Check))
-    if len(stages) != 1 or program.num_outputs != 1:
+    if program.num_outputs != 1:
         return LoopPattern.OPAQUE
+    if len(stages) != 1:
+        return LoopPattern.OPAQUE if parts_of(stages) is None else LoopPattern.PARTS
     stage = stages[0]
     store = injective_store(perfect_nest(stage))
     if store is not None:

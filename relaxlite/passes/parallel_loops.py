@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import Allocate, For, IfThenElse, LetIndex, Seq, Stmt, seq
+from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symbols, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import accesses
 from relaxlite.passes.schedule import fuse, nest
+
+ENOUGH_ITERATIONS = 64  # of a parallel loop, for any number of threads to share them evenly
 
 
 def mark_parallel(stmt: Stmt) -> Stmt:
@@ -36,6 +38,22 @@ def outermost_parallel(stmt: Stmt) -> Stmt:
     if isinstance(stmt, IfThenElse):
         return replace(stmt, then=outermost_parallel(stmt.then))
     return stmt
+
+
+def share_two_loops(stmt: Stmt) -> Stmt:
+    """One parallel loop over both outer loops of a nest of three or more that are independent: the outermost alone may
+    have too few iterations for all threads, as a batch of one has."""
+    if not isinstance(stmt, For) or not isinstance(stmt.body, For) or not isinstance(stmt.body.body, For):
+        return stmt
+    outer, inner = stmt, stmt.body
+    few = (as_int(outer.extent) or 0) < ENOUGH_ITERATIONS
+    if not few or outer.kind != "parallel" or inner.kind != "parallel" or outer.var in inner.extent.free_vars():
+        return stmt
+    both = SymVar(f"{outer.var.name}{inner.var.name}")
+    body: Stmt = inner.body
+    for var, at in ((inner.var, both % inner.extent), (outer.var, both // inner.extent)):
+        body = LetIndex(var, IndexValue(at), body)
+    return For(both, outer.extent * inner.extent, body, "parallel")
 
 
 def serial(stmt: Stmt) -> Stmt:

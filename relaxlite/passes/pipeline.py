@@ -26,9 +26,11 @@ from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
+from relaxlite.passes.resolve_matches import resolve_matches
 from relaxlite.passes.reuse_operands import reuse_operands
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
+from relaxlite.passes.sink_into_branches import sink_into_branches
 from relaxlite.passes.winograd import winograd
 
 
@@ -69,6 +71,8 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("eliminate_dead", eliminate_dead, "graph"),
         # C
         _pure("legalize", legalize, "lowered"),
+        Pass("resolve_matches", resolve_matches, "lowered"),
+        Pass("sink_into_branches", sink_into_branches, "lowered"),
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
         Pass("make_views", make_views, "lowered"),

@@ -7,13 +7,16 @@ for i:                                    spatial loops, none or several
     for j: exps[j] = exp(x[i, j] - top[]) that fill a local row,
     ...
     for j: out[i, j] = exps[j] * scale[]  and last the one that writes the result
+
+Stages may write further outputs, at the place of the row where they are, and read them again there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values, loads, stores, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar
@@ -41,8 +44,8 @@ class Rows:
 
     @property
     def result(self) -> Store:
-        """The store of an element of the result."""
-        return next(s for s in stores(self.final) if s.buffer not in self.locals)
+        """The store of an element of the result: the last of the last stage."""
+        return [s for s in stores(self.final) if s.buffer not in self.locals][-1]
 
     @property
     def nest(self) -> Stmt:
@@ -73,16 +76,16 @@ def rows_of(stage: Stmt) -> Rows | None:
         return None
     rows = Rows(tuple(spatial), tuple(found), body.stmts)
     written = list(stores(body))
-    results = [s for s in written if s.buffer not in found]
-    if len(results) != 1 or results[0].combine is not None or results[0] not in list(stores(rows.final)):
-        return None
-    if any(load.buffer is results[0].buffer for load in loads(body)):
+    outputs = {s.buffer for s in written if s.buffer not in found}
+    last = [s for s in stores(rows.final) if s.buffer in outputs]
+    if not last or any(x.buffer is last[-1].buffer for x in accesses(body) if x is not last[-1]):
         return None
     variables = {loop.var for loop in spatial}
-    return rows if all(_is_stage(s, rows, variables) for s in body.stmts) else None
+    return rows if all(_is_stage(s, rows, variables, outputs - {last[-1].buffer}) for s in body.stmts) else None
 
 
-def _is_stage(stage: Stmt, rows: Rows, variables: set[SymVar]) -> bool:
+def _is_stage(stage: Stmt, rows: Rows, variables: set[SymVar], further: set[Buffer]) -> bool:
+    """`further`: outputs beside the result."""
     if isinstance(stage, Store):
         return (
             stage.buffer in rows.locals and not stage.buffer.shape and not any(_is_row(x, rows) for x in loads(stage))
@@ -92,10 +95,12 @@ def _is_stage(stage: Stmt, rows: Rows, variables: set[SymVar]) -> bool:
     if variables & set(stage.extent.free_vars()):
         return False
     body = stage.body.stmts if isinstance(stage.body, Seq) else (stage.body,)
+    outer = [loop.var for loop in rows.spatial]
     scalars = {s.buffer for s in stores(stage) if not s.indices}
     return (
         all(isinstance(s, Store) and (s.combine is None) is bool(s.indices) for s in body)
         and all(x.indices == (stage.var,) for x in accesses(stage) if _is_row(x, rows))
+        and all(x.indices == (*outer, stage.var) for x in accesses(stage) if x.buffer in further)
         and all(x.buffer not in scalars for x in loads(stage))
     )
 
@@ -121,6 +126,28 @@ def keep_row(rows: Rows, buffer: Buffer) -> Rows | None:
     fill = For(var, rows.size, Store(kept, (var,), Substitute({stage.var: var}).value(load)))
     stages = [_FromRow(buffer, kept, s.var).stmt(s) if isinstance(s, For) else s for s in rows.stages]
     return replace(rows, locals=(*rows.locals, kept), stages=(*stages[:first], fill, *stages[first:]))
+
+
+def with_output(rows: Rows, loops: Sequence[For], store: Store) -> Rows | None:
+    """Compute a further output row by row, in a stage before the first one that reads it: that of a nest of these loops
+    round a store at their variables. None when the stages read other elements than those of their own row."""
+    analyzer = Analyzer()
+    own, extents = (loop.extent for loop in (*rows.spatial, rows.final)), [loop.extent for loop in loops]
+    if len(extents) != len(rows.spatial) + 1 or not all(map(analyzer.can_prove_equal, own, extents)):
+        return None
+    place = SymVar(rows.final.var.name)
+    at = (*(loop.var for loop in rows.spatial), place)
+    reading = [k for k, s in enumerate(rows.stages) if any(x.buffer is store.buffer for x in loads(s))]
+    for k in reading:
+        stage = rows.stages[k]
+        here = (*at[:-1], stage.var) if isinstance(stage, For) else None
+        if any(x.indices != here for x in loads(stage) if x.buffer is store.buffer):
+            return None
+    if not reading:
+        return None
+    body = Substitute(dict(zip(store.indices, at, strict=True)), fresh=True).stmt(store)  # type: ignore[arg-type]
+    made = For(place, rows.size, body)
+    return replace(rows, stages=(*rows.stages[: reading[0]], made, *rows.stages[reading[0] :]))
 
 
 def _conditional_loads(stmt: Stmt) -> Iterator[Load]:

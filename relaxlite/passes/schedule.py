@@ -105,6 +105,18 @@ def nest(loops: Sequence[For], body: Stmt) -> Stmt:
     return body
 
 
+def without_unit_loops(stmt: Stmt) -> Stmt:
+    """Loops of one iteration are gone: they would hide the loop outside of them that is worth vectorizing."""
+    return _WithoutUnitLoops().stmt(stmt)
+
+
+class _WithoutUnitLoops(ProgramRewriter):
+    def stmt(self, stmt: Stmt) -> Stmt:
+        if isinstance(stmt, For) and as_int(stmt.extent) == 1:
+            return self.stmt(Substitute({stmt.var: 0}).stmt(stmt.body))
+        return super().stmt(stmt)
+
+
 def hoist_lets(stmt: Stmt) -> Stmt:
     """Move data-dependent indices (and their checks) out of loops that they do not depend on."""
     return _HoistLets().stmt(stmt)

@@ -44,7 +44,7 @@ from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
+from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     fuse,
@@ -57,6 +57,7 @@ from relaxlite.passes.schedule import (
     split_reduction,
     when_positive,
     with_variant,
+    without_unit_loops,
 )
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
@@ -173,11 +174,11 @@ class _Rules:
             self._forbid(out, [x for x, to in self.in_place if to is out and not reads_in_time(rows, x)])
             self.staged.add(out)
             return scheduled
-        marked = mark_parallel(stage)
+        marked = mark_parallel(without_unit_loops(stage))
         outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
             return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        usual = self.streamed(stage, outermost_parallel(self.inner(self.fused(marked))))
+        usual = self.streamed(stage, outermost_parallel(self.inner(share_two_loops(self.fused(marked)))))
         return self.transposed(stage, usual)
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:

@@ -5,9 +5,8 @@ The unit is a machine instruction on a scalar or a vector: half a nanosecond, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.op_costs import flops_of
 from relaxlite.ir.program import (
     Allocate,
     Binary,
@@ -25,12 +24,6 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import bound_symbols, stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 
-_SLOW: Mapping[str, int] = {
-    **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 5),
-    **dict.fromkeys(("exp", "exp2", "log", "tanh", "erf"), 25),
-    **dict.fromkeys(("log1p", "expm1", "sin", "cos", "tan", "sinh", "cosh", "pow", "atan2"), 50),
-    **dict.fromkeys(("asin", "acos", "atan", "asinh", "acosh", "atanh"), 50),
-}
 _ANALYZER = Analyzer()
 _UNKNOWN_EXTENT = 16  # iterations of a loop whose extent only the code around it knows
 
@@ -68,5 +61,5 @@ def _value_work(value: Value) -> int:
 
 def _operation_work(value: Value) -> int:
     if isinstance(value, Unary | Binary):
-        return _SLOW.get(value.op, 1)
+        return max(1, flops_of(value.op))
     return 1 if isinstance(value, Load | Cast) else 0
