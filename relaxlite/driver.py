@@ -62,12 +62,10 @@ def compile(
     compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
     place of random ones. That is slow: seconds for small models, minutes for large ones.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
-    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, ValidationError
-    naming the pass that changes what the module computes.
+    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, and
+    ValidationError naming the pass that changes what the module computes.
     """
-    data = build(
-        module, target, passes=passes, context=context, precision=precision, tuning=tuning, validate=validate
-    )
+    data = build(module, target, passes=passes, context=context, precision=precision, tuning=tuning, validate=validate)
     return Executable(data, threads=threads)
 
 
@@ -116,14 +114,14 @@ def build(
     return data
 
 
-def _validator(
-    module: IRModule, context: PassContext, validate: bool | Sequence[Sequence[Any]]
-) -> Validator | None:
+def _validator(module: IRModule, context: PassContext, validate: bool | Sequence[Sequence[Any]]) -> Validator | None:
     """The check of each pass, set in the context."""
     if validate is False:
         return None
     inputs = None if validate is True else validate
-    validator = Validator(module, inputs=inputs, externs=registered_externs(), folder=str(context.dump_dir or "") or None)
+    validator = Validator(
+        module, inputs=inputs, externs=registered_externs(), folder=str(context.dump_dir or "") or None
+    )
     context.check = validator.check
     return validator
 

@@ -7,7 +7,7 @@ them. A run-time check that fails must fail on both sides; one in code that noth
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,9 @@ def _given(main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
     found = []
     for args in inputs:
         if len(args) != len(main.params):
-            raise InvalidArgumentError(f"{ENTRY!r} takes {len(main.params)} arguments, got {len(args)} to validate with")
+            raise InvalidArgumentError(
+                f"{ENTRY!r} takes {len(main.params)} arguments, got {len(args)} to validate with"
+            )
         symbols: Symbols = {}
         arrays = tuple(a if isinstance(a, tuple) else np.asarray(a, order="C") for a in args)
         for param, array in zip(main.params, arrays, strict=True):
