@@ -17,7 +17,7 @@ from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, defined_s
 
 Symbols = dict[SymVar, int]
 
-STYLES = ("least", "one", "odd", "larger", "mixed", "mixed")
+STYLES = ("least", "one", "odd", "larger", "same", "mixed")
 MOST_ELEMENTS = 1 << 22  # of one input: what symbols of no bound multiply to stays below
 _ODD = (3, 7, 5, 9, 11)
 _LARGER = (17, 19, 33, 16, 21)
@@ -56,6 +56,7 @@ def _value(symbol: SymVar, style: str, position: int, rng: random.Random) -> int
         "least": 0,
         "one": 1,
         "odd": _ODD[position % len(_ODD)],
+        "same": 4,
         "larger": _LARGER[position % len(_LARGER)],
         "mixed": rng.choice((0, 1, 1, 2, 3, 4, 5, 7, 8, 13, 17)),
     }[style]

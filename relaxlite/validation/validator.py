@@ -23,7 +23,7 @@ from relaxlite.passes.manager import Pass
 from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep
-from relaxlite.validation.samples import Sample, Symbols, draw_sample, symbol_values
+from relaxlite.validation.samples import STYLES, Sample, Symbols, draw_sample, symbol_values
 
 ENTRY = "main"
 SURE_RUNS = 24  # more runs of the oracle before a difference is believed
@@ -47,7 +47,7 @@ class Validator:
 
     `inputs`: example arguments of "main", each a sequence in its order; random ones at sizes of all kinds without them.
     `externs`: Python functions of the library routines that the module calls, by symbol. `program_runner` runs tensor
-    programs in the interpreter's place. A mismatch is kept as text in `folder`.
+    programs in the interpreter's place. A mismatch is kept as text in `folder`. `styles`: of the sizes (samples.py).
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Validator:
         externs: Externs | None = None,
         program_runner: Callable[..., list[Any]] = run_program,
         folder: str | None = None,
+        styles: Sequence[str] = STYLES,
         seed: int = 0,
     ) -> None:
         main = module.get(ENTRY)
@@ -66,7 +67,7 @@ class Validator:
         self._externs, self._runner = dict(externs or {}), program_runner
         self._folder, self._seed = folder, seed
         self._original = module
-        samples = _given(main, inputs) if inputs is not None else _drawn(self._usable, main, seed)
+        samples = _given(main, inputs) if inputs is not None else _drawn(self._usable, main, styles, seed)
         self.cases = [self._case(sample) for sample in samples]
 
     def check(self, step: Pass, before: IRModule, after: IRModule) -> None:
@@ -181,10 +182,10 @@ def _given(main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
     return found
 
 
-def _drawn(is_usable: Callable[[Sample], bool], main: Function, seed: int) -> list[Sample]:
+def _drawn(is_usable: Callable[[Sample], bool], main: Function, styles: Sequence[str], seed: int) -> list[Sample]:
     """Random samples. Where integers are places of something, large ones stop the run: then smaller ones are drawn."""
     found = []
-    for k, values in enumerate(symbol_values(main, random.Random(seed))):
+    for k, values in enumerate(symbol_values(main, random.Random(seed), styles)):
         choices = [draw_sample(main, values, np.random.default_rng((seed, k)), size) for size in (10, 3, 2)]
         found.append(next((sample for sample in choices if is_usable(sample)), choices[0]))
     return found
