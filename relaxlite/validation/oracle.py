@@ -26,7 +26,7 @@ from relaxlite.ir.op import Op
 Externs = Mapping[str, Callable[..., Any]]
 
 NUDGE = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
-RUNS = 3
+RUNS = 2
 _EXACT = frozenset(
     ("add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod")
 )  # rounded once, relative to itself

@@ -33,7 +33,8 @@ from tests.fuzz.generator import Generator
 from tests.fuzz.pipelines import default_names, passes_of, random_pipeline
 
 STYLES = ("least", "one", "odd", "mixed", "same", "mixed", "larger")
-EACH_PASS = 25  # percent of the cases whose passes are checked one by one
+SMALL = ("least", "one", "odd", "mixed")  # loops run in Python, one scalar at a time
+EACH_PASS = 15  # percent of the cases whose passes are checked one by one
 HOST = Target.parse("llvm")
 
 for _symbol, _routine in steps_structure.EXTERNS.items():
@@ -81,7 +82,8 @@ def random_case(seed: int) -> Case:
     roll = generator.roll
     module = generator.module(roll.pick((1, 2, 3, 4, 5, 6, 8, 10, 14)))
     passes = tuple(random_pipeline(roll)) if roll.chance(40) else None
-    return Case(module, passes, STYLES, seed, roll.chance(EACH_PASS), f"seed {seed}")
+    each_pass = roll.chance(EACH_PASS)
+    return Case(module, passes, SMALL if each_pass else STYLES, seed, each_pass, f"seed {seed}")
 
 
 @dataclass(frozen=True)
