@@ -89,7 +89,7 @@ def _program_symbols(
 class Interpreter:
     """Runs the functions of a module. `externs`: a Python function of (inputs..., outputs...) per routine.
 
-    `after_call(call, args, result)` may replace what the call of an op, a program or a library routine gives;
+    `around_call(call, args, run)` gives what the call of an op, a program or a library routine gives: `run(args)`;
     `program_runner`: runs tensor programs in place of `run_program`, with the same arguments.
     """
 
@@ -98,12 +98,12 @@ class Interpreter:
         module: IRModule,
         externs: Mapping[str, Callable[..., Any]] | None = None,
         *,
-        after_call: Callable[[Call, Sequence[Any], Any], Any] | None = None,
+        around_call: Callable[[Call, list[Any], Callable[[list[Any]], Any]], Any] | None = None,
         program_runner: Callable[..., list[Any]] = run_program,
     ) -> None:
         self.module = module
         self.externs = dict(externs or {})
-        self.after_call = after_call
+        self.around_call = around_call
         self.run_program = program_runner
 
     def run(self, name: str, *args: Any) -> Any:
@@ -190,10 +190,15 @@ class _Frame:
 
     def _call(self, call: Call) -> Any:
         args = [self.eval(a) for a in call.args]
-        callee = call.callee if isinstance(call.callee, Op) else self.eval(call.callee)
-        result = self._call_op(callee, call, args) if isinstance(callee, Op) else self._call_global(callee, call, args)
-        after = self.interpreter.after_call
-        return result if after is None else after(call, args, result)
+        around = self.interpreter.around_call
+        return (
+            self._called(call, args) if around is None else around(call, args, lambda given: self._called(call, given))
+        )
+
+    def _called(self, call: Call, args: list[Any]) -> Any:
+        if isinstance(call.callee, Op):
+            return self._call_op(call.callee, call, args)
+        return self._call_global(self.eval(call.callee), call, args)
 
     def _call_global(self, target: GlobalVar, call: Call, args: list[Any]) -> Any:
         definition = self.interpreter.module[target.name]

@@ -55,12 +55,14 @@ def _compare_one(output: int, got: Any, want: Any, spread: Any) -> Difference | 
 
 
 def tolerance(want: Any, spread: Any) -> Any:
-    """How far an element may be off: some units in its last place, and some times what nudging did to it."""
+    """How far an element may be off: some units in its last place, one in that of the largest element, and some times
+    what nudging did to it."""
     dtype = dtypes.from_numpy(want.dtype)
     if dtype is None or not dtypes.is_float(dtype):
         return np.zeros(want.shape)
     wide = np.abs(np.asarray(want, np.float64))
-    relative = RELATIVE[dtype] * epsilon(dtype) * np.where(np.isfinite(wide), wide, 0.0)
+    wide = np.where(np.isfinite(wide), wide, 0.0)
+    relative = epsilon(dtype) * (RELATIVE[dtype] * wide + wide.max(initial=0.0))  # of one term of a sum that is left
     return relative + SPREAD * np.where(np.isfinite(spread), spread, 0.0) + smallest(dtype)
 
 

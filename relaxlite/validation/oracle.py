@@ -5,8 +5,9 @@ what is left of them differ in the last digits that they have, and a comparison 
 gives another result altogether. So the bound is measured. The module runs again some times, with every float that goes
 in, and every float that an operator computes, nudged at random by a few units in its last place (Monte Carlo
 arithmetic: Parker, "Monte Carlo Arithmetic", 1997). How far that moves an element is how little it is determined; an
-integer, a shape or a NaN that it changes is not determined at all. What only moves elements (reshape, gather, relu) is
-not nudged, so that equal elements stay equal.
+integer, a shape or a NaN that it changes is not determined at all. An op of several roundings (a norm, a product) gets
+nudged operands too, for the roundings inside. What only moves elements (reshape, gather, relu) is not nudged, so that
+equal elements stay equal.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.errors import RelaxliteError
 from relaxlite.ir.expr import Call
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
@@ -27,9 +29,9 @@ Externs = Mapping[str, Callable[..., Any]]
 
 NUDGE = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
 RUNS = 2
-_EXACT = frozenset(
-    ("add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod")
-)  # rounded once, relative to itself
+_ROUNDED_ONCE = frozenset((
+    "add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod", "floor", "ceil", "round", "sign",
+))  # fmt: skip
 
 
 def epsilon(dtype: str) -> float:
@@ -68,8 +70,8 @@ def spread_of(
     for run in range(runs):
         nudge = _Nudge(np.random.default_rng((seed, run)))
         try:
-            found = flat(Interpreter(module, externs, after_call=nudge.call).run("main", *map(nudge.value, args)))
-        except Exception:  # whatever the run says, it hangs on the last digit of a number
+            found = flat(Interpreter(module, externs, around_call=nudge.call).run("main", *map(nudge.value, args)))
+        except (RelaxliteError, ValueError, IndexError, ArithmeticError):  # which hangs on the last digit of a number
             return None
         if any(a.shape != b.shape for a, b in zip(found, values, strict=True)):
             return None
@@ -95,24 +97,31 @@ class _Nudge:
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
-    def call(self, call: Call, args: Sequence[Any], result: Any) -> Any:
-        if isinstance(result, tuple):
-            return tuple(self.call(call, args, item) for item in result)
-        dtype = _float_dtype(result)
-        if dtype is None or _only_moves(args, result):
+    def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        result = run(args)
+        if not any(map(_float_dtype, result if isinstance(result, tuple) else (result,))):
             return result
-        is_exact = isinstance(call.callee, Op) and call.callee.name in _EXACT
-        return self._moved(result, dtype, 0.0 if is_exact else _magnitude(result))
+        nudged = [self.value(arg) for arg in args]
+        moved = run(nudged)
+        if _only_moves(nudged, moved):
+            return result
+        if isinstance(call.callee, Op) and call.callee.name in _ROUNDED_ONCE:
+            return self._moved(result, 0.0)
+        results = result if isinstance(result, tuple) else (result,)
+        floor = _magnitude([*args, *results])
+        if not isinstance(result, tuple):
+            return self._moved(moved, floor)
+        return tuple(self._moved(m, floor) if _float_dtype(r) else r for m, r in zip(moved, result, strict=True))
 
     def value(self, value: Any) -> Any:
         """A floating argument, relative to itself."""
         if isinstance(value, tuple):
             return tuple(map(self.value, value))
-        dtype = _float_dtype(value)
-        return value if dtype is None else self._moved(value, dtype, 0.0)
+        return value if _float_dtype(value) is None else self._moved(value, 0.0)
 
-    def _moved(self, value: Any, dtype: str, floor: float) -> Any:
+    def _moved(self, value: Any, floor: float) -> Any:
         """`floor`: what a unit in the last place is at least relative to, as approximations have absolute errors."""
+        dtype = dtypes.from_numpy(value.dtype) or ""
         wide = np.asarray(value, np.float64)
         unit = NUDGE[dtype] * epsilon(dtype) * np.maximum(np.abs(wide), floor)
         with np.errstate(all="ignore"):
@@ -127,16 +136,25 @@ def _float_dtype(value: Any) -> str | None:
     return dtype if dtype is not None and dtypes.is_float(dtype) else None
 
 
-def _magnitude(value: Any) -> float:
-    """The largest finite magnitude, up to 1."""
-    finite = np.abs(np.asarray(value, np.float64))
-    finite = finite[np.isfinite(finite)]
-    return min(float(finite.max(initial=0.0)), 1.0)
+def _magnitude(values: Sequence[Any]) -> float:
+    """The largest finite magnitude of the floats, up to 1."""
+    found = 0.0
+    for value in values:
+        if _float_dtype(value) is not None:
+            wide = np.abs(np.asarray(value, np.float64))
+            found = max(found, float(wide[np.isfinite(wide)].max(initial=0.0)))
+    return min(found, 1.0)
 
 
 def _only_moves(args: Sequence[Any], result: Any) -> bool:
     """Whether each element is one of the operands', 0 or 1, perhaps negated."""
-    same = [np.abs(a).reshape(-1) for a in args if isinstance(a, np.ndarray) and a.dtype == result.dtype]
-    known = np.concatenate([*same, np.array([0, 1], result.dtype)]) if same else np.array([0, 1], result.dtype)
+    if isinstance(result, tuple):
+        return all(_only_moves(args, item) for item in result)
+    if _float_dtype(result) is None:
+        return True
+    same = [
+        np.asarray(a, np.float64).reshape(-1) for a in args if isinstance(a, np.ndarray) and a.dtype == result.dtype
+    ]
+    known = np.abs(np.concatenate([*same, np.array([0.0, 1.0])]))
     magnitudes = np.abs(np.asarray(result, np.float64))
-    return bool(np.isin(magnitudes[~np.isnan(magnitudes)], np.asarray(known, np.float64)).all())
+    return bool(np.isin(magnitudes[~np.isnan(magnitudes)], known).all())

@@ -17,7 +17,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the first seed (default: from the clock)")
     parser.add_argument("--count", type=int, help="how many modules (default: 1000 without --minutes)")
     parser.add_argument("--minutes", type=float, help="how long")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("fuzz-failures"), help="where failures are kept")
     parser.add_argument("--no-shrink", action="store_true", help="keep failures as they were found")
     parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE", help="run kept cases again")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from relaxlite import config
@@ -123,7 +124,7 @@ def _run(case: Case) -> None:
     with config.override(interpret=True):
         slow = Executable(data)
     for one in validator.cases:
-        fast, plain = (outcome_of(lambda e=e: e(*one.sample.args)) for e in (exe, slow))  # type: ignore[misc]
+        fast, plain = (outcome_of(partial(e, *one.sample.args)) for e in (exe, slow))
         if not same_outcome(fast, plain):
             raise ValidationError(f"the host function changes what bytecode does, at {one.sample}: {fast}, {plain}")
 

@@ -105,10 +105,12 @@ def run_many(
     tally: Tally,
     found: Callable[[int, str, str], None],
     show: Callable[[str], None],
+    target: Callable[[Connection], None] = work,
 ) -> None:
-    """Check cases until the tally is over. `found` is called for the first failure of each kind."""
+    """Check cases until the tally is over. `found` is called for the first failure of each kind; `target` is what a
+    process runs."""
     context = multiprocessing.get_context("spawn")
-    workers = [_start(context) for _ in range(jobs)]
+    workers = [_start(context, target) for _ in range(jobs)]
     given = 0
     for k, worker in enumerate(workers):
         if not tally.is_over(given):
@@ -130,7 +132,7 @@ def run_many(
                 found(seed, kind, text)
             if not worker.process.is_alive() or kind == "hangs":
                 worker.process.kill()
-                workers[k] = worker = _start(context)
+                workers[k] = worker = _start(context, target)
             worker.seed = None
             if not tally.is_over(given):
                 given += 1
@@ -143,9 +145,9 @@ def run_many(
         worker.process.join()
 
 
-def _start(context: Any) -> Worker:
+def _start(context: Any, target: Callable[[Connection], None]) -> Worker:
     mine, other = context.Pipe()
-    process = context.Process(target=work, args=(other,), daemon=True)
+    process = context.Process(target=target, args=(other,), daemon=True)
     process.start()
     other.close()
     return Worker(process, mine)
@@ -175,7 +177,7 @@ def _answer(worker: Worker) -> tuple[int, str | None, str] | None:
 def write_failure(folder: Path, seed: int, kind: str, text: str, case: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() else "_" for c in kind)[:60].strip("_")
-    path = folder / f"{name}_{seed}.py"
+    path = folder / f"{name}_{seed}.txt"
     comment = "".join(f"#   {line}\n" for line in text.split("\n")[:12])
     path.write_text(f"{case.rstrip()}\n\n# found by seed {seed}: {kind}\n{comment}")
     return path

@@ -86,8 +86,10 @@ def loop(g: Generator) -> Expr | None:
         g.grow(g.roll.whole(0, 3))
         left = g.emit("subtract", count, np.array(1))
         again = g.emit("greater", left, np.array(0))
-        accept = (lambda o: o.rank == carried.ty.rank and o.dtype == carried.ty.dtype and o.shape[1:] == shape[1:]) if grows else (lambda o: o == carried.ty)  # fmt: skip
-        result: Expr = g.roll.pick(g.values(accept) or [carried])
+        ty = type_of(carried)
+        same = g.values(lambda o: o == ty or (grows and o.dtype == ty.dtype and (o.shape or ())[1:] == shape[1:]))
+        same = [y for y in same if rank_of(y) == len(shape)]
+        result: Expr = g.roll.pick(same or [carried])
         if grows and g.roll.chance(70):
             result = g.emit("concat", result, carried, axis=0)
         g.bb.result(Tuple((again, result, left)))
@@ -260,7 +262,9 @@ def library_call(g: Generator) -> Expr | None:
     n, m = SymVar("rows"), SymVar("columns")
     matrix = TensorType.of((n, m), "float32")
     inputs: tuple[Type, ...] = (matrix, matrix) if symbol == "fuzz_blend" else (matrix,)
-    outputs = {"fuzz_row_sums": (TensorType.of((n,), "float32"),), "fuzz_halves": (matrix, matrix)}.get(symbol, (matrix,))
+    outputs = {"fuzz_row_sums": (TensorType.of((n,), "float32"),), "fuzz_halves": (matrix, matrix)}.get(
+        symbol, (matrix,)
+    )
     args = (x, g.like(type_of(x)) or x) if symbol == "fuzz_blend" else (x,)
     name = g.bb.define(symbol, ExternFunction(symbol, (*inputs, *outputs), len(outputs)))
     found = {n: shape_of(x)[0], m: shape_of(x)[1]}
