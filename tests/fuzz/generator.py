@@ -12,7 +12,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import InvalidArgumentError, TypeInferenceError
 from relaxlite.ir import ops
-from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.builder import BlockBuilder, result_types
 from relaxlite.ir.expr import Block, Body, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, evaluate, product, sym
@@ -153,15 +153,21 @@ class Generator:
             self.add(function)
 
     def add(self, function: Step) -> None:
-        """One step. What the type rules refuse is left out."""
+        """One step. What the type rules refuse, or is too large, is left out."""
+        scope = self.bb._scope
+        before = list(scope.blocks), list(scope.open), list(self.pool), list(self.symbols)
         try:
             made = function(self)
+            if made is not None:
+                leaf = self.bb.leaf(made)
+                if isinstance(leaf.ty, TensorType) and leaf.ty.shape is not None:
+                    self.pool.append(leaf)
         except (TypeInferenceError, InvalidArgumentError):
-            return
-        if made is not None:
-            leaf = self.bb.leaf(made)
-            if isinstance(leaf.ty, TensorType) and leaf.ty.shape is not None and self.fits(leaf.ty):
-                self.pool.append(leaf)
+            made = None
+        added = [b for block in scope.blocks[len(before[0]) :] for b in block.bindings] + scope.open
+        types = [t for b in added for t in result_types(b.var.ty) if isinstance(t, TensorType) and t.shape is not None]
+        if made is None or not all(map(self.fits, types)):
+            scope.blocks, scope.open, self.pool, self.symbols = before
 
     @contextmanager
     def nested(self) -> Iterator[Any]:

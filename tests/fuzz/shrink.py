@@ -6,6 +6,7 @@ What is illegal fails in another way, so proposals need not be careful.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,26 +45,25 @@ def shrunk(case: Case, kind: str, seconds: float = SECONDS) -> tuple[Case, Probl
     best = check(case)
     if best is None or best.kind != kind:
         return case, best
+    if not case.each_pass:  # which pass is to blame, if one is
+        checked = replace(case, each_pass=True)
+        problem = check(checked)
+        if problem is not None:
+            case, best, kind = checked, problem, problem.kind
     changed = True
     while changed and time.monotonic() < end:
         changed = False
         for reduction in REDUCTIONS:
-            smaller = _step(case, reduction, kind, end)
-            while smaller is not None:
-                case, best = smaller
-                changed = True
-                smaller = _step(case, reduction, kind, end)
+            refused = 0  # before a success: these are not proposed again at once
+            while (proposal := next(itertools.islice(reduction(case), refused, None), None)) is not None:
+                if time.monotonic() > end:
+                    return case, best
+                problem = check(proposal)
+                if problem is not None and problem.kind == kind:
+                    case, best, changed = proposal, problem, True
+                else:
+                    refused += 1
     return case, best
-
-
-def _step(case: Case, reduction: Reduction, kind: str, end: float) -> tuple[Case, Problem] | None:
-    for proposal in reduction(case):
-        if time.monotonic() > end:
-            return None
-        problem = check(proposal)
-        if problem is not None and problem.kind == kind:
-            return proposal, problem
-    return None
 
 
 # The case
