@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.cli.parser import make_parser
+from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ValidationError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Expr, MatchShape, ShapeValue, Var
+from relaxlite.ir.expr import Body, Call, Expr, Function, MatchShape, ShapeValue, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Check, Load, Seq, Stmt, Store, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
@@ -25,6 +28,9 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.revalidate import rerun
 from relaxlite.target import Target
+from relaxlite.validation.difference import compare
+from relaxlite.validation.oracle import Expected, spread_of
+from relaxlite.validation.samples import symbol_values
 
 Change = Callable[[IRModule], IRModule]
 HOST = Target.parse("llvm")
@@ -179,3 +185,48 @@ def test_a_broken_pass_is_named(kind: str, tmp_path: Path) -> None:
 def test_the_pipeline_passes(make: Callable[[], IRModule]) -> None:
     exe = rl.compile(make(), validate=True)
     assert exe.data.kernels
+
+
+def test_example_inputs_take_the_place_of_random_ones() -> None:
+    x, y = np.ones((3, 3), np.float32), np.ones((3, 3), np.float32)
+    rl.compile(checked(), validate=[(x, y, np.array([0, 2, 1, 0]))])
+    with pytest.raises(rl.errors.InvalidArgumentError, match="'main' takes 3 arguments, got 2 to validate with"):
+        rl.compile(checked(), validate=[(x, y)])
+
+
+def test_sizes_keep_bounds_and_divisors() -> None:
+    bb = BlockBuilder()
+    n, m = bb.symbol("n", lower=3, upper=11, divisor=2), bb.symbol("m")
+    main = Function(
+        (Var("x", TensorType.of((n, m), "float32")), Var("y", TensorType.of((n - m,), "float32"))), Body((), Tuple(()))
+    )
+    found = list(symbol_values(main, random.Random(0)))
+    assert len(found) >= 3
+    assert all(3 <= v[n] <= 11 and v[n] % 2 == 0 and 0 <= v[m] <= v[n] for v in found)
+
+
+def test_what_rounding_cannot_decide_is_not_compared() -> None:
+    """1/(x - x*1) has no digits; the largest of nearly equal elements no place. Their neighbours are compared."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((4,), "float32"), y=TensorType.of((4,), "float32")) as (x, y):
+        close = bb.emit(ops.subtract(bb.emit(ops.multiply(x, y)), bb.emit(ops.multiply(y, x))))
+        places = bb.emit(ops.argmax(bb.emit(ops.add(close, np.float32(1))), axis=0))
+        bb.result(Tuple((bb.emit(ops.exp(x)), places, close)))
+    module = bb.module()
+    args = (np.linspace(-1, 1, 4, dtype=np.float32), np.full(4, 3, np.float32))
+    values = tuple(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, values, {}, seed=0, runs=8)
+    assert spread is not None
+    exact, place, zeros = spread
+    assert (exact < 1e-5).all() and np.isinf(place) and (zeros > 0).any()
+    expected = Expected(values, spread)
+    assert compare(values, expected) is None
+    assert compare((values[0], values[1] + 1, zeros.astype(np.float32) * 2), expected) is None
+    assert str(compare((values[0] * np.float32(1.001), *values[1:]), expected)).startswith("output 0: 4 of 4 elements")
+    assert str(compare((values[0][:2], *values[1:]), expected)) == "output 0: float32[2] instead of float32[4]"
+
+
+def test_the_command_line_validates() -> None:
+    parse = make_parser().parse_args
+    assert parse(["compile", "model.onnx", "--validate"]).validate is True
+    assert parse(["compile", "model.onnx"]).validate is False

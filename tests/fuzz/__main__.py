@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fuzz.runner import Tally, prepare, run_many, terminal_line, write_failure
+from tests.fuzz.runner import Progress, Tally, prepare, run_many, write_failure
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def fuzz(args: argparse.Namespace) -> int:
             print(f"  cannot be kept: {type(error).__name__}: {error}")
 
     print(f"seeds from {first}, {args.jobs} processes", flush=True)
-    run_many(itertools.count(first), args.jobs, tally, found, terminal_line)
+    run_many(itertools.count(first), args.jobs, tally, found, Progress())
     print(f"\n{tally.line()}; seeds {first} to {first + tally.done - 1}, {time.monotonic() - tally.started:.0f} s")
     for kind, seeds in sorted(tally.kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(seeds):6d}  {kind}  seeds {', '.join(map(str, seeds[:6]))}")

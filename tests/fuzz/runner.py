@@ -183,6 +183,15 @@ def write_failure(folder: Path, seed: int, kind: str, text: str, case: str) -> P
     return path
 
 
-def terminal_line(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:<{min(os.get_terminal_size().columns, 110) - 1}}", end="", file=sys.stderr, flush=True)
+class Progress:
+    """Shows a line in place of the one before; where nobody watches, one every minute."""
+
+    def __init__(self) -> None:
+        self._shown = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{text:<{min(os.get_terminal_size().columns, 110) - 1}}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._shown > 60:
+            self._shown = time.monotonic()
+            print(text, flush=True)
