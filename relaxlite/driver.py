@@ -36,7 +36,9 @@ from relaxlite.runtime.executable import (
     TensorSpec,
 )
 from relaxlite.runtime.module import Executable
+from relaxlite.runtime.vm import registered_externs
 from relaxlite.target import Target
+from relaxlite.validation import Validator
 
 
 def compile(
@@ -49,6 +51,7 @@ def compile(
     constant_memory: bool | None = None,
     threads: int | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
+    validate: bool | Sequence[Sequence[Any]] = False,
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
 
@@ -58,8 +61,12 @@ def compile(
     constant offsets. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
     names one for every compilation. `context` receives times and notes.
+    `validate=True` interprets the module before and after each pass on random inputs of sampled sizes, and compares the
+    compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
+    place of random ones. That is slow: seconds for small models, minutes for large ones.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
-    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed.
+    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, and
+    ValidationError naming the pass that changes what the module computes.
     """
     data = build(
         module,
@@ -69,6 +76,7 @@ def compile(
         precision=precision,
         constant_memory=constant_memory,
         tuning=tuning,
+        validate=validate,
     )
     return Executable(data, threads=threads)
 
@@ -82,8 +90,9 @@ def build(
     precision: str | None = None,
     constant_memory: bool | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
+    validate: bool | Sequence[Sequence[Any]] = False,
 ) -> ExecutableData:
-    """What `compile` makes, as plain data: also for a processor that is not this one."""
+    """What `compile` makes, as plain data: also for a processor that is not this one, where `validate` runs no code."""
     machine = Target.parse(target) if isinstance(target, str) else target
     if not isinstance(module.get(ENTRY), Function):
         raise InvalidArgumentError(f"the module has no function {ENTRY!r}; it defines {', '.join(module) or 'nothing'}")
@@ -95,6 +104,7 @@ def build(
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
     verify(module, "graph")
+    validator = _validator(module, context, validate)
     lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
     start = time.perf_counter()
     code = compile_programs(lowered.programs(), machine)
@@ -104,7 +114,7 @@ def build(
     start = time.perf_counter()
     host = compile_host(functions, signature, code.kernels, constants, machine)
     context.timings.append(("host function", time.perf_counter() - start))
-    return ExecutableData(
+    data = ExecutableData(
         functions=functions,
         signature=signature,
         kernels=_with_costs(code.kernels, lowered, context),
@@ -114,6 +124,21 @@ def build(
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
     )
+    if validator is not None and machine.runs_here:
+        validator.check_compiled(Executable(data), lowered)
+    return data
+
+
+def _validator(module: IRModule, context: PassContext, validate: bool | Sequence[Sequence[Any]]) -> Validator | None:
+    """The check of each pass, set in the context."""
+    if validate is False:
+        return None
+    inputs = None if validate is True else validate
+    validator = Validator(
+        module, inputs=inputs, externs=registered_externs(), folder=str(context.dump_dir or "") or None
+    )
+    context.check = validator.check
+    return validator
 
 
 def signature_of(function: Function) -> Signature:

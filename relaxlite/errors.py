@@ -37,6 +37,10 @@ class PassError(RelaxliteError):
     """A compiler pass failed; names the pass and the piece of IR."""
 
 
+class ValidationError(RelaxliteError):
+    """A pass, or the compiled code, changes what a module computes; names it, the sizes, the result and the files."""
+
+
 class CodegenError(RelaxliteError):
     """A tensor program could not be turned into machine code; names the program."""
 
@@ -63,6 +67,10 @@ class InputError(ExecutionError, ValueError):
 
 class ShapeMismatchError(ExecutionError):
     """A run-time shape check (MatchShape) failed: names tensor, dimension, expected and got."""
+
+
+class OutOfBoundsError(ExecutionError):
+    """The interpreter found an access outside a buffer: the program lacks a check that machine code relies on."""
 
 
 class OutOfMemoryError(ExecutionError, MemoryError):

@@ -116,6 +116,12 @@ class Target:
         return tuple(dict.fromkeys([*named, *implied]))
 
     @property
+    def runs_here(self) -> bool:
+        """Whether this processor can run code that is made for the target."""
+        host = Target.host()
+        return self.architecture == host.architecture and all(map(host.has, self.required_features))
+
+    @property
     def architecture(self) -> str:
         """The first part of the triple: "x86_64", "aarch64"."""
         return self.triple.split("-")[0]

@@ -35,6 +35,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program import reduce as reduce_loops
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, program_symbols, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, evaluate, smin, sym
+from tests.choices import Choices, Drawn
 
 N, M = SymVar("n"), SymVar("m")
 SIZES = (0, 1, 3, 7, 16, 17, 33)
@@ -125,24 +126,22 @@ def work_of(program: TensorProgram, sizes: tuple[int, int]) -> int:
 class Parts:
     """What the values of a program are made of."""
 
-    draw: Draw
+    choices: Choices
     dtype: str
     inputs: list[Buffer]
 
     def load(self, variables: Sequence[tuple[SymVar, SymExpr]]) -> Value:
         """An element of a new input (or once more of an old one) at indices made of some of the loop variables."""
-        chosen = [v for v in variables if self.draw(st.integers(0, 3))]
-        if self.draw(st.booleans()):
-            chosen = list(self.draw(st.permutations(chosen)))
+        chosen = [v for v in variables if self.choices.whole(0, 3)]
+        if self.choices.pick((False, True)):
+            chosen = self.choices.order(chosen)
         made = [self.index(var, extent) for var, extent in chosen]
         buffer = Buffer(f"x{len(self.inputs)}", tuple(size for _, size in made), self.dtype)
         self.inputs.append(buffer)
         return Load(buffer, tuple(index for index, _ in made))
 
     def index(self, var: SymVar, extent: SymExpr) -> Index:
-        kind = self.draw(
-            st.sampled_from(("plain",) * 6 + ("shifted", "strided", "reversed", "clamped", "one", "divided"))
-        )
+        kind = self.choices.pick(("plain",) * 6 + ("shifted", "strided", "reversed", "clamped", "one", "divided"))
         known = as_int(extent)
         return {
             "plain": (var, extent),
@@ -156,18 +155,18 @@ class Parts:
 
     def value(self, variables: Sequence[tuple[SymVar, SymExpr]], depth: int = 2) -> Value:
         kinds = ("load", "load", "literal", "binary", "binary", "unary", "select", "position")
-        kind = self.draw(st.sampled_from(kinds)) if depth else "load"
+        kind = self.choices.pick(kinds) if depth else "load"
         if kind == "binary":
-            op = self.draw(st.sampled_from(("add", "sub", "mul", "max", "min")))
+            op = self.choices.pick(("add", "sub", "mul", "max", "min"))
             return Binary(op, self.value(variables, depth - 1), self.value(variables, depth - 1))
         if kind == "unary":
-            return Unary(self.draw(st.sampled_from(("neg", "abs"))), self.value(variables, depth - 1))
+            return Unary(self.choices.pick(("neg", "abs")), self.value(variables, depth - 1))
         if kind == "literal":
             return Literal(2 if dtypes.is_integer(self.dtype) else 0.5, self.dtype)
         if kind == "position" and variables:
-            return Cast(IndexValue(self.draw(st.sampled_from(variables))[0]), self.dtype)
+            return Cast(IndexValue(self.choices.pick(variables)[0]), self.dtype)
         if kind == "select" and variables:
-            return self.guarded(*self.draw(st.sampled_from(variables)))
+            return self.guarded(*self.choices.pick(variables))
         return self.load(variables)
 
     def guarded(self, var: SymVar, extent: SymExpr) -> Value:
@@ -178,8 +177,8 @@ class Parts:
         return Select(is_inside, buffer[var - 1], Literal(1, self.dtype))
 
 
-def extents(draw: Draw, count: int) -> tuple[SymExpr, ...]:
-    return tuple(draw(st.sampled_from((N, N, M, M, sym(1), sym(3), sym(5), sym(19)))) for _ in range(count))
+def extents(choices: Choices, count: int) -> tuple[SymExpr, ...]:
+    return tuple(choices.pick((N, N, M, M, sym(1), sym(3), sym(5), sym(19))) for _ in range(count))
 
 
 def make(inputs: Sequence[Buffer], outputs: Sequence[Buffer], body: Stmt) -> TensorProgram:
@@ -187,11 +186,10 @@ def make(inputs: Sequence[Buffer], outputs: Sequence[Buffer], body: Stmt) -> Ten
     return TensorProgram(params, program_symbols(params, body), body, len(outputs))
 
 
-@st.composite
-def maps(draw: Draw) -> TensorProgram:
+def a_map(choices: Choices) -> TensorProgram:
     """One nest that stores each element once."""
-    parts = Parts(draw, draw(st.sampled_from(DTYPES)), [])
-    out = Buffer("out", extents(draw, draw(st.integers(0, 3))), parts.dtype)
+    parts = Parts(choices, choices.pick(DTYPES), [])
+    out = Buffer("out", extents(choices, choices.whole(0, 3)), parts.dtype)
 
     def element(*i: SymVar) -> Stmt:
         return Store(out, i, parts.value(list(zip(i, out.shape, strict=True))))
@@ -219,23 +217,22 @@ COMBINATIONS = [
 ]  # fmt: skip
 
 
-@st.composite
-def reductions(draw: Draw) -> TensorProgram:
+def a_reduction(choices: Choices) -> TensorProgram:
     """A reduction of one product, or one element, over some loops, with an epilogue."""
-    dtype, combine = draw(st.sampled_from(COMBINATIONS))
-    parts = Parts(draw, dtype, [])
-    out = Buffer("out", extents(draw, draw(st.integers(0, 3))), dtype)
-    reduced = extents(draw, draw(st.integers(1, 2)))
+    dtype, combine = choices.pick(COMBINATIONS)
+    parts = Parts(choices, dtype, [])
+    out = Buffer("out", extents(choices, choices.whole(0, 3)), dtype)
+    reduced = extents(choices, choices.whole(1, 2))
 
     def value(*all_vars: SymVar) -> Value:
         variables = list(zip(all_vars, (*out.shape, *reduced), strict=True))
         a = parts.load(variables)
-        if combine != "add" or draw(st.booleans()):
+        if combine != "add" or choices.pick((False, True)):
             return a
         return Binary("mul", a, parts.load(variables))
 
     def finish(total: Value, *i: SymVar) -> Value:
-        if dtype == "bool" or draw(st.booleans()):
+        if dtype == "bool" or choices.pick((False, True)):
             return total
         return Binary("max", total, parts.load(list(zip(i, out.shape, strict=True))))
 
@@ -243,12 +240,12 @@ def reductions(draw: Draw) -> TensorProgram:
     return make(parts.inputs, [out], body)
 
 
-@st.composite
-def products(draw: Draw) -> TensorProgram:
+def a_product(choices: Choices) -> TensorProgram:
     """Matrix products and convolutions: two operands, each without one of the result's dimensions."""
-    batch = draw(st.sampled_from(((), (N,), (sym(2),))))
-    rows, columns, inner = (draw(st.sampled_from((N, M, sym(1), sym(3), sym(8), sym(40)))) for _ in range(3))
-    is_window = draw(st.booleans())
+    batches: tuple[tuple[SymExpr, ...], ...] = ((), (N,), (sym(2),))
+    batch = choices.pick(batches)
+    rows, columns, inner = (choices.pick((N, M, sym(1), sym(3), sym(8), sym(40))) for _ in range(3))
+    is_window = choices.pick((False, True))
     taps = sym(3) if is_window else inner
     spread = columns + taps - 1 if is_window else columns
     a = Buffer("a", (*batch, rows, taps), "float32")
@@ -270,11 +267,10 @@ def products(draw: Draw) -> TensorProgram:
 ROW_STAGES = ("map", "scan", "sum", "scale")
 
 
-@st.composite
-def rows(draw: Draw) -> TensorProgram:
+def a_row_program(choices: Choices) -> TensorProgram:
     """Several stages over the rows of a matrix: maps in place, running sums, sums that scale the row."""
     x, out = Buffer("x", (N, M), "float32"), Buffer("out", (N, M), "float32")
-    stages = draw(st.lists(st.sampled_from(ROW_STAGES), min_size=1, max_size=3))
+    stages = [choices.pick(ROW_STAGES) for _ in range(choices.whole(1, 3))]
     total = Buffer("total", (), "float32", "local")
     zero = Literal(0.0, "float32")
 
@@ -294,3 +290,26 @@ def rows(draw: Draw) -> TensorProgram:
         return Allocate(total, body)
 
     return make([x], [out], loops("i", (N,), row))
+
+
+# By Hypothesis
+
+
+@st.composite
+def maps(draw: Draw) -> TensorProgram:
+    return a_map(Drawn(draw))
+
+
+@st.composite
+def reductions(draw: Draw) -> TensorProgram:
+    return a_reduction(Drawn(draw))
+
+
+@st.composite
+def products(draw: Draw) -> TensorProgram:
+    return a_product(Drawn(draw))
+
+
+@st.composite
+def rows(draw: Draw) -> TensorProgram:
+    return a_row_program(Drawn(draw))

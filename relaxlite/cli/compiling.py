@@ -37,7 +37,8 @@ def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
 
 def compile_model(args: argparse.Namespace, context: PassContext | None = None) -> ExecutableData:
     context = context or make_context(args)
-    data = build(import_model(args, context), context.target, context=context)
+    validate = getattr(args, "validate", False)
+    data = build(import_model(args, context), context.target, context=context, validate=validate)
     show_timings(args, context.timings)
     return data
 

@@ -67,6 +67,11 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an ONNX file")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the model's name with .rlx, in this folder")
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="interpret the model before and after each pass, and compare it with the compiled code (slow)",
+    )
     _add_import_options(parser)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.codegen.python_source import compile_to_python, poisoned
-from relaxlite.errors import ExecutionError, InputError, ShapeMismatchError
+from relaxlite.errors import ExecutionError, InputError, OutOfBoundsError, ShapeMismatchError
 from relaxlite.ir.builder import BlockBuilder, result_types
 from relaxlite.ir.expr import (
     Block,
@@ -69,7 +69,7 @@ def run_program(
         with np.errstate(all="ignore"):
             kernel(*arrays, *(values[s] for s in program.symbols))
     except IndexError as error:
-        raise ExecutionError(f"{name}: a buffer is accessed outside its bounds: {error}") from error
+        raise OutOfBoundsError(f"{name}: a buffer is accessed outside its bounds: {error}") from error
     return list(outputs)
 
 
@@ -87,11 +87,24 @@ def _program_symbols(
 
 
 class Interpreter:
-    """Runs the functions of a module. `externs`: a Python function of (inputs..., outputs...) per routine."""
+    """Runs the functions of a module. `externs`: a Python function of (inputs..., outputs...) per routine.
 
-    def __init__(self, module: IRModule, externs: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    `around_call(call, args, run)` gives what the call of an op, a program or a library routine gives: `run(args)`;
+    `program_runner`: runs tensor programs in place of `run_program`, with the same arguments.
+    """
+
+    def __init__(
+        self,
+        module: IRModule,
+        externs: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        around_call: Callable[[Call, list[Any], Callable[[list[Any]], Any]], Any] | None = None,
+        program_runner: Callable[..., list[Any]] = run_program,
+    ) -> None:
         self.module = module
         self.externs = dict(externs or {})
+        self.around_call = around_call
+        self.run_program = program_runner
 
     def run(self, name: str, *args: Any) -> Any:
         """Call a function: arrays, shapes (tuples of ints) and tuples in and out."""
@@ -177,10 +190,17 @@ class _Frame:
 
     def _call(self, call: Call) -> Any:
         args = [self.eval(a) for a in call.args]
-        callee = call.callee
-        if isinstance(callee, Op):
-            return self._call_op(callee, call, args)
-        target = self.eval(callee)
+        around = self.interpreter.around_call
+        return (
+            self._called(call, args) if around is None else around(call, args, lambda given: self._called(call, given))
+        )
+
+    def _called(self, call: Call, args: list[Any]) -> Any:
+        if isinstance(call.callee, Op):
+            return self._call_op(call.callee, call, args)
+        return self._call_global(self.eval(call.callee), call, args)
+
+    def _call_global(self, target: GlobalVar, call: Call, args: list[Any]) -> Any:
         definition = self.interpreter.module[target.name]
         if isinstance(definition, TensorProgram):
             return self._call_program(definition, target.name, call, args)
@@ -212,9 +232,9 @@ class _Frame:
         symbols = list(self.dims(call.sym_args))
         if len(args) == len(program.params):
             count = len(program.inputs)
-            run_program(program, args[:count], symbols, args[count:], name)
+            self.interpreter.run_program(program, args[:count], symbols, args[count:], name)
             return ()
-        outputs = run_program(program, args, symbols, name=name)
+        outputs = self.interpreter.run_program(program, args, symbols, name=name)
         return tuple(outputs) if isinstance(call.ty, TupleType) else outputs[0]
 
     def _call_extern(self, extern: ExternFunction, call: Call, args: list[Any]) -> Any:

@@ -36,6 +36,7 @@ class PassContext:
     decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
     memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
+    check: Callable[[Pass, IRModule, IRModule], None] | None = None  # of each pass, by what it was given and made
 
     def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:
         """Keep a decision; names of figures take spaces for underscores."""
@@ -69,7 +70,7 @@ class Pass:
 def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:
     """The module after all passes. Raises PassError naming the pass that failed."""
     for number, step in enumerate(passes):
-        start = time.perf_counter()
+        given, start = module, time.perf_counter()
         try:
             module = step.run(module, context)
         except RelaxliteError as error:
@@ -81,6 +82,8 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
         context.timings.append((step.name, time.perf_counter() - start))
         if context.verify:
             _verify_after(module, step)
+        if context.check is not None:
+            context.check(step, given, module)
         if context.dump_dir is not None:
             context.dump_dir.mkdir(parents=True, exist_ok=True)
             (context.dump_dir / f"{number:02d}_{step.name}.py").write_text(print_module(module))

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import (
     Allocate,
+    Binary,
     Buffer,
     Check,
     Compare,
@@ -27,8 +29,18 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stmt_indices, stores
+from relaxlite.ir.program_visitor import (
+    ProgramRewriter,
+    Substitute,
+    loads,
+    stmt_indices,
+    stores,
+    walk_stmts,
+    walk_values,
+)
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
+
+_ANALYZER = Analyzer()
 
 
 def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
@@ -118,21 +130,39 @@ class _WithoutUnitLoops(ProgramRewriter):
 
 
 def hoist_lets(stmt: Stmt) -> Stmt:
-    """Move data-dependent indices (and their checks) out of loops that they do not depend on."""
-    return _HoistLets().stmt(stmt)
+    """Move data-dependent indices (and their checks) out of loops that they do not depend on.
+
+    A loop may turn out to be empty, and then none of its checks can fail: outside they ask for that first. So an index
+    that is read at another's place, which such a check no longer stops, stays inside.
+    """
+    return _HoistLets({s.var for s in walk_stmts(stmt) if isinstance(s, LetIndex)}).stmt(stmt)
 
 
 class _HoistLets(ProgramRewriter):
+    def __init__(self, from_data: set[SymVar]) -> None:
+        super().__init__()
+        self._from_data = from_data
+
     def stmt(self, stmt: Stmt) -> Stmt:
         stmt = super().stmt(stmt)
         if not isinstance(stmt, For) or stmt.kind != "serial":
             return stmt
-        body = stmt.body
+        body, may_be_empty = stmt.body, not _ANALYZER.can_prove_le(1, stmt.extent)
         if isinstance(body, LetIndex) and _is_invariant(LetIndex(body.var, body.value, Seq(())), stmt):
+            if may_be_empty and self._reads_from_data(body.value):
+                return stmt
             return LetIndex(body.var, body.value, self.stmt(replace(stmt, body=body.body)))
-        if isinstance(body, Seq) and isinstance(body.stmts[0], Check) and _is_invariant(body.stmts[0], stmt):
-            return seq(body.stmts[0], self.stmt(replace(stmt, body=seq(*body.stmts[1:]))))
+        if isinstance(body, Seq) and isinstance(check := body.stmts[0], Check) and _is_invariant(check, stmt):
+            if may_be_empty and self._reads_from_data(check.cond):
+                return stmt
+            if may_be_empty:
+                check = replace(check, cond=Binary("or", less(stmt.extent, 1), check.cond))
+            return seq(check, self.stmt(replace(stmt, body=seq(*body.stmts[1:]))))
         return stmt
+
+    def _reads_from_data(self, value: Value) -> bool:
+        reads = (v for v in walk_values(value) if isinstance(v, Load))
+        return any(not self._from_data.isdisjoint(i.free_vars()) for load in reads for i in load.indices)
 
 
 def _is_invariant(head: Stmt, loop: For) -> bool:

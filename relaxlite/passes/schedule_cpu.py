@@ -163,6 +163,8 @@ class _Rules:
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
     def nest(self, stage: Stmt) -> Stmt:
+        if any(as_int(loop.extent) == 0 for loop in perfect_nest(stage).loops):
+            return seq()  # nothing to tile
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)

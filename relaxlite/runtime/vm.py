@@ -60,6 +60,11 @@ def register_extern(symbol: str, function: Callable[..., None]) -> None:
     _externs[symbol] = function
 
 
+def registered_externs() -> dict[str, Callable[..., None]]:
+    """The Python functions that `register_extern` has made known, by symbol."""
+    return dict(_externs)
+
+
 @dataclass(slots=True)
 class Block:
     """Steps without jumps; then return `register` (then = -1), go to `then`, or choose by the bool in `register`."""

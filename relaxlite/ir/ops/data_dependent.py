@@ -16,7 +16,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, TupleGetItem
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import Shape
-from relaxlite.ir.ops.elementwise import BOOL, check_dtype
+from relaxlite.ir.ops.elementwise import BOOL, NUMBER, check_dtype
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, index, literal
 from relaxlite.ir.ops.sorting import draw_with_ties
@@ -259,6 +259,7 @@ class Unique(Op):
 
     def infer(self, x: Expr, *, sorted: bool) -> Type:
         ty = self.tensor(x, "x")
+        check_dtype(self, ty, NUMBER)
         places = TensorType(None, "int64", 1)
         inverse = TensorType.of((product(ty.shape or ()),), "int64")
         return TupleType((TensorType(None, ty.dtype, 1), places, inverse, places))

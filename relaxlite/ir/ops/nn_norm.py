@@ -222,6 +222,8 @@ class _TailNorm(Op):
 
     def infer(self, x: Expr, *weights: Expr, axis: int, epsilon: float) -> Type:
         ty = self.tensor(x, "x")
+        if not dtypes.is_float(ty.dtype):
+            self.fail(f"x must be of a float dtype, got {ty.dtype}")
         shape = ty.shape or ()
         tail = shape[normalize_axis(self, axis, len(shape)) :]
         for weight, name in zip(weights, ("scale", "bias"), strict=False):
@@ -229,8 +231,8 @@ class _TailNorm(Op):
             found = wt.shape or ()
             if len(found) != len(tail) or any(map(PROVER.can_prove_ne, found, tail)):
                 self.fail(f"{name} must have the normalized shape {format_shape(tail)}, got {format_shape(found)}")
-            if not dtypes.is_float(wt.dtype) or not dtypes.is_float(ty.dtype):
-                self.fail(f"x and {name} must be of float dtypes, got {ty.dtype} and {wt.dtype}")
+            if not dtypes.is_float(wt.dtype):
+                self.fail(f"{name} must be of a float dtype, got {wt.dtype}")
         return ty
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.ops.elementwise import FLOAT, check_dtype
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, compute, loops, reduce, seq
@@ -56,6 +57,7 @@ class _Scan(Op):
 
     def infer(self, gates: Expr, r: Expr, *rest: Expr, **attrs: Any) -> Type:
         ty, weights = self.tensor(gates, "gates"), self.tensor(r, "r")
+        check_dtype(self, ty, FLOAT, "gates")
         if ty.rank != 3 or weights.rank != 2:
             self.fail(f"gates must be (time, batch, gates) and r (hidden, gates), got {ty} and {weights}")
         (steps, batch, _), (hidden, _) = ty.shape or (), weights.shape or ()

@@ -1,0 +1,48 @@
+"""python -m relaxlite.revalidate FILE.before.py: runs a mismatch again that `compile(validate=True)` has kept.
+
+Where the file names a pass of the pipeline, the pass runs again, as it is now; else the kept module stands for what it
+made. Ends with status 1 while the two differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from relaxlite.driver import compile as compile_module
+from relaxlite.errors import ValidationError
+from relaxlite.ir import ops  # noqa: F401  (the parser looks them up)
+from relaxlite.ir.module import IRModule
+from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.pipeline import PASSES
+from relaxlite.target import Target
+from relaxlite.validation.record import open_record
+from relaxlite.validation.validator import Validator
+
+
+def rerun(path: str) -> str | None:
+    """What differs, or None."""
+    what, before, after, args = open_record(path)
+    validator = Validator(before, inputs=[args], folder=str(Path(path).parent))
+    try:
+        if not what.startswith("pass "):
+            validator.check_compiled(compile_module(before), after)
+            return None
+        name = what.removeprefix("pass ")
+        step = PASSES.get(name) or Pass(name, lambda module, _: _present(after), "graph")
+        made = step.run(before, PassContext(Target.parse("llvm")))
+        validator.check(step, before, made)
+    except ValidationError as error:
+        return str(error)
+    return None
+
+
+def _present(module: IRModule | None) -> IRModule:
+    assert module is not None, "the module after the pass was not kept"
+    return module
+
+
+if __name__ == "__main__":
+    problem = rerun(sys.argv[1]) if len(sys.argv) == 2 else __doc__
+    print(problem or "both compute the same now")
+    sys.exit(problem is not None)

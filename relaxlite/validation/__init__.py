@@ -1,0 +1,12 @@
+"""Proof by running: does a module compute the same before and after each pass, and as machine code?
+
+samples.py     sizes for the symbols, and inputs of these sizes
+oracle.py      what the original module computes, and how far rounding may move each element
+difference.py  two results compared
+record.py      a mismatch as files that run again
+validator.py   the check of each pass, and of the compiled model
+"""
+
+from relaxlite.validation.validator import Validator
+
+__all__ = ["Validator"]

@@ -1,0 +1,195 @@
+"""The check of each pass: what the module computes after it is what the module computed before.
+
+The interpreter says what a module computes, at sizes that keep the bounds and divisors of the symbols, 0 and 1 among
+them. A run-time check that fails must fail on both sides; one in code that nothing uses may go with that code.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from relaxlite.codegen.interpreter import Interpreter, bind, run_program
+from relaxlite.errors import InvalidArgumentError, OutOfBoundsError, RelaxliteError, ValidationError
+from relaxlite.ir.expr import Function
+from relaxlite.ir.module import IRModule
+from relaxlite.passes.eliminate import eliminate_dead
+from relaxlite.passes.fold_shapes import fold_shapes
+from relaxlite.passes.manager import Pass
+from relaxlite.validation.difference import Difference, compare
+from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
+from relaxlite.validation.record import keep
+from relaxlite.validation.samples import STYLES, Sample, Symbols, draw_sample, symbol_values
+
+ENTRY = "main"
+MAGNITUDES = (10, 3, 2)  # of random integers
+SURE_RUNS = 24  # more runs of the oracle before a difference is believed
+_UNSTABLE = Failed(RelaxliteError("the result hangs on the last digit of a number"), is_check=False)
+
+_CHECK_OF_NUMPY = re.compile(r"could not be broadcast|out of bounds for axis \d+ with size [1-9]")  # 0: nothing is read
+
+Outcome = Expected | Failed
+
+
+@dataclass(slots=True)
+class Case:
+    """One sample, and what the module that was compiled gives for it."""
+
+    sample: Sample
+    outcome: Outcome
+    before: tuple[Any, ...] | Failed  # what the module gave after the pass before
+
+
+class Validator:
+    """Checks the passes that a module goes through, and the compiled model, by running all of them on samples.
+
+    `inputs`: example arguments of "main", each a sequence in its order; random ones at sizes of all kinds without them.
+    `externs`: Python functions of the library routines that the module calls, by symbol. `program_runner` runs tensor
+    programs in the interpreter's place. A mismatch is kept as text in `folder`. `styles`: of the sizes (samples.py).
+    """
+
+    def __init__(
+        self,
+        module: IRModule,
+        *,
+        inputs: Sequence[Sequence[Any]] | None = None,
+        externs: Externs | None = None,
+        program_runner: Callable[..., list[Any]] = run_program,
+        folder: str | None = None,
+        styles: Sequence[str] = STYLES,
+        seed: int = 0,
+    ) -> None:
+        main = module.get(ENTRY)
+        if not isinstance(main, Function):
+            raise InvalidArgumentError(f"the module has no function {ENTRY!r}")
+        self._externs, self._runner = dict(externs or {}), program_runner
+        self._folder, self._seed = folder, seed
+        self._original = module
+        if inputs is not None:
+            self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(main, inputs)]
+        else:
+            drawn = symbol_values(main, random.Random(seed), styles)
+            self.cases = [self._drawn(main, values, k) for k, values in enumerate(drawn)]
+
+    def check(self, step: Pass, before: IRModule, after: IRModule) -> None:
+        """Raise ValidationError, which names the pass and the sizes, unless both modules compute the same."""
+        if after is before or step.stage == "vm":  # what runs slots instead of symbols is checked as machine code
+            return
+        for case in self.cases:
+            found = self._run(after, case.sample.args)
+            problem = self._problem(case, case.before, found, before)
+            if problem is not None:
+                self._fail(f"pass {step.name}", case.sample, problem, before, after)
+            case.before = found
+
+    def check_compiled(self, run: Callable[..., Any], lowered: IRModule | None = None) -> None:
+        """Raise ValidationError unless a compiled model, called with the inputs, gives what the module computes.
+
+        `lowered`: the module after all passes, to be kept beside the original.
+        """
+        for case in self.cases:
+            found = outcome_of(partial(run, *case.sample.args))
+            problem = self._problem(case, case.before, found, self._original)
+            if problem is not None:
+                self._fail("the compiled code", case.sample, problem, self._original, lowered)
+
+    # one sample
+
+    def _drawn(self, main: Function, values: Symbols, number: int) -> Case:
+        """Where integers are places of something, large ones stop the run: then smaller ones are drawn."""
+        found: list[tuple[Sample, tuple[Any, ...] | Failed]] = []
+        for magnitude in MAGNITUDES:
+            sample = draw_sample(main, values, np.random.default_rng((self._seed, number)), magnitude)
+            found.append((sample, self._run(self._original, sample.args)))
+            if not isinstance(found[-1][1], Failed):
+                return self._case(*found[-1])
+        return self._case(*found[0])
+
+    def _case(self, sample: Sample, found: tuple[Any, ...] | Failed) -> Case:
+        if isinstance(found, Failed):
+            return Case(sample, found, found)
+        spread = spread_of(self._original, sample.args, found, self._externs, self._seed)
+        return Case(sample, _UNSTABLE if spread is None else Expected(found, spread), found)
+
+    def _run(self, module: IRModule, args: Sequence[Any]) -> tuple[Any, ...] | Failed:
+        interpreter = Interpreter(module, self._externs, program_runner=self._runner)
+        return outcome_of(lambda: interpreter.run(ENTRY, *args))
+
+    def _problem(
+        self, case: Case, before: tuple[Any, ...] | Failed, found: tuple[Any, ...] | Failed, given: IRModule
+    ) -> str | None:
+        """What is wrong with `found`; `before` is what the module `given` computes."""
+        if isinstance(found, Failed) and isinstance(found.error, OutOfBoundsError):
+            is_new = not (isinstance(before, Failed) and isinstance(before.error, OutOfBoundsError))
+            return f"a run-time check is missing: {found.error}" if is_new else None
+        if isinstance(before, Failed):
+            if isinstance(found, Failed) or not before.is_check or not self._fails_alive(given, case.sample.args):
+                return None
+            return f"a run-time check is lost: before, the run stops with {_told(before.error)}"
+        if isinstance(found, Failed):
+            return f"the run fails with {_told(found.error)}"
+        if not isinstance(case.outcome, Expected):
+            return None
+        difference = compare(found, case.outcome)
+        return None if difference is None else self._sure(case, found, difference)
+
+    def _sure(self, case: Case, found: tuple[Any, ...], difference: Difference) -> str | None:
+        """The difference as text if it stands against what many runs of the oracle allow."""
+        values = case.outcome.values if isinstance(case.outcome, Expected) else ()
+        spread = spread_of(self._original, case.sample.args, values, self._externs, self._seed + 1, SURE_RUNS)
+        if spread is None:
+            case.outcome = _UNSTABLE
+            return None
+        case.outcome = Expected(values, spread)
+        again = compare(found, case.outcome)
+        return None if again is None else str(again)
+
+    def _fails_alive(self, module: IRModule, args: Sequence[Any]) -> bool:
+        """Whether the run stops also without what nothing uses, which may go together with its checks."""
+        try:
+            simplified = (eliminate_dead(module), eliminate_dead(fold_shapes(module)))
+        except Exception:  # the pass at hand is not to blame
+            return False
+        return all(isinstance(self._run(live, args), Failed) for live in simplified)
+
+    def _fail(self, what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
+        path = keep(what, sample, problem, before, after, self._folder)
+        raise ValidationError(
+            f"{what} changes what the module computes, at {sample}: {problem}\n"
+            f"  hint: `python -m relaxlite.revalidate {path}` runs it again"
+        )
+
+
+def outcome_of(run: Callable[[], Any]) -> tuple[Any, ...] | Failed:
+    try:
+        with np.errstate(all="ignore"):
+            return flat(run())
+    except RelaxliteError as error:
+        return Failed(error, is_check=True)
+    except Exception as error:  # NumPy's own checks; or it has no answer, as for the largest of no elements
+        return Failed(error, is_check=_CHECK_OF_NUMPY.search(str(error)) is not None)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _given(main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
+    found = []
+    for args in inputs:
+        if len(args) != len(main.params):
+            raise InvalidArgumentError(
+                f"{ENTRY!r} takes {len(main.params)} arguments, got {len(args)} to validate with"
+            )
+        symbols: Symbols = {}
+        arrays = tuple(a if isinstance(a, tuple) else np.asarray(a, order="C") for a in args)
+        for param, array in zip(main.params, arrays, strict=True):
+            bind(param.ty, array, symbols, f"argument '{param.name}'", define_only=True)
+        found.append(Sample(symbols, arrays))
+    return found
