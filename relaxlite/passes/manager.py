@@ -24,7 +24,8 @@ from relaxlite.target import Target
 @dataclass(slots=True)
 class PassContext:
     """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds,
-    `decisions`, `costs` of programs and `memory_plans` of functions by name."""
+    `decisions`, `costs` of programs and `memory_plans` of functions by name. `observe`, where there is one, is told of
+    each pass that ran: the pass, the module before and after it (immutable: to keep them costs nothing), its seconds."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
@@ -35,6 +36,7 @@ class PassContext:
     decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
     memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
+    observe: Callable[[Pass, IRModule, IRModule, float], None] | None = None
 
     def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:
         """Keep a decision; names of figures take spaces for underscores."""
@@ -68,7 +70,7 @@ class Pass:
 def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:
     """The module after all passes. Raises PassError naming the pass that failed."""
     for number, step in enumerate(passes):
-        start = time.perf_counter()
+        before, start = module, time.perf_counter()
         try:
             module = step.run(module, context)
         except RelaxliteError as error:
@@ -77,7 +79,10 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
             raise
         except Exception as error:
             raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
-        context.timings.append((step.name, time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        context.timings.append((step.name, seconds))
+        if context.observe is not None:
+            context.observe(step, before, module, seconds)
         if context.verify:
             _verify_after(module, step)
         if context.dump_dir is not None:
