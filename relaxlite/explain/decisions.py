@@ -37,7 +37,7 @@ def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
 def pattern_of(reason: str) -> str:
     """The reason with "#" for numbers and "..." for names of values, which are what has a digit or a slash in it."""
     words = (_NUMBER.sub("#", word) for word in reason.split())
-    return " ".join("..." if "/" in word or "#" in word and "_" in word else word for word in words)
+    return " ".join("..." if "/" in word or ("#" in word and "_" in word) else word for word in words)
 
 
 def about(decisions: Iterable[Decision], kernel_of: Mapping[str, int]) -> dict[int, list[Decision]]:

@@ -115,5 +115,3 @@ def explain(
         final=final,
         weights=module_constants(calls),
     )
-
-

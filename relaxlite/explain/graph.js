@@ -49,8 +49,9 @@
     const closed = node.path.find(key => !graph.open.has(key));
     if (closed) return closed;
     const own = `node ${node.id}`;
-    if (node.kind === "kernel" && graph.groups.has(own) && graph.open.has(own)) return boxOf(graph.nodes[graph.last.get(node.id)]);
-    return node.id;
+    if (!graph.groups.has(own)) return node.id;
+    if (!graph.open.has(own)) return own;
+    return node.kind === "kernel" ? boxOf(graph.nodes[graph.last.get(node.id)]) : node.id;
   }
 
   function levels() {
@@ -331,7 +332,7 @@
   function fit(everything) {
     const { left, right, bottom } = extent(), [wide, high] = size();
     const scale = Math.min((wide - 30) / (right - left), everything ? (high - 30) / bottom : 1, 1.1);
-    view.scale = Math.max(scale, everything ? 0.01 : 0.45);
+    view.scale = Math.max(scale, everything ? 0.01 : 0.7);
     view.x = wide / 2 - (left + right) / 2 * view.scale;
     view.y = 20;
     if (!everything) { const first = layout.layers[0][0]; if (view.scale > scale && first) view.x = wide / 2 - first.x * view.scale; }

@@ -52,7 +52,7 @@ class Node:
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
         optional = {"loc": self.loc, "reads": list(self.reads), "constants": self.constants, "inside": self.inside}
-        return {**found, **{key: value for key, value in optional.items() if value or value == 0 and key == "inside"}}
+        return {**found, **{key: value for key, value in optional.items() if value or (value == 0 and key == "inside")}}
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from html import escape
 
+from relaxlite.explain.decisions import DecisionGroup
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.passes.decisions import Decision
 
@@ -35,37 +36,45 @@ def table(
     return f'<div class="wide"><table {attributes}><thead>{head}</thead><tbody>\n{body}\n</tbody></table></div>'
 
 
-def decision_items(
-    decisions: Sequence[Decision],
-    figure: Callable[..., str],
-    *,
-    limit: int,
-    kernel_of: Mapping[str, int] | None = None,
-    with_reason: bool = True,
-) -> str:
-    """A list of decisions; the values that a kernel computes are links to it."""
+Figure = Callable[[SymExpr, str], str]  # an amount and its unit as HTML
+
+
+def decision_items(decisions: Sequence[Decision], figure: Figure, kernel_of: Mapping[str, int], limit: int) -> str:
+    """What each decision of a group is about; the values that a kernel computes are links to it."""
     items = []
     for decision in decisions[:limit]:
-        subject = " ".join(_linked(word, kernel_of or {}) for word in decision.subject.split())
-        reason = ""
-        if with_reason:
-            verdict = '<span class="yes">yes</span>' if decision.taken else '<span class="no">no</span>'
-            reason = f": {verdict}, {escape(decision.reason)}"
-        amounts = ", ".join(_amount(name, expr, figure) for name, expr in decision.figures.items())
-        step = f"{escape(decision.step)}: " if with_reason else ""
-        items.append(f"<li>{step}{subject}{reason}{f' ({amounts})' if amounts else ''}</li>")
+        subject = " ".join(_linked(word, kernel_of) for word in decision.subject.split())
+        items.append(f"<li>{subject}{_amounts(decision, figure)}</li>")
     if len(decisions) > limit:
         items.append(f"<li>and {len(decisions) - limit} more</li>")
     return f"<ul>{''.join(items)}</ul>"
+
+
+def group_items(groups: Iterable[DecisionGroup], figure: Figure) -> str:
+    """One line for each group, with its first decision."""
+    items = []
+    for group in groups:
+        first, times = group.decisions[0], len(group.decisions)
+        often = f" (and {times - 1} more like it)" if times > 1 else ""
+        text = f"{escape(first.subject)}: {verdict(group.taken)}, {escape(first.reason)}{_amounts(first, figure)}"
+        items.append(f"<li>{escape(group.step)}: {text}{often}</li>")
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def verdict(taken: bool) -> str:
+    return '<span class="yes">yes</span>' if taken else '<span class="no">no</span>'
 
 
 def _linked(word: str, kernel_of: Mapping[str, int]) -> str:
     return f'<a href="#kernel-{kernel_of[word]}">{escape(word)}</a>' if word in kernel_of else escape(word)
 
 
-def _amount(name: str, expr: SymExpr, figure: Callable[..., str]) -> str:
-    unit = "bytes" if "byte" in name else "count"
-    return f"{escape(name)} <code>{escape(str(expr))}</code> = {figure(expr, unit)}"
+def _amounts(decision: Decision, figure: Figure) -> str:
+    parts = []
+    for name, expr in decision.figures.items():
+        number = figure(expr, "bytes" if "byte" in name else "count")
+        parts.append(f"{escape(name)} {number}" if expr.is_const else f"{escape(name)} {escape(str(expr))} = {number}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def words(items: Sequence[str], limit: int) -> str:

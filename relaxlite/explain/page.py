@@ -20,7 +20,17 @@ from relaxlite.explain.decisions import about, grouped
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.graph import Graph
 from relaxlite.explain.kernels import FLOPS_PER_BYTE, Kernel
-from relaxlite.explain.markup import bytes_text, count_text, decision_items, details, section, table, words
+from relaxlite.explain.markup import (
+    bytes_text,
+    count_text,
+    decision_items,
+    details,
+    group_items,
+    section,
+    table,
+    verdict,
+    words,
+)
 from relaxlite.explain.passes import Differences
 from relaxlite.explain.symbols import Figures, value_of
 from relaxlite.ir.program_printer import print_program
@@ -189,7 +199,9 @@ class _Page:
         for symbol in self.found.symbols:
             var = symbol.var
             bounds = bound_text(symbol.name, (var.lower, var.upper, var.divisor)) or "any size"
-            where = ", ".join(symbol.defined[:4]) + (f" and {more} more" if (more := len(symbol.defined) - 4) > 0 else "")
+            where = ", ".join(symbol.defined[:4]) + (
+                f" and {more} more" if (more := len(symbol.defined) - 4) > 0 else ""
+            )
             rows.append([f"<code>{escape(symbol.name)}</code>", escape(bounds), escape(where or "by a pass")])
         if not rows:
             return "<h3>Symbols</h3><p>Every size of this model is known when it is compiled.</p>"
@@ -286,7 +298,11 @@ class _Page:
         name = escape(kernel.name)
         body = [f"<p><code>{escape(kernel.signature)}</code></p>"]
         if kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None:
-            costs = (("FLOPs", kernel.flops), ("bytes read", kernel.bytes_read), ("bytes written", kernel.bytes_written))
+            costs = (
+                ("FLOPs", kernel.flops),
+                ("bytes read", kernel.bytes_read),
+                ("bytes written", kernel.bytes_written),
+            )
             body.append(table(("of all calls", "in symbols"), [[what, self.expression(e)] for what, e in costs]))
         if kernel.calls:
             shown = ", ".join(f"<code>{escape(c)}</code>" for c in kernel.calls[:8])
@@ -295,7 +311,7 @@ class _Page:
             body.append(f"<p>Computes {shown}{more}. {button}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h4>Decisions</h4>" + decision_items(notes, self.figure, limit=12))
+            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.figure))
         steps = "\n".join(kernel.steps) or "as it was written"
         body.append(f'<h4>Schedule</h4><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)
@@ -322,11 +338,12 @@ class _Page:
             if group.step != step:
                 step = group.step
                 parts.append(f"<h3>{escape(step)}</h3>")
-            verdict = '<span class="yes">yes</span>' if group.taken else '<span class="no">no</span>'
             count = f" ({len(group.decisions)} times)" if len(group.decisions) > 1 else ""
-            head = f"{verdict} {escape(group.reason)}{count}"
-            attributes = f'id="decision-{number}" data-find="{escape(step)}: {escape(group.reason)}" data-kind="decision"'
-            items = decision_items(group.decisions, self.figure, limit=200, kernel_of=self.kernel_of, with_reason=False)
+            head = f"{verdict(group.taken)} {escape(group.reason)}{count}"
+            attributes = (
+                f'id="decision-{number}" data-find="{escape(step)}: {escape(group.reason)}" data-kind="decision"'
+            )
+            items = decision_items(group.decisions, self.figure, self.kernel_of, limit=200)
             parts.append(details(head, items, attributes))
         note = '<p class="hint">What passes did or did not do, and why. Amounts follow the symbols.</p>'
         return section("decisions", "Decisions", note, *parts)
@@ -428,4 +445,3 @@ _MEMORY = """<div class="tools">@<span id="memory-at" class="hint">&nbsp;</span>
 <svg id="timeline" role="img" aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
 <p class="hint">Each rectangle is a tensor: from the step that makes it to its last use, over the bytes that it takes.
 The line is the sum of what is alive; no plan can take less than its highest point.</p>"""
-

@@ -37,7 +37,7 @@ class Snapshot:
         return {
             "name": self.step.name,
             "stage": self.step.stage,
-            "doc": self.step.doc,
+            "doc": self.step.doc or (self.step.run.__doc__ or "").strip().split("\n")[0],
             "ms": round(self.seconds * 1e3, 3),
             "bindings": [num_bindings(self.before), num_bindings(self.after)],
             "programs": [len(self.before.programs()), len(self.after.programs())],
