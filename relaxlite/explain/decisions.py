@@ -27,7 +27,7 @@ def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
     steps: dict[str, int] = {}
     for decision in decisions:
         steps.setdefault(decision.step, len(steps))
-        key = (decision.step, decision.taken, pattern_of(decision.reason))
+        key = (decision.step, decision.taken, pattern_of(decision))
         if key not in groups:
             groups[key] = DecisionGroup(decision.step, decision.taken, decision.reason, [])
         groups[key].decisions.append(decision)

@@ -199,10 +199,8 @@ class _Page:
         for symbol in self.found.symbols:
             var = symbol.var
             bounds = bound_text(symbol.name, (var.lower, var.upper, var.divisor)) or "any size"
-            where = ", ".join(symbol.defined[:4]) + (
-                f" and {more} more" if (more := len(symbol.defined) - 4) > 0 else ""
-            )
-            rows.append([f"<code>{escape(symbol.name)}</code>", escape(bounds), escape(where or "by a pass")])
+            where = words(symbol.defined, 4) or "by a pass"
+            rows.append([f"<code>{escape(symbol.name)}</code>", escape(bounds), escape(where)])
         if not rows:
             return "<h3>Symbols</h3><p>Every size of this model is known when it is compiled.</p>"
         return "<h3>Symbols</h3>" + table(("symbol", "bounds", "defined by"), rows)
@@ -213,10 +211,8 @@ class _Page:
         for k, symbol in enumerate(self.found.symbols):
             name, var = escape(symbol.name), symbol.var
             most = "" if var.upper is None else f' max="{var.upper}"'
-            box = (
-                f'<input type="number" id="symbol-{k}" data-symbol="{k}" value="{at[var]}" min="{var.lower or 0}"{most} '
-                f'step="{var.divisor}">'
-            )
+            limits = f'min="{var.lower or 0}"{most} step="{var.divisor}"'
+            box = f'<input type="number" id="symbol-{k}" data-symbol="{k}" value="{at[var]}" {limits}>'
             slider = f'<input type="range" data-slider="{k}" min="0" max="1000" aria-label="{name}, slider">'
             controls.append(f'<div><label for="symbol-{k}">{name}</label>{box}{slider}</div>')
         if not controls:
@@ -298,12 +294,9 @@ class _Page:
         name = escape(kernel.name)
         body = [f"<p><code>{escape(kernel.signature)}</code></p>"]
         if kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None:
-            costs = (
-                ("FLOPs", kernel.flops),
-                ("bytes read", kernel.bytes_read),
-                ("bytes written", kernel.bytes_written),
-            )
-            body.append(table(("of all calls", "in symbols"), [[what, self.expression(e)] for what, e in costs]))
+            amounts = {"FLOPs": kernel.flops, "bytes read": kernel.bytes_read, "bytes written": kernel.bytes_written}
+            rows = [[what, self.expression(amount)] for what, amount in amounts.items()]
+            body.append(table(("of all calls", "in symbols"), rows))
         if kernel.calls:
             shown = ", ".join(f"<code>{escape(c)}</code>" for c in kernel.calls[:8])
             more = f" and {len(kernel.calls) - 8} more" if len(kernel.calls) > 8 else ""
@@ -340,11 +333,9 @@ class _Page:
                 parts.append(f"<h3>{escape(step)}</h3>")
             count = f" ({len(group.decisions)} times)" if len(group.decisions) > 1 else ""
             head = f"{verdict(group.taken)} {escape(group.reason)}{count}"
-            attributes = (
-                f'id="decision-{number}" data-find="{escape(step)}: {escape(group.reason)}" data-kind="decision"'
-            )
+            name = escape(f"{step}: {group.reason}")
             items = decision_items(group.decisions, self.figure, self.kernel_of, limit=200)
-            parts.append(details(head, items, attributes))
+            parts.append(details(head, items, f'id="decision-{number}" data-find="{name}" data-kind="decision"'))
         note = '<p class="hint">What passes did or did not do, and why. Amounts follow the symbols.</p>'
         return section("decisions", "Decisions", note, *parts)
 
@@ -422,9 +413,9 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-_NO_SCRIPT = """<noscript><p class="hint">Without JavaScript the graphs and the memory drawing are missing, figures stand
-at the values of the symbols that the page was made with, and long texts are not unpacked; <code>relaxlite inspect
---after PASS</code> prints those.</p></noscript>"""
+_NO_SCRIPT = """<noscript><p class="hint">Without JavaScript the graphs and the memory drawing are missing, figures
+stand at the values of the symbols that the page was made with, and long texts are not unpacked; <code>relaxlite
+inspect --after PASS</code> prints those.</p></noscript>"""
 
 _SEARCH = """<div id="search" role="search"><label for="query">Search</label>
 <input id="query" type="search" autocomplete="off" placeholder="kernels, passes, values ( / )" role="combobox"
@@ -437,7 +428,8 @@ _GRAPH = """<div class="tools"><label>Graph <select id="which"><option value="im
 <button type="button" id="zoom-in" aria-label="Zoom in">+</button>
 <button type="button" id="zoom-width">Width</button><button type="button" id="zoom-all">All</button></span>
 <span id="graph-size" class="hint"></span></div>
-<div class="drawing"><svg id="drawing" tabindex="0" role="img" aria-label="The graph; the sections below list what it shows"></svg>
+<div class="drawing"><svg id="drawing" tabindex="0" role="img"
+aria-label="The graph; the sections below list what it shows"></svg>
 <aside id="node" aria-live="polite"><p class="hint">Click a node to see what it is. Double click opens or closes a
 group. Drag moves; Ctrl and wheel, + and - zoom; arrow keys move when the drawing has the focus.</p></aside></div>"""
 

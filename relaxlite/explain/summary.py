@@ -167,7 +167,7 @@ def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 def _symbol(item: Data) -> str:
     bound: Bound = (item["lower"], item["upper"], item["divisor"])
-    where = f", {words(item['defined'], 2)}" if item["defined"] else ""
+    where = f": {words(item['defined'], 1)}" if item["defined"] else ""
     return f"{bound_text(item['name'], bound) or item['name'] + ' of any size'}{where}"
 
 
@@ -179,9 +179,8 @@ def _passes(data: Data) -> Iterator[str]:
     yield f"{'pass':<26}{'ms':>9}{'bindings':>16}{'kernels':>14}"
     known = {item["name"]: item for item in passes}
     for name, ms in data["timings_ms"].items():
-        bindings, programs = (
-            (_change(known[name][key]) for key in ("bindings", "programs")) if name in known else ("", "")
-        )
+        step = known.get(name)
+        bindings, programs = (_change(step["bindings"]), _change(step["programs"])) if step else ("", "")
         yield f"{name:<26}{ms:>9.1f}{bindings:>16}{programs:>14}"
     yield f"{'in all':<26}{sum(data['timings_ms'].values()):>9.1f}"
 

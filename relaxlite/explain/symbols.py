@@ -112,7 +112,7 @@ def find_symbols(function: Function) -> Symbols:
             found = symbols.of(var)
             found.is_input = True
             dims = getattr(param.ty, "shape", None) or getattr(param.ty, "values", None) or ()
-            found.defined += [f"argument {name}, dimension {k}" for k, dim in enumerate(dims) if dim is var]
+            found.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
     for body in bodies(function):
         for binding in body.bindings():
             if isinstance(binding, MatchShape):

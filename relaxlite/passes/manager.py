@@ -24,8 +24,8 @@ from relaxlite.target import Target
 @dataclass(slots=True)
 class PassContext:
     """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds,
-    `decisions`, `costs` of programs and `memory_plans` of functions by name. `observe`, where there is one, is told of
-    each pass that ran: the pass, the module before and after it (immutable: to keep them costs nothing), its seconds."""
+    `decisions`, `costs` of programs and `memory_plans` of functions by name. `observe`, if any, is told of each
+    pass that ran: the pass, the module before and after it (immutable, so that keeping them is cheap), its seconds."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
