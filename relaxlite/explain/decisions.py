@@ -34,10 +34,12 @@ def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
     return sorted(groups.values(), key=lambda g: (steps[g.step], g.taken, -len(g.decisions)))
 
 
-def pattern_of(reason: str) -> str:
-    """The reason with "#" for numbers and "..." for names of values, which are what has a digit or a slash in it."""
-    words = (_NUMBER.sub("#", word) for word in reason.split())
-    return " ".join("..." if "/" in word or ("#" in word and "_" in word) else word for word in words)
+def pattern_of(decision: Decision) -> str:
+    """The reason with "#" for numbers, and "..." for names of values: words of the subject, or with a slash, or with
+    an underscore before a number."""
+    subject = set(decision.subject.split())
+    words = ("..." if word in subject else _NUMBER.sub("#", word) for word in decision.reason.split())
+    return " ".join("..." if "/" in word or "_#" in word else word for word in words)
 
 
 def about(decisions: Iterable[Decision], kernel_of: Mapping[str, int]) -> dict[int, list[Decision]]:
