@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from relaxlite.codegen.llvm.machine_code import to_assembly
 from relaxlite.codegen.llvm.module import emit_program
 from relaxlite.explain.kernels import Kernel
 from relaxlite.ir.program_printer import print_program
+from relaxlite.runtime import threadpool
 from relaxlite.target import Target
 
 PLAIN = 6_000  # characters: longer texts are compressed
@@ -25,10 +28,23 @@ class Code:
     assembly: str
 
 
-def code_of(kernel: Kernel, target: Target) -> Code:
-    """The code of a kernel, made again: what the cache of kernels holds is machine code only."""
-    text = emit_program(kernel.name, kernel.program, target)
-    return Code(print_program(kernel.name, kernel.program), text, to_assembly(text, target))
+def codes_of(kernels: Iterable[Kernel], target: Target) -> Iterator[Code]:
+    """The code of each kernel, made again, as the cache of kernels holds machine code only. One thread emits, since
+    symbolic integers are interned; LLVM works on all cores, ahead of who takes the codes by as many kernels."""
+    width = threadpool.usable_cores()
+    pending: deque[tuple[Kernel, str, Future[str]]] = deque()
+    with ThreadPoolExecutor(width, "relaxlite-assembly") as pool:
+        for kernel in kernels:
+            text = emit_program(kernel.name, kernel.program, target)
+            pending.append((kernel, text, pool.submit(to_assembly, text, target)))
+            if len(pending) > width:
+                yield _finished(*pending.popleft())
+        while pending:
+            yield _finished(*pending.popleft())
+
+
+def _finished(kernel: Kernel, text: str, assembly: Future[str]) -> Code:
+    return Code(print_program(kernel.name, kernel.program), text, assembly.result())
 
 
 def packed(text: str) -> dict[str, str]:

@@ -35,9 +35,9 @@ def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
 
 
 def pattern_of(decision: Decision) -> str:
-    """The reason with "#" for numbers, and "..." for names of values: words of the subject, or with a slash, or with
-    an underscore before a number."""
-    subject = set(decision.subject.split())
+    """The reason with "#" for numbers, and "..." for names of values: those of the subject ("x into y", "x as a norm"),
+    and words with a slash, or with an underscore before a number."""
+    subject = set(decision.subject.partition(" as ")[0].split())
     words = ("..." if word in subject else _NUMBER.sub("#", word) for word in decision.reason.split())
     return " ".join("..." if "/" in word or "_#" in word else word for word in words)
 

@@ -6,7 +6,7 @@
   const canvas = byId("timeline"), note = byId("memory-at"), chooser = byId("plan");
   const WIDE = 1200, HIGH = 380, LEFT = 70, RIGHT = 12, TOP = 14, BOTTOM = 26;
   const hue = k => `hsl(${k * 137.508 % 360} 60% 55%)`;
-  let plan = data.memory[0];
+  let plan = data.memory[0], from = 0, to = plan.steps.length; // the steps that are shown
 
   // Bytes alive in each step; tensors inside others count with them. The same as MemoryPlan.live_bytes.
   function liveBytes(plan) {
@@ -33,22 +33,24 @@
     numbers();
     const live = liveBytes(plan), arena = figure(plan.arena), lower = Math.max(0, ...live), steps = plan.steps.length;
     const top = Math.max(arena, lower, 1) * 1.04;
-    const x = step => LEFT + step / Math.max(steps, 1) * (WIDE - LEFT - RIGHT);
+    const x = step => LEFT + (step - from) / Math.max(to - from, 1) * (WIDE - LEFT - RIGHT);
+    const within = place => Math.min(Math.max(place, LEFT), WIDE - RIGHT);
     const y = bytes => HIGH - BOTTOM - bytes / top * (HIGH - TOP - BOTTOM);
     const parts = [];
     for (let k = 0; k <= 4; k++) {
       const bytes = top / 1.04 * k / 4;
       parts.push(shape("line", { class: "axis", x1: LEFT, x2: WIDE - RIGHT, y1: y(bytes), y2: y(bytes) }));
       parts.push(shape("text", { class: "sub", x: LEFT - 6, y: y(bytes) + 4, "text-anchor": "end" }, bytesText(bytes)));
-      const step = Math.round(steps * k / 4);
+      const step = Math.round(from + (to - from) * k / 4);
       parts.push(shape("text", { class: "sub", x: x(step), y: HIGH - 8, "text-anchor": k ? "end" : "start" }, `step ${step}`));
     }
     plan.tensors.forEach((tensor, k) => {
+      if (tensor.last + 1 < from || tensor.first > to) return;
       const bytes = figure(tensor.bytes), offset = figure(tensor.offset);
       const title = `${tensor.name}: ${bytesText(bytes)} at ${bytesText(offset)}, steps ${tensor.first} to ${tensor.last}`
         + (tensor.inside ? `, inside ${tensor.inside}` : "") + `\n${plan.steps[tensor.first] ?? ""}\n${data.figures[tensor.bytes].text} bytes`;
       const box = shape("rect", {
-        x: x(tensor.first), width: Math.max(x(tensor.last + 1) - x(tensor.first), 1), y: y(offset + bytes),
+        x: within(x(tensor.first)), width: Math.max(within(x(tensor.last + 1)) - within(x(tensor.first)), 1), y: y(offset + bytes),
         height: Math.max(y(offset) - y(offset + bytes), 0), fill: hue(k), "data-tensor": k,
         "data-bytes": bytes, "data-offset": offset,
       }, shape("title", {}, title));
@@ -57,7 +59,8 @@
       if (tensor.kernel !== null) box.addEventListener("click", () => { location.hash = `kernel-${tensor.kernel}`; followHash(); });
       parts.push(box);
     });
-    const line = live.map((bytes, step) => `${x(step)},${y(bytes)} ${x(step + 1)},${y(bytes)}`).join(" ");
+    const line = live.map((bytes, step) => step + 1 < from || step > to ? ""
+      : `${within(x(step))},${y(bytes)} ${within(x(step + 1))},${y(bytes)}`).join(" ");
     parts.push(shape("polyline", { class: "live", points: line }));
     const across = (bytes, kind) => shape("line", { class: kind, x1: LEFT, x2: WIDE - RIGHT, y1: y(bytes), y2: y(bytes) });
     parts.push(across(arena, "peak"), across(lower, "bound"));
@@ -70,6 +73,8 @@
   function show(number) {
     if (chooser) chooser.selectedIndex = number;
     plan = data.memory[number];
+    from = 0;
+    to = plan.steps.length;
     draw();
   }
 
@@ -78,12 +83,47 @@
     go: () => {
       show(number);
       all("#timeline .found").forEach(other => other.classList.remove("found"));
+      if (plan.steps.length > 200) {
+        from = Math.max(tensor.first - 30, 0);
+        to = Math.min(tensor.last + 30, plan.steps.length);
+        draw();
+      }
       const box = document.querySelector(`#timeline [data-tensor="${k}"]`);
       box?.classList.add("found");
       if (box) note.textContent = box.textContent.split("\n")[0];
       byId("memory").scrollIntoView();
     },
   })));
+  // Zoom round a place between 0 and 1 of what is shown; move by a share of it.
+  function zoom(factor, at) {
+    const middle = from + (to - from) * at, whole = plan.steps.length;
+    from = Math.max(middle - (middle - from) * factor, 0);
+    to = Math.max(Math.min(middle + (to - middle) * factor, whole), from + Math.min(4, whole));
+    draw();
+  }
+  function move(share) {
+    const by = Math.min(Math.max(share * (to - from), -from), plan.steps.length - to);
+    from += by;
+    to += by;
+    draw();
+  }
+  canvas.addEventListener("wheel", event => {
+    if (!event.ctrlKey && !event.metaKey && document.activeElement !== canvas) return;
+    event.preventDefault();
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, Math.min(Math.max(event.offsetX / canvas.clientWidth, 0), 1));
+  }, { passive: false });
+  canvas.addEventListener("pointermove", event => { if (event.buttons) move(-event.movementX / canvas.clientWidth); });
+  canvas.addEventListener("dblclick", () => zoom(1e9, 0.5));
+  const KEYS = { "+": () => zoom(0.8, 0.5), "-": () => zoom(1.25, 0.5), "0": () => zoom(1e9, 0.5), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) };
+  canvas.addEventListener("keydown", event => {
+    if (!KEYS[event.key]) return;
+    KEYS[event.key]();
+    event.preventDefault();
+  });
+  byId("steps-in").addEventListener("click", KEYS["+"]);
+  byId("steps-out").addEventListener("click", KEYS["-"]);
+  byId("steps-all").addEventListener("click", KEYS["0"]);
+
   chooser?.addEventListener("change", () => show(chooser.selectedIndex));
   listeners.push(draw);
   refresh();

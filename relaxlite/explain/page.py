@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from relaxlite.explain.code import Code, code_of, packed, packed_size
+from relaxlite.explain.code import Code, codes_of, packed, packed_size
 from relaxlite.explain.decisions import about, grouped
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.graph import Graph
@@ -258,8 +258,9 @@ class _Page:
         costs = table(heads, rows, numbers=range(2, 8), attributes='id="kernel-table"')
         left, parts = 0, []
         room = MAX_CODE_BYTES
+        codes = codes_of(self.kernels, self.found.target) if self.with_code else iter(())
         for k, kernel in enumerate(self.kernels):
-            code = self._code(kernel) if self.with_code and room > 0 else None
+            code = next(codes, None) if room > 0 else None
             if code is not None:
                 room -= sum(packed_size(packed(t)) for t in (code.llvm, code.assembly))
             left += self.with_code and code is None
@@ -270,9 +271,6 @@ class _Page:
                 f"those above fill the {bytes_text(MAX_CODE_BYTES)} that a page keeps for them.</p>"
             )
         return section("kernels", "Kernels", f'<p class="hint">{escape(hint)}</p>', costs, *parts)
-
-    def _code(self, kernel: Kernel) -> Code:
-        return code_of(kernel, self.found.target)
 
     def _kernel_row(self, k: int, kernel: Kernel) -> list[str]:
         made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
@@ -433,7 +431,10 @@ aria-label="The graph; the sections below list what it shows"></svg>
 <aside id="node" aria-live="polite"><p class="hint">Click a node to see what it is. Double click opens or closes a
 group. Drag moves; Ctrl and wheel, + and - zoom; arrow keys move when the drawing has the focus.</p></aside></div>"""
 
-_MEMORY = """<div class="tools">@<span id="memory-at" class="hint">&nbsp;</span></div>
-<svg id="timeline" role="img" aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
+_MEMORY = """<div class="tools">@<span><button type="button" id="steps-out" aria-label="More steps">-</button>
+<button type="button" id="steps-in" aria-label="Fewer steps">+</button>
+<button type="button" id="steps-all">All steps</button></span><span id="memory-at" class="hint">&nbsp;</span></div>
+<svg id="timeline" tabindex="0" role="img" aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
 <p class="hint">Each rectangle is a tensor: from the step that makes it to its last use, over the bytes that it takes.
-The line is the sum of what is alive; no plan can take less than its highest point.</p>"""
+The line is the sum of what is alive; no plan can take less than its highest point (dashed). A click on a tensor leads
+to its kernel; Ctrl and wheel, + and - zoom, dragging moves.</p>"""
