@@ -87,15 +87,19 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
 
 
 def compiled_summary(name: str, data: ExecutableData) -> Data:
-    """The same of a compiled file: no groups, decisions or plan, and each kernel's cost in symbols of its own."""
+    """The same of a compiled file: no groups, decisions or plan, and each kernel's cost in symbols of its own.
+
+    Programs without a cost compute sizes: as in `summary`, they count no calls.
+    """
     calls: Counter[str] = Counter()
     for function in data.functions.values():
         calls.update(i.callee for i in function.instructions if isinstance(i, Call))
     info, arena = data.metadata.info, str(data.metadata.memory_plan.get("arena_bytes", "0"))
     kernels = []
     for kernel in data.kernels.values():
-        item: Data = {"name": kernel.name, "ops": [], "calls": [""] * calls[f"kernel:{kernel.name}"], "schedule": []}
+        item: Data = {"name": kernel.name, "ops": [], "calls": [], "schedule": []}
         if kernel.cost is not None:
+            item["calls"] = [""] * calls[f"kernel:{kernel.name}"]
             for key in ("flops", "bytes_read", "bytes_written"):
                 item[key] = _named(getattr(kernel.cost, key), kernel.cost)
         kernels.append(item)
