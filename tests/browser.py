@@ -35,7 +35,8 @@ class Browser:
 
     def open(self, path: Path, *, width: int = 1280) -> None:
         self._path = path
-        self._window.set_window_size(width, 900)
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self._window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # windows have a least width
         self._window.get("about:blank")
         self._logs()
         self._window.get(path.as_uri())

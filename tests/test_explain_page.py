@@ -258,6 +258,16 @@ def test_moving_a_symbol_changes_every_figure_to_what_python_computes(opened: Br
         assert row[3] == count_text(flops) and row[6] == f"{flops / nbytes:.2f}"
 
 
+def test_the_tensors_of_a_kernel_stand_out_in_memory(opened: Browser, decoder: Explanation) -> None:
+    names = opened.run(
+        'const button = document.querySelector("[data-tensors]"); button.click();'
+        "return [button.closest('details').dataset.find, [...document.querySelectorAll('#timeline rect.found title')]"
+        ".map(t => t.textContent.split(':')[0])]"
+    )
+    (kernel,) = [k for k in decoder.kernels if k.name == names[0]]
+    assert names[1] and set(names[1]) <= set(kernel.calls)
+
+
 def test_values_out_of_bounds_change_nothing(opened: Browser) -> None:
     before = opened.run('return document.getElementById("timeline").dataset.arena')
     for value in ("9", "0", "", "1.5"):  # batch goes from 1 to 8

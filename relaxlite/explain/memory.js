@@ -4,7 +4,7 @@
   if (!data.memory.length) { refresh(); followHash(); return; }
 
   const canvas = byId("timeline"), note = byId("memory-at"), chooser = byId("plan");
-  const WIDE = 1200, HIGH = 380, LEFT = 70, RIGHT = 12, TOP = 14, BOTTOM = 26;
+  const LEFT = 70, RIGHT = 12, TOP = 14, BOTTOM = 26;
   const hue = k => `hsl(${k * 137.508 % 360} 60% 55%)`;
   let plan = data.memory[0], from = 0, to = plan.steps.length; // the steps that are shown
 
@@ -32,16 +32,17 @@
   function draw() {
     numbers();
     const live = liveBytes(plan), arena = figure(plan.arena), lower = Math.max(0, ...live), steps = plan.steps.length;
+    const WIDE = canvas.clientWidth || 1200, HIGH = canvas.clientHeight || 380, ticks = WIDE < 600 ? 2 : 4;
     const top = Math.max(arena, lower, 1) * 1.04;
     const x = step => LEFT + (step - from) / Math.max(to - from, 1) * (WIDE - LEFT - RIGHT);
     const within = place => Math.min(Math.max(place, LEFT), WIDE - RIGHT);
     const y = bytes => HIGH - BOTTOM - bytes / top * (HIGH - TOP - BOTTOM);
     const parts = [];
-    for (let k = 0; k <= 4; k++) {
-      const bytes = top / 1.04 * k / 4;
+    for (let k = 0; k <= ticks; k++) {
+      const bytes = top / 1.04 * k / ticks;
       parts.push(shape("line", { class: "axis", x1: LEFT, x2: WIDE - RIGHT, y1: y(bytes), y2: y(bytes) }));
       parts.push(shape("text", { class: "sub", x: LEFT - 6, y: y(bytes) + 4, "text-anchor": "end" }, bytesText(bytes)));
-      const step = Math.round(from + (to - from) * k / 4);
+      const step = Math.round(from + (to - from) * k / ticks);
       parts.push(shape("text", { class: "sub", x: x(step), y: HIGH - 8, "text-anchor": k ? "end" : "start" }, `step ${step}`));
     }
     plan.tensors.forEach((tensor, k) => {
@@ -67,6 +68,7 @@
     canvas.setAttribute("viewBox", `0 0 ${WIDE} ${HIGH}`);
     canvas.replaceChildren(...parts);
     canvas.dataset.arena = arena;
+    canvas.classList.remove("marked");
     note.textContent = `arena ${bytesText(arena)}, lower bound ${bytesText(lower)}, ${plan.tensors.length} tensors in ${steps} steps`;
   }
 
@@ -82,18 +84,23 @@
     text: tensor.name, kind: "tensor in memory",
     go: () => {
       show(number);
-      all("#timeline .found").forEach(other => other.classList.remove("found"));
       if (plan.steps.length > 200) {
         from = Math.max(tensor.first - 30, 0);
         to = Math.min(tensor.last + 30, plan.steps.length);
         draw();
       }
-      const box = document.querySelector(`#timeline [data-tensor="${k}"]`);
-      box?.classList.add("found");
-      if (box) note.textContent = box.textContent.split("\n")[0];
-      byId("memory").scrollIntoView();
+      mark([k]);
     },
   })));
+  // These tensors stand out, until the next drawing.
+  function mark(tensors) {
+    const boxes = tensors.map(k => canvas.querySelector(`[data-tensor="${k}"]`)).filter(Boolean);
+    canvas.classList.add("marked");
+    for (const box of boxes) box.classList.add("found");
+    if (boxes.length === 1) note.textContent = boxes[0].textContent.split("\n")[0];
+    byId("memory").scrollIntoView();
+  }
+
   // Zoom round a place between 0 and 1 of what is shown; move by a share of it.
   function zoom(factor, at) {
     const middle = from + (to - from) * at, whole = plan.steps.length;
@@ -125,6 +132,14 @@
   byId("steps-all").addEventListener("click", KEYS["0"]);
 
   chooser?.addEventListener("change", () => show(chooser.selectedIndex));
+  all("[data-tensors]").forEach(button => button.addEventListener("click", () => {
+    const kernel = +button.dataset.tensors;
+    show(Math.max(data.memory.findIndex(plan => plan.tensors.some(tensor => tensor.kernel === kernel)), 0));
+    const own = plan.tensors.flatMap((tensor, k) => tensor.kernel === kernel ? [k] : []);
+    mark(own);
+    note.textContent = `${own.length} tensors of ${byId(`kernel-${kernel}`).dataset.find}`;
+  }));
+  window.addEventListener("resize", draw);
   listeners.push(draw);
   refresh();
   followHash();

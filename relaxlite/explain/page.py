@@ -155,7 +155,7 @@ class _Page:
         text = self.found.symbols.text(expr)
         if len(text) <= 120:
             return f"<code>{escape(text)}</code>"
-        return f"<details><summary>{len(text)} signs</summary><code>{escape(text)}</code></details>"
+        return f"<details><summary>{len(text)} characters</summary><code>{escape(text)}</code></details>"
 
     def long_text(self, text: str, kind: str) -> str:
         """A block of text: in the page where it is short, else unpacked when it is opened."""
@@ -298,8 +298,10 @@ class _Page:
         if kernel.calls:
             shown = ", ".join(f"<code>{escape(c)}</code>" for c in kernel.calls[:8])
             more = f" and {len(kernel.calls) - 8} more" if len(kernel.calls) > 8 else ""
-            button = f'<button type="button" data-show="{k}">Show in the graph</button>'
-            body.append(f"<p>Computes {shown}{more}. {button}</p>")
+            buttons = f'<button type="button" data-show="{k}">Show in the graph</button>'
+            if any(self.kernel_of.get(t.name) == k for plan in self.found.memory_plans.values() for t in plan.tensors):
+                buttons += f' <button type="button" data-tensors="{k}">Show in memory</button>'
+            body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
             body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.figure))
