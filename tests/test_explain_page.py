@@ -373,6 +373,7 @@ def test_branches_loops_and_library_calls_are_drawn(window: Browser, tmp_path: P
     assert window.run(BOXES) == len(found.imported.nodes)
     kinds = window.run('return [...document.querySelectorAll("#drawing .box")].map(b => b.classList[1])')
     assert set(kinds) == {"input", "output", "op", "control", "library", "view"}
+    assert "lib_square" in window.run('return document.getElementById("kernels").innerText')
     assert window.problems() == []
 
 

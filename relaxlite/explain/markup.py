@@ -50,14 +50,14 @@ def decision_items(decisions: Sequence[Decision], figure: Figure, kernel_of: Map
     return f"<ul>{''.join(items)}</ul>"
 
 
-def group_items(groups: Iterable[DecisionGroup], figure: Figure) -> str:
-    """One line for each group, with its first decision."""
+def group_items(groups: Iterable[DecisionGroup], figure: Figure, place_of: Callable[[Decision], str]) -> str:
+    """One line for each group, with its first decision and a link to all like it."""
     items = []
     for group in groups:
         first, times = group.decisions[0], len(group.decisions)
         often = f" (and {times - 1} more like it)" if times > 1 else ""
         text = f"{escape(first.subject)}: {verdict(group.taken)}, {escape(first.reason)}{_amounts(first, figure)}"
-        items.append(f"<li>{escape(group.step)}: {text}{often}</li>")
+        items.append(f'<li><a href="#{place_of(first)}">{escape(group.step)}</a>: {text}{often}</li>')
     return f"<ul>{''.join(items)}</ul>"
 
 

@@ -35,6 +35,7 @@ from relaxlite.explain.passes import Differences
 from relaxlite.explain.symbols import Figures, value_of
 from relaxlite.ir.program_printer import print_program
 from relaxlite.ir.symbolic import SymExpr
+from relaxlite.passes.decisions import Decision
 from relaxlite.runtime.executable import bound_text
 
 MAX_CODE_BYTES = 8_000_000
@@ -65,6 +66,8 @@ class _Page:
         self.figures = Figures(found.symbols)
         self.texts: list[dict[str, str]] = []
         self.kernels = self._ranked()
+        self.decisions = grouped(found.decisions)
+        self.group_of = {id(d): number for number, group in enumerate(self.decisions) for d in group.decisions}
         self.kernel_of = {name: k for k, kernel in enumerate(self.kernels) for name in kernel.calls}
         for name, fused in found.fused.items():
             if name in self.kernel_of:
@@ -270,7 +273,16 @@ class _Page:
                 f'<p class="hint">LLVM IR and assembly of the {left} cheapest kernels are left out: '
                 f"those above fill the {bytes_text(MAX_CODE_BYTES)} that a page keeps for them.</p>"
             )
-        return section("kernels", "Kernels", f'<p class="hint">{escape(hint)}</p>', costs, *parts)
+        return section("kernels", "Kernels", f'<p class="hint">{escape(hint)}</p>', costs, *parts, self._library())
+
+    def _library(self) -> str:
+        rows = [
+            [f"<code>{escape(symbol)}</code>", str(len(names)), escape(words(names, 20))]
+            for symbol, names in self.found.library.items()
+        ]
+        if not rows:
+            return ""
+        return "<h3>Library calls</h3>" + table(("routine", "calls", "results"), rows, numbers=(1,))
 
     def _kernel_row(self, k: int, kernel: Kernel) -> list[str]:
         made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
@@ -288,7 +300,7 @@ class _Page:
             share,
         ]
 
-    def _kernel(self, k: int, kernel: Kernel, code: Code | None, notes: list[Any]) -> str:
+    def _kernel(self, k: int, kernel: Kernel, code: Code | None, notes: list[Decision]) -> str:
         name = escape(kernel.name)
         body = [f"<p><code>{escape(kernel.signature)}</code></p>"]
         if kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None:
@@ -304,7 +316,7 @@ class _Page:
             body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.figure))
+            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.figure, self._place))
         steps = "\n".join(kernel.steps) or "as it was written"
         body.append(f'<h4>Schedule</h4><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)
@@ -322,12 +334,14 @@ class _Page:
         rows = [[f"<code>{escape(m.name)}</code>", escape(m.what), escape(m.loc or "")] for m in fused.members]
         return f"<h4>Fused of {len(rows)} calls</h4>" + table(("result", "op", "source"), rows)
 
+    def _place(self, decision: Decision) -> str:
+        return f"decision-{self.group_of[id(decision)]}"
+
     def _decisions(self) -> str:
-        groups = grouped(self.found.decisions)
-        if not groups:
+        if not self.decisions:
             return section("decisions", "Decisions", "<p>No pass noted a decision.</p>")
         parts, step = [], ""
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self.decisions):
             if group.step != step:
                 step = group.step
                 parts.append(f"<h3>{escape(step)}</h3>")
