@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,10 @@ class Browser:
         self._window.get("about:blank")
         self._logs()
         self._window.get(path.as_uri())
+        end = time.monotonic() + SECONDS
+        while self.run("return document.readyState") != "complete":  # on a busy machine the driver is early at times
+            assert time.monotonic() < end, f"{path} does not finish loading"
+            time.sleep(0.05)
 
     def run(self, script: str, *args: object) -> Any:
         """What `return` gives; a promise is waited for."""

@@ -26,7 +26,7 @@ from relaxlite.explain.summary import compiled_summary, summary, summary_text
 from relaxlite.explain.symbols import Figures, Symbols, find_symbols, value_of
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Constant, ExternFunction, Function, If, Loop, Tuple, TupleGetItem, Var
+from relaxlite.ir.expr import Call, Constant, ExternFunction, Function, GlobalVar, If, Loop, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, smax, smin, sym
@@ -188,6 +188,20 @@ def test_a_figure_is_kept_once_and_brings_its_symbols() -> None:
 
 def test_division_by_zero_gives_zero_as_in_compiled_costs() -> None:
     assert value_of(M // N, {N: 0, M: 3}) == 0
+
+
+def test_symbols_of_other_functions_have_values_too() -> None:
+    bb = BlockBuilder()
+    a, n = bb.symbol("n"), bb.symbol("n")
+    with bb.function("inner", x=TensorType.of((a, 4), "float32")) as (x,):
+        product = bb.emit(get_op("matmul")(x, np.ones((4, 4), np.float32)))
+        bb.result(bb.emit(ops.softmax(product, axis=1)))
+    with bb.function("main", x=TensorType.of((n, 4), "float32")) as (x,):
+        bb.result(bb.emit(Call(GlobalVar("inner"), (x,), ty=x.ty)))
+    found = explain(bb.module())
+    assert "inner" in found.memory_plans
+    assert [s.name for s in found.symbols] == ["n", "n_1"]
+    assert {m["function"] for m in summary(found, {"n_1": 5})["memory"]} >= {"inner"}
 
 
 # Graphs and groups

@@ -14,8 +14,7 @@ import pytest
 
 import relaxlite as rl
 from bench.decoder import DecoderConfig, build_decoder
-from relaxlite.explain import Explanation, explain
-from relaxlite.explain import page as page_module
+from relaxlite.explain import Explanation, explain, sections
 from relaxlite.explain.markup import bytes_text, count_text
 from relaxlite.explain.page import page
 from relaxlite.ir.module import IRModule
@@ -101,7 +100,7 @@ def test_names_are_escaped(text: str) -> None:
 def test_code_beyond_the_limit_is_left_out_and_the_page_says_so(
     decoder: Explanation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module, "MAX_CODE_BYTES", 1)
+    monkeypatch.setattr(sections, "MAX_CODE_BYTES", 1)
     limited, bare = page(decoder), page(decoder, code=False)
     assert f"assembly of the {len(decoder.kernels) - 1} cheapest kernels are left out" in limited
     assert limited.count("<summary>Assembly</summary>") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import llvmlite
@@ -19,7 +19,7 @@ from relaxlite.explain.symbols import Symbols, find_symbols, value_of
 from relaxlite.ir.expr import Constant, Function
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import module_constants
-from relaxlite.ir.symbolic import SymVar
+from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.passes.decisions import Decision
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.memory_plan import MemoryPlan
@@ -98,6 +98,9 @@ def explain(
     symbols = find_symbols(main)
     lowered = calls[ENTRY]
     assert isinstance(lowered, Function)
+    kernels = find_kernels(calls, final, context.costs, fused)
+    for expr in _amounts(kernels, context):
+        symbols.of_all(expr)
     return Explanation(
         name=name,
         data=data,
@@ -107,7 +110,7 @@ def explain(
         timings=context.timings,
         decisions=context.decisions,
         fused=fused,
-        kernels=find_kernels(calls, final, context.costs, fused),
+        kernels=kernels,
         library=library_calls(calls),
         memory_plans=context.memory_plans,
         imported=graph_of(main, module, text=symbols.text),
@@ -115,3 +118,16 @@ def explain(
         final=final,
         weights=module_constants(calls),
     )
+
+
+def _amounts(kernels: list[Kernel], context: PassContext) -> Iterator[SymExpr]:
+    """Every amount there is, for the symbols in them: also those of other functions than "main", and of loops."""
+    for kernel in kernels:
+        costs = (kernel.flops, kernel.bytes_read, kernel.bytes_written)
+        yield from (cost for cost in costs if cost is not None)
+    for plan in context.memory_plans.values():
+        yield plan.arena
+        for tensor in plan.tensors:
+            yield from (tensor.nbytes, tensor.offset)
+    for decision in context.decisions:
+        yield from decision.figures.values()

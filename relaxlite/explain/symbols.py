@@ -52,6 +52,11 @@ class Symbols:
             self._by_var[var] = Symbol(name, var)
         return self._by_var[var]
 
+    def of_all(self, expr: SymExpr) -> None:
+        """Make entries of every symbol in an expression."""
+        for var in expr.free_vars():
+            self.of(var)
+
     def name(self, var: SymVar) -> str:
         return self.of(var).name
 
@@ -90,8 +95,7 @@ class Figures:
         self._numbers: dict[SymExpr, int] = {}
 
     def number(self, expr: SymExpr) -> int:
-        for var in expr.free_vars():
-            self._symbols.of(var)
+        self._symbols.of_all(expr)
         return self._numbers.setdefault(expr, len(self._numbers))
 
     def to_json(self) -> list[dict[str, Any]]:
