@@ -335,6 +335,8 @@ def test_a_summary_has_the_numbers_of_the_plan(decoder: Explanation) -> None:
     (memory,) = [item for item in data["memory"] if item["function"] == "main"]
     assert memory["arena_bytes"] == plan.arena_bytes(at) >= memory["lower_bound"] == plan.lower_bound(at) > 0
     assert {s["name"]: s["value"] for s in data["symbols"]} == sizes
+    assert [list(s["symbols"].values()) for s in memory["samples"]] == [[1, 1, 1], [8, 64, 64], [8, 64, 64]]
+    assert all(s["arena_bytes"] >= s["lower_bound"] > 0 for s in memory["samples"])
     assert [p["name"] for p in data["passes"]] == [step.name for step in default_pipeline()]
     assert json.loads(json.dumps(data)) == data
 

@@ -15,6 +15,7 @@ import pytest
 import relaxlite as rl
 from bench.decoder import DecoderConfig, build_decoder
 from relaxlite.explain import Explanation, explain, sections
+from relaxlite.explain.kernels import modelled_work
 from relaxlite.explain.markup import bytes_text, count_text
 from relaxlite.explain.page import page
 from relaxlite.ir.module import IRModule
@@ -207,6 +208,21 @@ def test_a_double_click_opens_a_kernel_and_a_button_closes_it(opened: Browser, d
     assert opened.run(BOXES) == before + len(decoder.fused[name].members) - 1
     opened.run('[...document.querySelectorAll("#node button")].find(b => b.textContent === "Close its group").click()')
     assert opened.run(BOXES) == before
+
+
+def test_the_dearest_kernel_is_shaded_most(opened: Browser, decoder: Explanation) -> None:
+    opened.run(SHOW_LEVEL, "compiled", "one box per kernel")
+    shades = opened.run(
+        'return [...document.querySelectorAll("#drawing .box.kernel")].map(b => '
+        "[b.querySelector('title').textContent.split('\\n')[0], +(/ (\\d+)%/.exec(b.firstChild.style.fill)?.[1])])"
+    )
+    ranked = decoder.costliest(decoder.values(SIZES))
+    work = {name: modelled_work(f, b) / len(k.calls) for k, f, b in ranked for name in k.calls}
+    shaded = sorted((-work[name], -share) for name, share in shades if name in work)
+    assert [share for _, share in shaded] == sorted(share for _, share in shaded)
+    assert shaded[0][1] == -85 and shaded[-1][1] > -85
+    opened.run('document.getElementById("heat").click()')
+    assert opened.run('return document.querySelector("#drawing .box.kernel rect").style.fill') == ""
 
 
 def test_a_chosen_node_says_what_it_is_and_leads_to_its_kernel(opened: Browser) -> None:

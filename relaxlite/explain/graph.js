@@ -198,6 +198,7 @@
     drawing.dataset.boxes = layout.boxes.size;
     byId("graph-size").textContent = `${layout.boxes.size} boxes for ${graph.nodes.length} nodes`;
     choose(null);
+    heat();
     place();
   }
 
@@ -231,6 +232,21 @@
     return box.item;
   }
 
+  // Kernels by their cost per call at the symbols' values: the dearest one is darkest.
+  function heat() {
+    const boxes = [...layout.boxes.values()].filter(box => box.node?.kernel !== undefined && box.kind === "kernel");
+    const calls = {};
+    for (const node of graphs.compiled.nodes) if (node.kind === "kernel") calls[node.kernel] = (calls[node.kernel] ?? 0) + 1;
+    const cost = box => (costShares[box.node.kernel] ?? 0) / (calls[box.node.kernel] ?? 1);
+    const most = Math.max(...boxes.map(cost), 1e-12), shaded = byId("heat").checked;
+    for (const box of boxes) {
+      const share = Math.round(85 * Math.sqrt(cost(box) / most));
+      box.item.firstChild.style.fill = shaded ? `color-mix(in srgb, var(--hot) ${share}%, var(--kernel))` : "";
+    }
+  }
+  byId("heat").addEventListener("change", heat);
+  listeners.push(heat);
+
   // ---- choosing a node, and what is known about it
 
   function choose(box) {
@@ -256,7 +272,8 @@
       if (node.loc) say("source", node.loc);
       if (node.constants) say("constants", String(node.constants));
       if (node.kernel !== undefined) {
-        const name = byId(`kernel-${node.kernel}`).dataset.find;
+        const name = byId(`kernel-${node.kernel}`).dataset.find, share = costShares[node.kernel];
+        if (share !== undefined) say("cost of all its calls", `${(100 * share).toFixed(1)} % of all kernels`);
         say("kernel", element("a", { href: `#kernel-${node.kernel}` }, name));
       }
     }

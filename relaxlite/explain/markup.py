@@ -21,9 +21,14 @@ def details(head: str, body: str, attributes: str = "") -> str:
 
 
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Container[int] = (), attributes: str = ""
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Container[int] = (),
+    attributes: str = "",
+    row_name: str = "row",
 ) -> str:
-    """A table of HTML cells; the columns in `numbers` stand to the right."""
+    """A table of HTML cells; the columns in `numbers` stand to the right. Rows are numbered: `data-<row_name>`."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         scope = ' scope="col"' if tag == "th" else ""
@@ -31,7 +36,7 @@ def table(
             f"<{tag}{scope}{' class=number' if k in numbers else ''}>{cell}</{tag}>" for k, cell in enumerate(row)
         )
 
-    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    body = "\n".join(f'<tr data-{row_name}="{k}">{cells("td", row)}</tr>' for k, row in enumerate(rows))
     head = f"<tr>{cells('th', heads)}</tr>"
     return f'<div class="wide"><table {attributes}><thead>{head}</thead><tbody>\n{body}\n</tbody></table></div>'
 

@@ -103,6 +103,8 @@ for (const item of all("data.figure")) item.title = data.figures[item.dataset.fi
 
 // ---- the table of kernels
 
+const costShares = []; // of each kernel's calls together, of all kernels' cost
+
 function refreshCosts() {
   const rows = all("#kernel-table tbody tr").map(row => {
     const [flops, read, written] = all("data.figure", row).map(item => figure(item.dataset.figure));
@@ -112,6 +114,7 @@ function refreshCosts() {
   for (const { row, flops, bytes, cost } of rows) {
     const ratio = row.querySelector("[data-intensity]"), share = row.querySelector("[data-cost]");
     ratio.textContent = bytes ? (flops / bytes).toFixed(2) : "-";
+    costShares[row.dataset.kernel] = cost / total;
     share.textContent = `${(100 * cost / total).toFixed(1)} %`;
     share.parentNode.dataset.value = cost;
     ratio.parentNode.dataset.value = bytes ? flops / bytes : 0;

@@ -228,7 +228,7 @@ class Sections:
             f"Of all calls of a run together, at the symbols' values. Cost: the greater of the bytes and of FLOPs / "
             f"{FLOPS_PER_BYTE}, as a share of all. A click on a heading sorts. Measured times: relaxlite profile."
         )
-        costs = table(heads, rows, numbers=range(2, 8), attributes='id="kernel-table"')
+        costs = table(heads, rows, numbers=range(2, 8), attributes='id="kernel-table"', row_name="kernel")
         left, parts = 0, []
         room = MAX_CODE_BYTES
         codes = codes_of(self.kernels, self.found.target) if self.with_code else iter(())
@@ -382,8 +382,9 @@ _GRAPH = """<div class="tools"><label>Graph <select id="which"><option value="im
 <span><button type="button" id="zoom-out" aria-label="Zoom out">-</button>
 <button type="button" id="zoom-in" aria-label="Zoom in">+</button>
 <button type="button" id="zoom-width">Width</button><button type="button" id="zoom-all">All</button></span>
+<label><input type="checkbox" id="heat" checked> shade kernels by cost</label>
 <span id="graph-size" class="hint"></span></div>
-<div class="drawing"><svg id="drawing" tabindex="0" role="img"
+<div class="drawing"><svg id="drawing" tabindex="0" role="group"
 aria-label="The graph; the sections below list what it shows"></svg>
 <aside id="node" aria-live="polite"><p class="hint">Click a node to see what it is. Double click opens or closes a
 group. Drag moves; Ctrl and wheel, + and - zoom; arrow keys move when the drawing has the focus.</p></aside></div>"""
@@ -391,7 +392,7 @@ group. Drag moves; Ctrl and wheel, + and - zoom; arrow keys move when the drawin
 _MEMORY = """<div class="tools">@<span><button type="button" id="steps-out" aria-label="More steps">-</button>
 <button type="button" id="steps-in" aria-label="Fewer steps">+</button>
 <button type="button" id="steps-all">All steps</button></span><span id="memory-at" class="hint">&nbsp;</span></div>
-<svg id="timeline" tabindex="0" role="img" aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
+<svg id="timeline" tabindex="0" role="group" aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
 <p class="hint">Each rectangle is a tensor: from the step that makes it to its last use, over the bytes that it takes.
 The line is the sum of what is alive; no plan can take less than its highest point (dashed). A click on a tensor leads
 to its kernel; Ctrl and wheel, + and - zoom, dragging moves.</p>"""

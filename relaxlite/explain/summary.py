@@ -12,10 +12,12 @@ from relaxlite.explain.decisions import grouped
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.kernels import modelled_work
 from relaxlite.explain.markup import bytes_text, count_text, words
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.explain.symbols import Symbols
+from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.runtime.executable import Bound, Call, ExecutableData, KernelCost, TensorSpec, bound_text
 
 MOST_KERNELS, MOST_REASONS, MOST_GROUPS = 10, 8, 12  # in the text
+SMALL, LARGE = 1, 512  # sizes of samples, where the bounds leave them open
 
 Data = dict[str, Any]
 
@@ -45,6 +47,7 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
             flops, nbytes = dear[kernel]
             item["at"] = {"flops": flops, "bytes": nbytes, "work": modelled_work(flops, nbytes)}
         kernels.append(item)
+    samples = _samples(found.symbols)
     memory = [
         {
             "function": plan.function,
@@ -52,6 +55,10 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
             "arena": text(plan.arena),
             "arena_bytes": plan.arena_bytes(at),
             "lower_bound": plan.lower_bound(at),
+            "samples": [
+                {"symbols": sizes, "arena_bytes": plan.arena_bytes(sample), "lower_bound": plan.lower_bound(sample)}
+                for sizes, sample in samples
+            ],
         }
         for plan in found.memory_plans.values()
     ]
@@ -122,6 +129,15 @@ def compiled_summary(name: str, data: ExecutableData) -> Data:
         "library": {c.partition(":")[2]: [""] * n for c, n in calls.items() if c.startswith("extern:")},
         "versions": {"relaxlite": data.metadata.producer, "LLVM": data.metadata.llvm, "target": data.target.cpu},
     }
+
+
+def _samples(symbols: Symbols) -> list[tuple[dict[str, int], dict[SymVar, int]]]:
+    """Every symbol small, usual and large, within its bounds."""
+    found = []
+    for sizes in ({s.name: s.near(SMALL) for s in symbols}, {}, {s.name: s.near(LARGE) for s in symbols}):
+        values = symbols.values(sizes)
+        found.append(({symbols.name(var): value for var, value in values.items()}, values))
+    return found if values else []
 
 
 def _spec(spec: TensorSpec) -> str:
@@ -236,6 +252,10 @@ def _memory(data: Data) -> Iterator[str]:
         )
         lines = textwrap.wrap(f"{plan['arena']} bytes", 108, break_long_words=False, break_on_hyphens=False)
         yield from (f"    {line}" for line in lines)
+        for sample in plan["samples"]:
+            sizes = ", ".join(f"{name} = {value}" for name, value in sample["symbols"].items())
+            arena, bound = sample["arena_bytes"], sample["lower_bound"]
+            yield f"    at {sizes}: {bytes_text(arena)} of {bytes_text(bound)} ({arena / max(bound, 1):.2f})"
 
 
 def _at(data: Data) -> str:

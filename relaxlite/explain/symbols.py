@@ -26,8 +26,12 @@ class Symbol:
     @property
     def usual(self) -> int:
         """A value within the bounds to begin with."""
+        return self.near(UNBOUNDED)
+
+    def near(self, value: int) -> int:
+        """The least allowed value from this one on, or the greatest below."""
         least, most, step = self.var.lower or 0, self.var.upper, self.var.divisor
-        value = -(-max(UNBOUNDED, least) // step) * step
+        value = -(-max(value, least) // step) * step
         return value if most is None else min(value, most // step * step)
 
 
