@@ -13,8 +13,10 @@
     const changes = new Array(plan.steps.length + 1).fill(0);
     for (const tensor of plan.tensors) {
       if (tensor.inside !== null) continue;
-      changes[tensor.first] += figure(tensor.bytes);
-      changes[tensor.last + 1] -= figure(tensor.bytes);
+      const bytes = figure(tensor.bytes);
+      changes[tensor.first] += bytes;
+      changes[tensor.last + 1] -= bytes;
+      for (const [first, last] of tensor.pauses) { changes[first] -= bytes; changes[last + 1] += bytes; }
     }
     let total = 0;
     return changes.slice(0, -1).map(change => total += change);

@@ -105,6 +105,7 @@ class Sections:
                 "first": t.first,
                 "last": t.last,
                 "inside": t.inside,
+                "pauses": getattr(t, "pauses", ()),
                 "kernel": self.kernel_of.get(t.name),
             }
             for t in plan.tensors

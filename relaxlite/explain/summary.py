@@ -217,7 +217,7 @@ def _groups(kernels: Sequence[Data]) -> Iterator[str]:
     yield ""
     yield f"fused groups: {len(fused)} kinds, {sum(len(k['calls']) for k in fused)} calls"
     for kernel in fused[:MOST_GROUPS]:
-        yield f"{len(kernel['calls']):>5} x {kernel['name']}: {words(kernel['ops'], 10)}"
+        yield from _item(f"{len(kernel['calls']):>5} x {kernel['name']}: {words(kernel['ops'], 10)}")
     if len(fused) > MOST_GROUPS:
         yield f"        and {len(fused) - MOST_GROUPS} more kinds"
 
@@ -230,10 +230,13 @@ def _reasons(reasons: Sequence[Data]) -> Iterator[str]:
         yield ""
         yield f"{title}: {sum(r['times'] for r in chosen)} decisions, {len(chosen)} kinds"
         for item in chosen[:MOST_REASONS]:
-            line = f"{item['times']:>5} x {item['step']}: {item['reason']}"
-            yield from textwrap.wrap(line, 110, initial_indent="", subsequent_indent=" " * 8)
+            yield from _item(f"{item['times']:>5} x {item['step']}: {item['reason']}")
         if len(chosen) > MOST_REASONS:
             yield f"        and {len(chosen) - MOST_REASONS} more kinds (--json and -o FILE.html have all)"
+
+
+def _item(line: str) -> list[str]:
+    return textwrap.wrap(line, 110, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
 
 
 def _memory(data: Data) -> Iterator[str]:

@@ -24,19 +24,19 @@ from relaxlite.target import Target
 @dataclass(slots=True)
 class PassContext:
     """What passes may ask (`target`, `precision`, `tuning`) and what they leave behind: `timings` in seconds,
-    `decisions`, `costs` of programs and `memory_plans` of functions by name. `observe`, if any, is told of each
-    pass that ran: the pass, the module before and after it (immutable, so that keeping them is cheap), its seconds."""
+    `decisions`, `costs` of programs and `memory_plans` of functions by name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
+    # Told of each pass that ran, what it was given (modules are immutable: keeping them is cheap), made, and its seconds.
+    observe: Callable[[Pass, IRModule, IRModule, float], None] | None = None
     timings: list[tuple[str, float]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
     memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
-    observe: Callable[[Pass, IRModule, IRModule, float], None] | None = None
 
     def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:
         """Keep a decision; names of figures take spaces for underscores."""
@@ -70,7 +70,7 @@ class Pass:
 def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:
     """The module after all passes. Raises PassError naming the pass that failed."""
     for number, step in enumerate(passes):
-        before, start = module, time.perf_counter()
+        given, start = module, time.perf_counter()
         try:
             module = step.run(module, context)
         except RelaxliteError as error:
@@ -79,10 +79,9 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
             raise
         except Exception as error:
             raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
-        seconds = time.perf_counter() - start
-        context.timings.append((step.name, seconds))
+        context.timings.append((step.name, time.perf_counter() - start))
         if context.observe is not None:
-            context.observe(step, before, module, seconds)
+            context.observe(step, given, module, context.timings[-1][1])
         if context.verify:
             _verify_after(module, step)
         if context.dump_dir is not None:
