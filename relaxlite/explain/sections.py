@@ -393,7 +393,8 @@ group. Drag moves; Ctrl and wheel, + and - zoom; arrow keys move when the drawin
 _MEMORY = """<div class="tools">@<span><button type="button" id="steps-out" aria-label="More steps">-</button>
 <button type="button" id="steps-in" aria-label="Fewer steps">+</button>
 <button type="button" id="steps-all">All steps</button></span><span id="memory-at" class="hint">&nbsp;</span></div>
-<svg id="timeline" tabindex="0" role="group" aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
+<svg id="timeline" tabindex="0" role="group"
+aria-label="Tensors of the arena: steps to the right, offsets upwards"></svg>
 <p class="hint">Each rectangle is a tensor: from the step that makes it to its last use, over the bytes that it takes.
 The line is the sum of what is alive; no plan can take less than its highest point (dashed). A click on a tensor leads
 to its kernel; Ctrl and wheel, + and - zoom, dragging moves.</p>"""

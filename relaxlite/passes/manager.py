@@ -31,7 +31,7 @@ class PassContext:
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
-    # Told of each pass that ran, what it was given (modules are immutable: keeping them is cheap), made, and its seconds.
+    # Told of each pass that ran, what it was given and made, and its seconds. Modules are immutable: keep them freely.
     observe: Callable[[Pass, IRModule, IRModule, float], None] | None = None
     timings: list[tuple[str, float]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
