@@ -93,6 +93,13 @@ def test_text_stands_in_the_page_itself(text: str, decoder: Explanation) -> None
     assert "fuse_ops" in body and "both sides hold a reduction" in body
 
 
+def test_texts_beyond_the_limit_are_packed(decoder: Explanation, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sections, "MAX_PLAIN", 0)
+    legalize = r'id="pass-legalize"[^>]*><summary>[^<]*</summary><pre class="diff" tabindex="0"( data-text="\d+")?>'
+    assert (plain := re.search(legalize, text)) and plain[1] is None
+    assert (less := re.search(legalize, page(decoder, code=False))) and less[1] is not None
+
+
 def test_names_are_escaped(text: str) -> None:
     assert NAME not in text and "a &lt;b&gt; &amp;" in text
     assert text.count("</script>") == 2

@@ -41,27 +41,27 @@ def table(
     return f'<div class="wide"><table {attributes}><thead>{head}</thead><tbody>\n{body}\n</tbody></table></div>'
 
 
-Figure = Callable[[SymExpr, str], str]  # an amount and its unit as HTML
+Amount = Callable[[str, SymExpr], str]  # a figure's name and its value, as HTML
 
 
-def decision_items(decisions: Sequence[Decision], figure: Figure, kernel_of: Mapping[str, int], limit: int) -> str:
+def decision_items(decisions: Sequence[Decision], amount: Amount, kernel_of: Mapping[str, int], limit: int) -> str:
     """What each decision of a group is about; the values that a kernel computes are links to it."""
     items = []
     for decision in decisions[:limit]:
         subject = " ".join(_linked(word, kernel_of) for word in decision.subject.split())
-        items.append(f"<li>{subject}{_amounts(decision, figure)}</li>")
+        items.append(f"<li>{subject}{_amounts(decision, amount)}</li>")
     if len(decisions) > limit:
         items.append(f"<li>and {len(decisions) - limit} more</li>")
     return f"<ul>{''.join(items)}</ul>"
 
 
-def group_items(groups: Iterable[DecisionGroup], figure: Figure, place_of: Callable[[Decision], str]) -> str:
+def group_items(groups: Iterable[DecisionGroup], amount: Amount, place_of: Callable[[Decision], str]) -> str:
     """One line for each group, with its first decision and a link to all like it."""
     items = []
     for group in groups:
         first, times = group.decisions[0], len(group.decisions)
         often = f" (and {times - 1} more like it)" if times > 1 else ""
-        text = f"{escape(first.subject)}: {verdict(group.taken)}, {escape(first.reason)}{_amounts(first, figure)}"
+        text = f"{escape(first.subject)}: {verdict(group.taken)}, {escape(first.reason)}{_amounts(first, amount)}"
         items.append(f'<li><a href="#{place_of(first)}">{escape(group.step)}</a>: {text}{often}</li>')
     return f"<ul>{''.join(items)}</ul>"
 
@@ -74,11 +74,8 @@ def _linked(word: str, kernel_of: Mapping[str, int]) -> str:
     return f'<a href="#kernel-{kernel_of[word]}">{escape(word)}</a>' if word in kernel_of else escape(word)
 
 
-def _amounts(decision: Decision, figure: Figure) -> str:
-    parts = []
-    for name, expr in decision.figures.items():
-        number = figure(expr, "bytes" if "byte" in name else "count")
-        parts.append(f"{escape(name)} {number}" if expr.is_const else f"{escape(name)} {escape(str(expr))} = {number}")
+def _amounts(decision: Decision, amount: Amount) -> str:
+    parts = [amount(name, expr) for name, expr in decision.figures.items()]
     return f" ({', '.join(parts)})" if parts else ""
 
 

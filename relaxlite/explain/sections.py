@@ -32,6 +32,9 @@ from relaxlite.runtime.executable import bound_text
 MAX_CODE_BYTES = 8_000_000
 """Of LLVM IR and assembly in a page, as it is kept there; what a browser opens in a second or two."""
 
+MAX_PLAIN = 2_000_000
+"""Characters of what passes changed and of loops that stand in a page as plain text, readable without JavaScript."""
+
 
 class Sections:
     """`html` and `controls` are the page's text, `data` what its scripts read: made in this order, since figures and
@@ -41,6 +44,7 @@ class Sections:
         self.found, self.given, self.with_code = found, given, with_code
         self.figures = Figures(found.symbols)
         self.texts: list[dict[str, str]] = []
+        self.room = MAX_PLAIN
         self.kernels = self._ranked()
         self.decisions = grouped(found.decisions)
         self.group_of = {id(d): number for number, group in enumerate(self.decisions) for d in group.decisions}
@@ -123,6 +127,12 @@ class Sections:
         text = bytes_text(value) if unit == "bytes" else count_text(value)
         return f'<data class="figure" data-figure="{number}" data-unit="{unit}" value="{value}">{text}</data>'
 
+    def amount(self, name: str, expr: SymExpr) -> str:
+        """A decision's figure: its name, and the expression with its value."""
+        number = self.figure(expr, "bytes" if "byte" in name else "count")
+        text = "" if expr.is_const else f"{escape(self.found.symbols.text(expr))} = "
+        return f"{escape(name)} {text}{number}"
+
     def expression(self, expr: SymExpr | None) -> str:
         """The expression as text; a long one folded."""
         if expr is None:
@@ -133,11 +143,15 @@ class Sections:
             return f"<code>{escape(text)}</code>"
         return f"<details><summary>{len(text)} characters</summary><code>{escape(text)}</code></details>"
 
-    def long_text(self, text: str, kind: str) -> str:
-        """A block of text: in the page where it is short, else unpacked when it is opened."""
+    def long_text(self, text: str, kind: str, *, is_extra: bool = False) -> str:
+        """A block of text: readable in the page itself while there is room, else, and if it is an extra, unpacked when
+        it is opened."""
+        if not is_extra and len(text) <= self.room:
+            self.room -= len(text)
+            return f'<pre class="{kind}" tabindex="0">{escape(text)}</pre>'
         item = packed(text)
         if "text" in item:
-            return f'<pre class="{kind}" tabindex="0">{escape(item["text"])}</pre>'
+            return f'<pre class="{kind}" tabindex="0">{escape(text)}</pre>'
         self.texts.append(item)
         lines = text.count("\n") + 1
         return f'<pre class="{kind}" tabindex="0" data-text="{len(self.texts) - 1}">{lines} lines</pre>'
@@ -287,14 +301,14 @@ class Sections:
             body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.figure, self._place))
+            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.amount, self._place))
         steps = "\n".join(kernel.steps) or "as it was written"
         body.append(f'<h4>Schedule</h4><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)
         body.append(details("Loops after scheduling", self.long_text(loops, "code")))
         if code:
-            body.append(details("LLVM IR", self.long_text(code.llvm, "code")))
-            body.append(details("Assembly", self.long_text(code.assembly, "code")))
+            body.append(details("LLVM IR", self.long_text(code.llvm, "code", is_extra=True)))
+            body.append(details("Assembly", self.long_text(code.assembly, "code", is_extra=True)))
         head = f"<b>{name}</b> {escape(words(kernel.ops, 8))}"
         return details(head, "".join(body), f'id="kernel-{k}" data-find="{name}" data-kind="kernel"')
 
@@ -319,7 +333,7 @@ class Sections:
             count = f" ({len(group.decisions)} times)" if len(group.decisions) > 1 else ""
             head = f"{verdict(group.taken)} {escape(group.reason)}{count}"
             name = escape(f"{step}: {group.reason}")
-            items = decision_items(group.decisions, self.figure, self.kernel_of, limit=200)
+            items = decision_items(group.decisions, self.amount, self.kernel_of, limit=200)
             parts.append(details(head, items, f'id="decision-{number}" data-find="{name}" data-kind="decision"'))
         note = '<p class="hint">What passes did or did not do, and why. Amounts follow the symbols.</p>'
         return section("decisions", "Decisions", note, *parts)
