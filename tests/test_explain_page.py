@@ -366,6 +366,41 @@ def test_the_table_of_kernels_sorts(opened: Browser) -> None:
     assert read == sorted(read, reverse=True)
 
 
+PRESS = "document.getElementById(arguments[0]).dispatchEvent(new KeyboardEvent('keydown', {key: arguments[1]}))"
+
+
+def test_keys_zoom_and_move_the_graph(opened: Browser) -> None:
+    where = (
+        "const scene = document.querySelector('#drawing .scene');"
+        "const matrix = scene.transform.baseVal.consolidate().matrix; return [matrix.a, matrix.e, matrix.f]"
+    )
+    scale, x, y = opened.run(where)
+    opened.run(PRESS, "drawing", "ArrowDown")
+    assert opened.run(where) == [scale, x, y - 80]
+    opened.run(PRESS, "drawing", "+")
+    assert opened.run(where)[0] == pytest.approx(scale * 1.25, rel=1e-3)
+    opened.run(PRESS, "drawing", "0")
+    outside = (
+        "const area = document.getElementById('drawing').getBoundingClientRect();"
+        "return [...document.querySelectorAll('#drawing .box rect')].map(r => r.getBoundingClientRect())"
+        ".filter(r => r.top < area.top || r.bottom > area.bottom || r.left < area.left || r.right > area.right).length"
+    )
+    assert opened.run(outside) == 0
+
+
+def test_keys_zoom_and_move_the_memory_plan(opened: Browser, decoder: Explanation) -> None:
+    count = "return document.querySelectorAll('#timeline rect').length"
+    everything = len(decoder.memory_plans["main"].tensors)
+    for _ in range(12):
+        opened.run(PRESS, "timeline", "+")
+    assert 0 < opened.run(count) < everything
+    for _ in range(40):
+        opened.run(PRESS, "timeline", "ArrowLeft")
+    assert "step 0" in opened.run("return document.getElementById('timeline').textContent")
+    opened.run(PRESS, "timeline", "0")
+    assert opened.run(count) == everything
+
+
 @pytest.mark.parametrize("width", [1280, 380])
 def test_the_page_is_no_wider_than_the_window(window: Browser, file: Path, width: int) -> None:
     window.open(file, width=width)

@@ -393,6 +393,7 @@
     else if (event.key === "-") zoom(0.8);
     else if (event.key === "0") fit(true);
     else if (event.key === "Enter" && chosen) toggle(chosen);
+    else if (event.key === "Escape") drawing.blur();
     else return;
     event.preventDefault();
   });

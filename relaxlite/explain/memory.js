@@ -125,6 +125,7 @@
   canvas.addEventListener("dblclick", () => zoom(1e9, 0.5));
   const KEYS = { "+": () => zoom(0.8, 0.5), "-": () => zoom(1.25, 0.5), "0": () => zoom(1e9, 0.5), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) };
   canvas.addEventListener("keydown", event => {
+    if (event.key === "Escape") canvas.blur();
     if (!KEYS[event.key]) return;
     KEYS[event.key]();
     event.preventDefault();

@@ -221,7 +221,10 @@ class Sections:
             calls = f"{b0} to {b1}" if b0 != b1 else str(b1)
             programs = f"{p0} to {p1}" if p0 != p1 else str(p1)
             link = f'<a href="#pass-{name}">{name}</a>' if text else f'<span id="pass-{name}">{name}</span>'
-            rows.append([link, escape(item["stage"]), f"{item['ms']:.1f}", calls, programs, escape(item["doc"])])
+            decided = self._decided(item["name"])
+            rows.append(
+                [link, escape(item["stage"]), f"{item['ms']:.1f}", calls, programs, decided, escape(item["doc"])]
+            )
             if text:
                 changed = sum(line[:1] in ("+", "-") for line in text.split("\n"))
                 head = f"{name}: {item['ms']:.1f} ms, {changed} lines changed in {len(item['changed'])} definitions"
@@ -230,10 +233,18 @@ class Sections:
         passes = {item["name"] for item in ran}
         for name, seconds in self.found.timings:
             if name not in passes:
-                rows.append([escape(name), "", f"{seconds * 1e3:.1f}", "", "", "not a pass"])
-        heads = ("pass", "stage after it", "ms", "bindings", "programs", "what it does")
+                rows.append([escape(name), "", f"{seconds * 1e3:.1f}", "", "", "", "not a pass"])
+        heads = ("pass", "stage after it", "ms", "bindings", "programs", "decisions", "what it does")
         note = '<p class="hint">Below: the lines that each pass changed; passes that changed nothing have none.</p>'
-        return section("passes", "Passes", table(heads, rows, numbers=(2, 3, 4)), note, *parts)
+        return section("passes", "Passes", table(heads, rows, numbers=(2, 3, 4, 5)), note, *parts)
+
+    def _decided(self, step: str) -> str:
+        """How much a pass decided, with a link to it."""
+        groups = [(k, group) for k, group in enumerate(self.decisions) if group.step == step]
+        if not groups:
+            return ""
+        count = sum(len(group.decisions) for _, group in groups)
+        return f'<a href="#decision-{groups[0][0]}">{count}</a>'
 
     def _kernels(self) -> str:
         notes = about(self.found.decisions, self.kernel_of)
@@ -402,7 +413,8 @@ _GRAPH = """<div class="tools"><label>Graph <select id="which"><option value="im
 <div class="drawing"><svg id="drawing" tabindex="0" role="group"
 aria-label="The graph; the sections below list what it shows"></svg>
 <aside id="node" aria-live="polite"><p class="hint">Click a node to see what it is. Double click opens or closes a
-group. Drag moves; Ctrl and wheel, + and - zoom; arrow keys move when the drawing has the focus.</p></aside></div>"""
+group. Drag moves; Ctrl and wheel, + and - zoom. Once the drawing was clicked, wheel and arrow keys move it, until
+Escape.</p></aside></div>"""
 
 _MEMORY = """<div class="tools">@<span><button type="button" id="steps-out" aria-label="More steps">-</button>
 <button type="button" id="steps-in" aria-label="Fewer steps">+</button>
