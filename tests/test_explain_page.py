@@ -6,6 +6,7 @@ import base64
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -188,6 +189,21 @@ def test_the_graph_as_imported_has_a_box_for_each_operator(opened: Browser, deco
     assert opened.run(BOXES) == len(decoder.imported.nodes)
 
 
+def test_there_is_an_edge_for_each_pair_of_boxes_of_which_one_reads_the_other(
+    opened: Browser, decoder: Explanation
+) -> None:
+    count = 'return document.querySelectorAll("#drawing .edge").length'
+    opened.run(SHOW_LEVEL, "imported", "every operator")
+    assert opened.run(count) == sum(len(set(node.reads)) for node in decoder.imported.nodes)
+    nodes = decoder.compiled.nodes
+    opened.run(SHOW_LEVEL, "compiled", "one box per kernel")
+    assert opened.run(count) == sum(len(set(node.reads)) for node in nodes if node.inside is None)
+    last = {node.inside: k for k, node in enumerate(nodes) if node.inside is not None}
+    pairs = {(last.get(r, r), k) for k, node in enumerate(nodes) if k not in last for r in node.reads}
+    opened.run(SHOW_LEVEL, "compiled", "every operator")
+    assert opened.run(count) == len(pairs)
+
+
 def test_boxes_do_not_overlap(opened: Browser) -> None:
     for graph in ("compiled", "imported"):
         opened.run(SHOW_LEVEL, graph, "every operator")
@@ -212,7 +228,10 @@ def test_a_double_click_opens_a_kernel_and_a_button_closes_it(opened: Browser, d
         'const name = document.querySelector("#node dd").textContent;'
         'box.dispatchEvent(new MouseEvent("dblclick", {bubbles: true})); return name'
     )
-    assert opened.run(BOXES) == before + len(decoder.fused[name].members) - 1
+    members = decoder.fused[name].members
+    assert opened.run(BOXES) == before + len(members) - 1
+    shown = opened.run('return [...document.querySelectorAll("#drawing .box.op")].map(b => b.children[1].textContent)')
+    assert Counter(m.what for m in members) <= Counter(shown), "the calls stand in the kernel's place"
     opened.run('[...document.querySelectorAll("#node button")].find(b => b.textContent === "Close its group").click()')
     assert opened.run(BOXES) == before
 

@@ -48,11 +48,13 @@
   function boxOf(node) {
     const closed = node.path.find(key => !graph.open.has(key));
     if (closed) return closed;
+    if (isOpenKernel(node)) return boxOf(graph.nodes[graph.last.get(node.id)]);
     const own = `node ${node.id}`;
-    if (!graph.groups.has(own)) return node.id;
-    if (!graph.open.has(own)) return own;
-    return node.kind === "kernel" ? boxOf(graph.nodes[graph.last.get(node.id)]) : node.id;
+    return graph.groups.has(own) && !graph.open.has(own) ? own : node.id;
   }
+
+  // Its calls are drawn in its place, and the last of them gives its result.
+  const isOpenKernel = node => node.kind === "kernel" && graph.last.has(node.id) && graph.open.has(`node ${node.id}`);
 
   function levels() {
     const depths = [...graph.groups.values()].filter(group => !group.node).map(group => group.depth);
@@ -89,12 +91,12 @@
     const boxes = new Map();
     for (const node of graph.nodes) {
       const key = boxOf(node);
-      if (!boxes.has(key)) boxes.set(key, newBox(key, node));
+      if (!boxes.has(key)) boxes.set(key, newBox(key));
       boxes.get(key).count++;
     }
     const order = [...boxes.values()].sort((a, b) => a.order - b.order);
     const edges = new Map();
-    for (const node of graph.nodes) for (const read of node.reads) {
+    for (const node of graph.nodes) for (const read of isOpenKernel(node) ? [] : node.reads) {
       let from = boxes.get(boxOf(graph.nodes[read])), to = boxes.get(boxOf(node));
       if (from === to) continue;
       if (from.order > to.order) [from, to] = [to, from]; // what a collapsed group makes look like a cycle
@@ -126,13 +128,13 @@
     return { boxes, edges: [...edges.values()], layers };
   }
 
-  function newBox(key, node) {
-    const group = typeof key === "string" ? graph.groups.get(key) : null, own = group ? group.node : node;
+  function newBox(key) {
+    const group = typeof key === "string" ? graph.groups.get(key) : null, own = group ? group.node : graph.nodes[key];
     const label = group && !group.node ? group.label : own.what === "input" || own.what === "output" ? own.name : own.what;
     const text = label.length > 26 ? `${label.slice(0, 25)}\u2026` : label;
     return {
       key, group, node: own, text, kind: own ? own.kind : "op", count: 0, rank: 0, x: 0,
-      order: group ? Math.min(group.first, group.node?.id ?? Infinity) : node.id, in: [], out: [], up: [], down: [],
+      order: group ? Math.min(group.first, group.node?.id ?? Infinity) : key, in: [], out: [], up: [], down: [],
       width: Math.max(64, Math.min(text.length * 7 + 20, 200)),
     };
   }
