@@ -45,7 +45,9 @@ LAYERS: dict[str, set[str]] = {
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
     "llm": BASE | {"ir", "runtime", "frontend", "driver"},
-    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm"},
+    "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
+    "cli": BASE
+    | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {

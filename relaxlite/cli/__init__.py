@@ -1,4 +1,4 @@
-"""The command line: `relaxlite compile | run | inspect | opt | fetch | cache | bench | profile | tune | demo`.
+"""The command line: `relaxlite compile`, `run`, `inspect`, `explain`, `opt` and the others of `relaxlite --help`.
 
 `parser.py` holds every command's arguments; `execute` of the module named like the command does the work. That module
 is imported when its command is given, and the compiler only where a model is compiled, so that help and mistakes are

@@ -106,6 +106,17 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     _add_import_options(parser)
 
 
+def _explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an ONNX file, or a file made by `relaxlite compile`")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write everything as one HTML page (ONNX only)")
+    parser.add_argument("--json", action="store_true", help="the same as data, for programs")
+    parser.add_argument(
+        "--shapes", type=_case, default=("", {}), metavar="A=1x2;B=3", help="at which amounts are evaluated first"
+    )
+    parser.add_argument("--no-code", action="store_true", help="leave LLVM IR and assembly out of the page")
+    _add_import_options(parser)
+
+
 def _opt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", default="-", help="a module's text; - or nothing reads standard input")
     parser.add_argument(
@@ -199,6 +210,17 @@ An input without --input or --shape gets its shape from the model and the other 
   relaxlite inspect model.rlx
   relaxlite inspect model.onnx --after fuse_programs | less""",
         _inspect,
+    ),
+    "explain": Command(
+        "say what compiling a model did and why, also as a page",
+        """\
+Passes, fused groups and the reasons against others, the memory plan beside what any plan needs, the costliest kernels.
+The page adds the graphs, each pass's changes, schedules, loops, LLVM IR and assembly, and a time line of the memory; it
+needs no network, and its figures follow the symbols' values.
+
+  relaxlite explain model.onnx --shapes "ids=1x128;mask=1x128"
+  relaxlite explain model.onnx -o report.html""",
+        _explain,
     ),
     "opt": Command(
         "run passes on the text of a module",

@@ -32,6 +32,8 @@ class PassContext:
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
+    # Told of each pass that ran, what it was given and made, and its seconds. Modules are immutable: keep them freely.
+    observe: Callable[[Pass, IRModule, IRModule, float], None] | None = None
     timings: list[tuple[str, float]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -80,6 +82,8 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
         except Exception as error:
             raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
         context.timings.append((step.name, time.perf_counter() - start))
+        if context.observe is not None:
+            context.observe(step, given, module, context.timings[-1][1])
         if context.verify:
             _verify_after(module, step)
         if context.check is not None:

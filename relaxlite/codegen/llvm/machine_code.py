@@ -27,21 +27,24 @@ def to_object(text: str, target: Target, *, optimize: bool = True) -> bytes:
     What LLVM does not reject but cannot do, as an instruction that the target lacks, ends the process: isolated.py.
     """
     machine = _target_machine(target, opt=2 if optimize else 0)
-    module = _optimized(text, machine) if optimize else _parse(text)
+    return _emit(machine, _optimized(text, machine) if optimize else _parse(text), as_object=True)
+
+
+def to_assembly(text: str, target: Target) -> str:
+    """The machine code as text, for people."""
+    machine = _target_machine(target)
+    return _emit(machine, _optimized(text, machine), as_object=False).decode()
+
+
+def _emit(machine: llvm.TargetMachine, module: llvm.ModuleRef, *, as_object: bool) -> bytes:
     with ffi.OutputString() as error:
-        buffer = _unlocked("LLVMPY_TargetMachineEmitToMemory")(machine, module, 1, error)
+        buffer = _unlocked("LLVMPY_TargetMachineEmitToMemory")(machine, module, int(as_object), error)
         if not buffer:
             raise CodegenError(f"LLVM makes no machine code of it: {error}")
     try:
         return ctypes.string_at(ffi.lib.LLVMPY_GetBufferStart(buffer), ffi.lib.LLVMPY_GetBufferSize(buffer))
     finally:
         ffi.lib.LLVMPY_DisposeMemoryBuffer(buffer)
-
-
-def to_assembly(text: str, target: Target) -> str:
-    """The machine code as text, for people."""
-    machine = _target_machine(target)
-    return str(machine.emit_assembly(_optimized(text, machine)))
 
 
 def llvm_version() -> str:

@@ -1,0 +1,133 @@
+"""Compile with an observer and keep what there is to see, as one record that prints, exports and makes a page."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import llvmlite
+import numpy as np
+
+from relaxlite.driver import build
+from relaxlite.explain.fusion import FusedCall, fused_calls
+from relaxlite.explain.graph import Graph, graph_of
+from relaxlite.explain.kernels import Kernel, find_kernels, library_calls, modelled_work
+from relaxlite.explain.passes import Snapshots
+from relaxlite.explain.symbols import Symbols, find_symbols, value_of
+from relaxlite.ir.expr import Constant, Function
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.printer import module_constants
+from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.passes.decisions import Decision
+from relaxlite.passes.manager import PassContext
+from relaxlite.passes.memory_plan import MemoryPlan
+from relaxlite.passes.tuning import Tuning
+from relaxlite.runtime.executable import ENTRY, ExecutableData
+from relaxlite.target import Target
+from relaxlite.version import __version__
+
+
+@dataclass(slots=True)
+class Explanation:
+    """What compiling one model did. `imported` and `compiled` are graphs of "main" before the first pass and when its
+    calls are kernels; `memory_plans` by function; `final` is the module that code was made of."""
+
+    name: str
+    data: ExecutableData
+    target: Target
+    symbols: Symbols
+    snapshots: Snapshots
+    timings: list[tuple[str, float]]  # seconds; also of what is no pass
+    decisions: list[Decision]
+    fused: dict[str, FusedCall]
+    kernels: list[Kernel]
+    library: dict[str, list[str]]
+    memory_plans: dict[str, MemoryPlan]
+    imported: Graph
+    compiled: Graph
+    final: IRModule
+    weights: list[Constant] = field(default_factory=list)
+
+    def values(self, given: Mapping[str, int] | None = None) -> dict[SymVar, int]:
+        """A value of every symbol: what is given by name, else one within its bounds."""
+        return self.symbols.values(given or {})
+
+    def costliest(self, at: Mapping[SymVar, int]) -> list[tuple[Kernel, int, int]]:
+        """The kernels whose costs are known with their FLOPs and bytes, the dearest by the model first."""
+        found = []
+        for kernel in self.kernels:
+            if kernel.flops is None or kernel.bytes_read is None or kernel.bytes_written is None:
+                continue
+            nbytes = value_of(kernel.bytes_read, at) + value_of(kernel.bytes_written, at)
+            found.append((kernel, value_of(kernel.flops, at), nbytes))
+        return sorted(found, key=lambda item: -modelled_work(item[1], item[2]))
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {
+            "relaxlite": __version__,
+            "LLVM": self.data.metadata.llvm,
+            "llvmlite": llvmlite.__version__,
+            "NumPy": np.__version__,
+            "Python": platform.python_version(),
+            "target": f"{self.target.cpu}, {self.target.triple}",
+        }
+
+
+def explain(
+    module: IRModule,
+    target: str | Target = "llvm",
+    *,
+    name: str = "model",
+    context: PassContext | None = None,
+    precision: str | None = None,
+    tuning: str | os.PathLike[str] | Tuning | None = None,
+) -> Explanation:
+    """Compile the module as `compile` does, and keep what happened. Raises what `compile` raises."""
+    machine = Target.parse(target) if isinstance(target, str) else target
+    context = context or PassContext(machine)
+    snapshots = context.observe = Snapshots()
+    data = build(module, machine, context=context, precision=precision, tuning=tuning)
+    final = snapshots.taken[-1].after if snapshots.taken else module
+    calls = snapshots.last("lowered") or final
+    fused = fused_calls(snapshot.after for snapshot in snapshots.taken)
+    main = module[ENTRY]
+    assert isinstance(main, Function)
+    symbols = find_symbols(main)
+    lowered = calls[ENTRY]
+    assert isinstance(lowered, Function)
+    kernels = find_kernels(calls, final, context.costs, fused)
+    for expr in _amounts(kernels, context):
+        symbols.of_all(expr)
+    return Explanation(
+        name=name,
+        data=data,
+        target=machine,
+        symbols=symbols,
+        snapshots=snapshots,
+        timings=context.timings,
+        decisions=context.decisions,
+        fused=fused,
+        kernels=kernels,
+        library=library_calls(calls),
+        memory_plans=context.memory_plans,
+        imported=graph_of(main, module, text=symbols.text),
+        compiled=graph_of(lowered, calls, fused, symbols.text),
+        final=final,
+        weights=module_constants(calls),
+    )
+
+
+def _amounts(kernels: list[Kernel], context: PassContext) -> Iterator[SymExpr]:
+    """Every amount there is, for the symbols in them: also those of other functions than "main", and of loops."""
+    for kernel in kernels:
+        costs = (kernel.flops, kernel.bytes_read, kernel.bytes_written)
+        yield from (cost for cost in costs if cost is not None)
+    for plan in context.memory_plans.values():
+        yield plan.arena
+        for tensor in plan.tensors:
+            yield from (tensor.nbytes, tensor.offset)
+    for decision in context.decisions:
+        yield from decision.figures.values()

@@ -1,0 +1,80 @@
+"""Which calls were fused into which kernel, read off the composite functions that the passes made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from relaxlite.ir.expr import Call, Constant, Expr, Function, GlobalVar, Let, TupleGetItem, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.types import Type
+from relaxlite.ir.visitor import bodies
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the calls: the name of its result, what it called, and the names of the values that it reads."""
+
+    name: str
+    what: str
+    ty: Type
+    loc: str | None
+    reads: tuple[str, ...]
+    constants: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedCall:
+    """A call of a composite function: its result's name, the function's name, and the calls inside, in order."""
+
+    name: str
+    composite: str
+    members: tuple[Member, ...]
+
+
+def fused_calls(modules: Iterable[IRModule]) -> dict[str, FusedCall]:
+    """Every call of a composite function in these modules, by its result's name; a later module's call counts."""
+    found: dict[str, FusedCall] = {}
+    for module in modules:
+        composites = {name: f for name, f in module.functions().items() if f.attrs.get("composite")}
+        if composites:
+            found.update((call.name, call) for call in _calls(module, composites))
+    return found
+
+
+def _calls(module: IRModule, composites: dict[str, Function]) -> Iterator[FusedCall]:
+    for name, function in module.functions().items():
+        if name in composites:
+            continue
+        for body in bodies(function):
+            for binding in body.bindings():
+                value = binding.value if isinstance(binding, Let) else None
+                if isinstance(value, Call) and isinstance(value.callee, GlobalVar) and value.callee.name in composites:
+                    callee = value.callee.name
+                    yield FusedCall(binding.var.name, callee, tuple(_members(composites[callee], value)))
+
+
+def _members(composite: Function, call: Call) -> Iterator[Member]:
+    outer: dict[Var, Expr] = dict(zip(composite.params, call.args, strict=False))
+    aliases: dict[Var, Var] = {}
+    for binding in composite.body.bindings():
+        value = binding.value if isinstance(binding, Let) else None
+        if isinstance(value, Var | TupleGetItem) and isinstance(source := _source(value), Var):
+            aliases[binding.var] = aliases.get(source, source)
+        if not isinstance(value, Call):
+            continue
+        args = [outer.get(a, aliases.get(a, a)) if isinstance(a, Var) else a for a in value.args]
+        reads = tuple(dict.fromkeys(a.name for a in args if isinstance(a, Var)))
+        constants = sum(isinstance(a, Constant) for a in args)
+        what = stem(value.callee.name) if isinstance(value.callee, GlobalVar) else value.callee.name
+        yield Member(binding.var.name, what, binding.var.ty, value.loc, reads, constants)
+
+
+def _source(value: Expr) -> Expr:
+    return value.value if isinstance(value, TupleGetItem) else value
+
+
+def stem(program: str) -> str:
+    """The op of a program that was made of one: "matmul" of "matmul_12"."""
+    name, _, number = program.rpartition("_")
+    return name if name and number.isdigit() else program

@@ -1,0 +1,192 @@
+"""A function as a graph to draw: one node per binding, argument and result, with what it reads.
+
+Plain data. Values that are only passed on (tuples, their fields, a variable by another name) make no nodes; constants
+are counted at the node that reads them. A node inside another belongs to it: the bindings of an If's or Loop's bodies,
+and the calls that were fused into a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relaxlite.explain.fusion import FusedCall
+from relaxlite.ir.expr import (
+    Body,
+    Call,
+    Constant,
+    Expr,
+    ExternFunction,
+    Function,
+    GlobalVar,
+    If,
+    Let,
+    Loop,
+    MatchShape,
+    Tuple,
+    TupleGetItem,
+    Var,
+)
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import SymExpr, to_text
+from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type
+
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "memory.view"})  # ops that move nothing
+
+
+@dataclass(slots=True)
+class Node:
+    """`what` names the op, kernel or kind of value; `kind` is input, output, op, view, kernel, library or control."""
+
+    name: str
+    what: str
+    kind: str
+    ty: str
+    loc: str | None
+    reads: tuple[int, ...]
+    constants: int = 0
+    inside: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
+        optional = {"loc": self.loc, "reads": list(self.reads), "constants": self.constants, "inside": self.inside}
+        return {**found, **{key: value for key, value in optional.items() if value or (value == 0 and key == "inside")}}
+
+
+@dataclass(slots=True)
+class Graph:
+    nodes: list[Node] = field(default_factory=list)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [node.to_json() for node in self.nodes]
+
+
+def graph_of(
+    function: Function,
+    module: IRModule,
+    fused: dict[str, FusedCall] | None = None,
+    text: Callable[[SymExpr], str] = to_text,
+) -> Graph:
+    """The graph of a function; `fused` are the calls that became one, by the name of their result."""
+    return _Drawing(module, fused or {}, text).draw(function)
+
+
+class _Drawing:
+    def __init__(self, module: IRModule, fused: dict[str, FusedCall], text: Callable[[SymExpr], str]) -> None:
+        self._module, self._fused, self._text = module, fused, text
+        self._graph = Graph()
+        self._made_by: dict[Var, tuple[int, ...]] = {}  # the nodes from which a variable's value comes
+        self._by_name: dict[str, int] = {}
+
+    def draw(self, function: Function) -> Graph:
+        given = function.attrs.get("input_names")
+        names = given if isinstance(given, tuple) else tuple(p.name for p in function.params)
+        for param, name in zip(function.params, names, strict=True):
+            self._made_by[param] = (self._add(Node(str(name), "input", "input", self._type(param.ty), None, ())),)
+            self._by_name[param.name] = self._made_by[param][0]
+        result = self._body(function.body, None)
+        self._results(function, result)
+        return self._graph
+
+    def _results(self, function: Function, result: Expr) -> None:
+        fields = result.fields if isinstance(result, Tuple) else (result,)
+        given = function.attrs.get("output_names")
+        names = given if isinstance(given, tuple) else tuple(f"output_{k}" for k in range(len(fields)))
+        for k, leaf in enumerate(fields):
+            name = str(names[k]) if k < len(names) else f"output_{k}"
+            self._add(Node(name, "output", "output", self._type(leaf.ty), None, self._sources((leaf,))))
+
+    def _body(self, body: Body, inside: int | None) -> Expr:
+        for binding in body.bindings():
+            self._binding(binding.var, binding, inside)
+        return body.result
+
+    def _binding(self, var: Var, binding: Let | MatchShape, inside: int | None) -> None:
+        if isinstance(binding, MatchShape):
+            reads = self._sources((binding.source,))
+            node = Node(var.name, "match_shape", "view", self._type(var.ty), binding.loc, reads, inside=inside)
+            self._define(var, self._add(node))
+            return
+        value = binding.value
+        if isinstance(value, If | Loop):
+            self._control(var, value, inside)
+        elif isinstance(value, Call):
+            self._call(var, value, inside)
+        else:
+            self._made_by[var] = self._sources((value,))
+
+    def _call(self, var: Var, call: Call, inside: int | None) -> None:
+        kind = self._kind(call)
+        reads, constants = self._sources(call.args), sum(isinstance(a, Constant) for a in call.args)
+        ty, loc = self._type(call.ty), call.loc or var.loc
+        at = self._add(Node(var.name, call.callee.name, kind, ty, loc, reads, constants, inside))
+        if kind == "kernel" and var.name in self._fused:
+            self._members(at, self._fused[var.name])
+        self._define(var, at)
+
+    def _members(self, at: int, fused: FusedCall) -> None:
+        """The calls inside a kernel, as nodes of their own; the last one stands for the kernel when it is opened."""
+        inner: dict[str, int] = {}
+        for member in fused.members:
+            reads = dict.fromkeys(inner.get(name, self._by_name.get(name, -1)) for name in member.reads)
+            kept = tuple(r for r in reads if r >= 0)
+            node = Node(member.name, member.what, "op", self._type(member.ty), member.loc, kept, member.constants, at)
+            inner[member.name] = self._add(node)
+
+    def _control(self, var: Var, value: If | Loop, inside: int | None) -> None:
+        is_if = isinstance(value, If)
+        inputs: Sequence[Expr] = (value.cond,) if isinstance(value, If) else (*value.inits, value.cond)
+        ty = self._type(value.ty)
+        node = Node(var.name, "if" if is_if else "loop", "control", ty, value.loc, self._sources(inputs), 0, inside)
+        at = self._add(node)
+        if isinstance(value, Loop):
+            for param, init in zip(value.params, value.inits, strict=True):
+                self._made_by[param] = self._sources((init,))
+        inner = (value.then_body, value.else_body) if isinstance(value, If) else (value.body,)
+        for body in inner:
+            self._body(body, at)
+        self._define(var, at)
+
+    def _kind(self, call: Call) -> str:
+        if isinstance(call.callee, GlobalVar):
+            callee = self._module.get(call.callee.name)
+            if isinstance(callee, TensorProgram):
+                return "kernel"
+            return "library" if isinstance(callee, ExternFunction) else "op"
+        return "view" if call.callee.name in VIEWS else "op"
+
+    def _define(self, var: Var, at: int) -> None:
+        self._made_by[var] = (at,)
+        self._by_name[var.name] = at
+
+    def _add(self, node: Node) -> int:
+        self._graph.nodes.append(node)
+        return len(self._graph.nodes) - 1
+
+    def _sources(self, exprs: Iterable[Expr]) -> tuple[int, ...]:
+        found: dict[int, None] = {}
+        for expr in exprs:
+            if isinstance(expr, Var):
+                found.update(dict.fromkeys(self._made_by.get(expr, ())))
+            elif isinstance(expr, Tuple):
+                found.update(dict.fromkeys(self._sources(expr.fields)))
+            elif isinstance(expr, TupleGetItem):
+                found.update(dict.fromkeys(self._sources((expr.value,))))
+        return tuple(found)
+
+    def _type(self, ty: Type) -> str:
+        return type_text(ty, self._text)
+
+
+def type_text(ty: Type, text: Callable[[SymExpr], str] = to_text) -> str:
+    """A type in few letters: "float32[batch, 384]"."""
+    if isinstance(ty, TensorType):
+        dims = "?" if ty.shape is None else ", ".join(map(text, ty.shape))
+        return f"{ty.dtype}[{dims}]"
+    if isinstance(ty, ShapeType):
+        return "shape" if ty.values is None else f"shape({', '.join(map(text, ty.values))})"
+    if isinstance(ty, TupleType):
+        return f"({', '.join(type_text(f, text) for f in ty.fields)})"
+    return "object"

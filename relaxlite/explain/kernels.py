@@ -1,0 +1,102 @@
+"""The kernels of a compiled model: what they compute, how often, at what cost in the model's own symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from relaxlite.explain.fusion import FusedCall, stem
+from relaxlite.ir.expr import Call, ExternFunction, GlobalVar, Let
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import Buffer, TensorProgram
+from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
+from relaxlite.ir.visitor import bodies
+from relaxlite.passes.cost import Cost
+from relaxlite.passes.scheduling import steps_of
+
+FLOPS_PER_BYTE = 8
+"""Arithmetic that takes as long as moving one byte, for ranking kernels alike on every machine. Cores of today do
+between 5 and 20 float32 operations while the last cache delivers a byte; `relaxlite profile` measures this machine."""
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """A tensor program of the compiled module. Costs are those of all its calls together, in the model's symbols;
+    None where nothing states them. A call inside a Loop counts once."""
+
+    name: str
+    program: TensorProgram
+    calls: list[str] = field(default_factory=list)  # the results' names
+    ops: list[str] = field(default_factory=list)  # what was fused, in order
+    flops: SymExpr | None = None
+    bytes_read: SymExpr | None = None
+    bytes_written: SymExpr | None = None
+    is_bound: bool = True  # False: a loop whose extent is data counts as one iteration
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return steps_of(self.program)
+
+    @property
+    def signature(self) -> str:
+        outputs = self.program.params[len(self.program.inputs) :]
+        sides = (", ".join(_buffer_text(b) for b in side) for side in (self.program.inputs, outputs))
+        return " -> ".join(sides)
+
+
+def _buffer_text(buffer: Buffer) -> str:
+    return f"{buffer.name}: {buffer.dtype}[{', '.join(map(str, buffer.shape))}]"
+
+
+def modelled_work(flops: float, nbytes: float) -> float:
+    """What a kernel costs by the model: the greater of its bytes and its arithmetic in units of bytes."""
+    return max(nbytes, flops / FLOPS_PER_BYTE)
+
+
+def find_kernels(
+    calls: IRModule, final: IRModule, costs: Mapping[str, Cost], fused: Mapping[str, FusedCall]
+) -> list[Kernel]:
+    """Every program of the final module; `calls` is the module whose calls still return their results."""
+    kernels = {name: Kernel(name, program) for name, program in final.programs().items()}
+    for var, call in _program_calls(calls):
+        callee = call.callee.name
+        kernel = kernels.get(callee)
+        program = calls[callee]
+        if kernel is None or not isinstance(program, TensorProgram):
+            continue
+        if not kernel.ops:
+            kernel.ops = [m.what for m in fused[var].members] if var in fused else [stem(callee)]
+        kernel.calls.append(var)
+        if callee in costs:
+            _add_cost(kernel, costs[callee], dict(zip(program.symbols, call.sym_args, strict=False)))
+    return list(kernels.values())
+
+
+def _program_calls(module: IRModule) -> Iterable[tuple[str, Call]]:
+    for function in module.functions().values():
+        for body in bodies(function):
+            for binding in body.bindings():
+                value = binding.value if isinstance(binding, Let) else None
+                if isinstance(value, Call) and isinstance(value.callee, GlobalVar):
+                    yield binding.var.name, value
+
+
+def _add_cost(kernel: Kernel, cost: Cost, at: Mapping[SymVar, SymExpr]) -> None:
+    kernel.flops = _sum(kernel.flops, substitute(cost.flops, at))
+    kernel.bytes_read = _sum(kernel.bytes_read, substitute(cost.bytes_read, at))
+    kernel.bytes_written = _sum(kernel.bytes_written, substitute(cost.bytes_written, at))
+    kernel.is_bound = kernel.is_bound and cost.is_bound
+
+
+def _sum(total: SymExpr | None, part: SymExpr) -> SymExpr:
+    return part if total is None else total + part
+
+
+def library_calls(module: IRModule) -> dict[str, list[str]]:
+    """The results that library routines compute, by the routine's symbol."""
+    found: dict[str, list[str]] = {}
+    for var, call in _program_calls(module):
+        callee = module.get(call.callee.name)
+        if isinstance(callee, ExternFunction):
+            found.setdefault(callee.symbol, []).append(var)
+    return found
