@@ -18,9 +18,12 @@ from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
+from relaxlite.ir.program import LibraryFound
+from relaxlite.ir.program_visitor import all_values
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
 from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
+from relaxlite.library import rules_for
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -30,6 +33,7 @@ from relaxlite.runtime.executable import (
     ExecutableData,
     KernelCost,
     KernelInfo,
+    LibraryInfo,
     Metadata,
     Signature,
     TargetInfo,
@@ -48,6 +52,7 @@ def compile(
     precision: str | None = None,
     threads: int | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
+    libraries: Sequence[str] | str | None = None,
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
 
@@ -55,10 +60,15 @@ def compile(
     sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
     names one for every compilation. `context` receives times and notes.
+    `libraries`: what `rl.register_library` has added and OpenBLAS, where it is installed, are called where they pay;
+    names of libraries or rules restrict that to them, "none" forbids it.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
-    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed.
+    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, LibraryError
+    for a library that is asked for and not there.
     """
-    data = build(module, target, passes=passes, context=context, precision=precision, tuning=tuning)
+    data = build(
+        module, target, passes=passes, context=context, precision=precision, tuning=tuning, libraries=libraries
+    )
     return Executable(data, threads=threads)
 
 
@@ -70,6 +80,7 @@ def build(
     context: PassContext | None = None,
     precision: str | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
+    libraries: Sequence[str] | str | None = None,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one."""
     machine = Target.parse(target) if isinstance(target, str) else target
@@ -80,6 +91,8 @@ def build(
         context.precision = precision
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
+    if libraries is not None or not context.libraries:
+        context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
     start = time.perf_counter()
@@ -97,6 +110,7 @@ def build(
         objects=code.objects,
         constants=constants,
         host=host,
+        libraries=_libraries(lowered, context),
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
     )
@@ -137,6 +151,23 @@ def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
 def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
     text = to_text(dim, names.__getitem__)
     return text[1:-1] if isinstance(dim, FloorDiv | FloorMod) else text  # an atom brings its own parentheses
+
+
+def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...]:
+    """The libraries that programs call, with the symbols of each."""
+    symbols: dict[str, dict[str, bool]] = {}
+    for program in module.programs().values():
+        for value in all_values(program.body):
+            if isinstance(value, LibraryFound):
+                known = symbols.setdefault(value.library, {})
+                known[value.symbol] = known.get(value.symbol, False) or value.is_required
+    files = {rule.library: rule.file for rule in context.libraries}
+    return tuple(
+        LibraryInfo(
+            name, tuple(found), files.get(name, ""), tuple(s for s, is_required in found.items() if is_required)
+        )
+        for name, found in symbols.items()
+    )
 
 
 def _with_costs(kernels: Mapping[str, KernelInfo], module: IRModule, context: PassContext) -> dict[str, KernelInfo]:

@@ -39,11 +39,13 @@ LAYERS: dict[str, set[str]] = {
     "passes": BASE | {"ir"},
     "frontend": BASE | {"ir"},
     "codegen": BASE | {"ir", "runtime"},
-    "driver": BASE | {"ir", "passes", "codegen", "runtime"},
+    "library": BASE | {"ir", "passes", "runtime"},
+    "driver": BASE | {"ir", "passes", "codegen", "runtime", "library"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
     "llm": BASE | {"ir", "runtime", "frontend", "driver"},
-    "cli": BASE | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm"},
+    "cli": BASE
+    | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "library"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {

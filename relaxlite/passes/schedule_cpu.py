@@ -40,7 +40,7 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
+from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
 from relaxlite.passes.rows import rows_of
@@ -107,6 +107,8 @@ class _Rules:
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
     steps: list[Step]  # what was done, to be read beside the program
 
+    packs: bool = True  # whether constants may be laid out for the tiles
+
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
         self.steps.append(Step(name, args, tuple(options.items())))
 
@@ -123,12 +125,20 @@ class _Rules:
         return self.choice.partial_sums or PARTIAL_SUMS
 
     def stage(self, stage: Stmt) -> Stmt:
+        if calls_library(stage):
+            return self.beside_library(stage)
         clamps = clamped_loops(stage)
         if not clamps:
             return self.nest(stage)
         conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
         usual = reduce(lambda a, b: Binary("and", a, b), conds)
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
+
+    def beside_library(self, stage: IfThenElse) -> Stmt:
+        """The loops for where the library is not called. It reads constants as they are, so the loops do too."""
+        rules = replace(self, packs=False)
+        others = stage.other.stmts if isinstance(stage.other, Seq) else (stage.other,)
+        return replace(stage, other=seq(*(rules.stage(hoist_lets(s)) for s in others if s is not None)))
 
     def nest(self, stage: Stmt) -> Stmt:
         block = reduction_block(stage)
@@ -221,7 +231,7 @@ class _Rules:
     # Reductions
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-        lanes, registers = self.lanes(block.body), self.target.num_vector_registers
+        lanes, registers, packs = self.lanes(block.body), self.target.num_vector_registers, packs and self.packs
         window = window_of(block, lanes)
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
