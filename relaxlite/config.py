@@ -106,6 +106,21 @@ def override(**values: Any) -> Iterator[None]:
         set(**before)
 
 
+@contextmanager
+def system_environment(**values: str) -> Iterator[None]:
+    """Environment variables of the system for a block: for a library that reads them while it loads."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def user_cache_folder() -> Path:
     """Where this platform keeps what can be made or fetched again, for this user and relaxlite."""
     if sys.platform == "win32":

@@ -143,6 +143,7 @@ class _Dispatch(Rewriter):
         """The rules that apply, in order, as far as they match the same operations as the first one."""
         assert isinstance(value.callee, Op)
         chosen: list[_Candidate] = []
+        refusals: set[str] = set()  # rules of one kind are refused for one reason
         for rule in self._context.libraries:
             if value.callee.name not in rule.pattern.root_ops:
                 continue
@@ -153,6 +154,9 @@ class _Dispatch(Rewriter):
             dims = rule.dimensions(found, result, self._analyzer)
             problem = dims if isinstance(dims, str) else self._refusal(rule, found, dims, value.ty)
             if problem is not None:
+                if problem in refusals:
+                    continue
+                refusals.add(problem)
                 figures = {} if isinstance(dims, str) else {k: rule.evaluate(k, dims) for k in rule.when}
                 self._decide(var, rule, problem, **figures)
             elif not isinstance(dims, str):
@@ -278,8 +282,10 @@ def _buffer(name: str, ty: Type) -> Buffer:
 def _composed(main: Function, module: IRModule, operands: Mapping[str, tuple[Var, Expr]]) -> _Meaning | str:
     """`operands`: parameter and argument by the rule's names."""
     compose = _Compose(module)
-    inputs = {param: _buffer(name, param.ty) for name, (param, _) in reversed(list(operands.items()))}
-    compose.buffers = {**inputs}
+    inputs: dict[Expr, Buffer] = {
+        param: _buffer(name, param.ty) for name, (param, _) in reversed(list(operands.items()))
+    }
+    compose.buffers.update(inputs)
     for binding in main.body.bindings():
         assert isinstance(binding, Let)
         problem = compose.add(binding)

@@ -144,23 +144,16 @@ def _open_openblas() -> ctypes.CDLL:
     The package has a copy of OpenBLAS of its own, so no other user of one in this process is touched.
     """
     try:
-        package = importlib.import_module("scipy_openblas32")
+        with config.system_environment(OPENBLAS_NUM_THREADS="1"):  # so it starts no threads at all
+            package = importlib.import_module("scipy_openblas32")  # which loads the library
+            folder, file = package.get_lib_dir(), package.get_library(fullname=True)
+            library = ctypes.CDLL(os.path.join(folder, file))
     except ImportError as error:
         raise LibraryError(
             "the library 'openblas' is not installed (package scipy-openblas32); pip install 'relaxlite[openblas]'"
         ) from error
-    folder, file = package.get_lib_dir(), package.get_library(fullname=True)
-    before = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read once, while it loads: so it starts no threads at all
-    try:
-        library = ctypes.CDLL(os.path.join(folder, file))
     except OSError as error:
         raise LibraryError(f"OpenBLAS of scipy-openblas32 cannot be loaded ({error}); install it again") from error
-    finally:
-        if before is None:
-            del os.environ["OPENBLAS_NUM_THREADS"]
-        else:
-            os.environ["OPENBLAS_NUM_THREADS"] = before
     for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
         if hasattr(library, name):
             getattr(library, name)(1)

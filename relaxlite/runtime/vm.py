@@ -81,8 +81,11 @@ class VirtualMachine:
         self.poison = bool(config.get("poison_memory"))
         self.pool = ArenaPool(poison=self.poison)
         self._library: object = None  # keeps the kernels' code in memory
+        self.missing_libraries: tuple[str, ...] = ()
         if kernels is None:
-            self._library, kernels = _link(data)
+            bound = libraries.bind(data.libraries)
+            self.missing_libraries = bound.missing
+            self._library, kernels = _link(data, bound)
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
         self.constants = [_constant(array) for array in data.constants]
@@ -140,11 +143,10 @@ def _constant(array: np.ndarray) -> Tensor:
     return import_tensor(array, array.dtype.name, "a constant")
 
 
-def _link(data: ExecutableData) -> tuple[object, dict[str, Kernel]]:
+def _link(data: ExecutableData, bound: libraries.Bound) -> tuple[object, dict[str, Kernel]]:
     """The kernels, and what keeps their code in memory."""
     if not data.kernels:
         return None, {}
-    bound = libraries.bind(data.libraries)
     exports = [kernel.symbol for kernel in data.kernels.values()]
     library = native.load_objects(data.objects, bound.cells, exports=exports)
     return (library, bound), {
