@@ -91,7 +91,7 @@ def build(
         context.precision = precision
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
-    if libraries is not None or not context.libraries:
+    if libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
@@ -161,7 +161,7 @@ def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...
             if isinstance(value, LibraryFound):
                 known = symbols.setdefault(value.library, {})
                 known[value.symbol] = known.get(value.symbol, False) or value.is_required
-    files = {rule.library: rule.file for rule in context.libraries}
+    files = {rule.library: rule.file for rule in context.libraries or ()}
     return tuple(
         LibraryInfo(
             name, tuple(found), files.get(name, ""), tuple(s for s, is_required in found.items() if is_required)

@@ -283,6 +283,9 @@ def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True)
     group.add_argument(
         "--precision", choices=PRECISIONS, default=PRECISIONS[0], help="bf16: round operands of large products (faster)"
     )
+    group.add_argument(
+        "--libraries", metavar="NAMES", help="libraries that may be called, as openblas; none (default: those that pay)"
+    )
     _add_target(group)
     if tuning:
         group.add_argument("--tuning", metavar="FILE", help="schedules that `relaxlite tune` has chosen")

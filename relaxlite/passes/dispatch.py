@@ -144,7 +144,7 @@ class _Dispatch(Rewriter):
         assert isinstance(value.callee, Op)
         chosen: list[_Candidate] = []
         refusals: set[str] = set()  # rules of one kind are refused for one reason
-        for rule in self._context.libraries:
+        for rule in self._context.libraries or ():
             if value.callee.name not in rule.pattern.root_ops:
                 continue
             found = self._matcher.match(rule.pattern, value)

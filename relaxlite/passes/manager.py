@@ -30,7 +30,7 @@ class PassContext:
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
-    libraries: tuple[LibraryRule, ...] = ()
+    libraries: tuple[LibraryRule, ...] | None = None  # None: not chosen yet, as by driver.build
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     timings: list[tuple[str, float]] = field(default_factory=list)
