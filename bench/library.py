@@ -34,7 +34,7 @@ from relaxlite.runtime import threadpool
 from relaxlite.runtime.replay import Recorder
 from relaxlite.target import Target
 
-GAIN = 1.15  # what a call of the library must gain at every measured size of a range, beyond noise and extra passes
+GAIN = 1.1  # what a call of the library must gain at every measured size of a range, beyond noise and extra passes
 LEAST_US = 3.0  # sizes at which the generated kernel is quicker than that need not gain
 NO_LOSS = 0.95  # and at quicker ones it may not lose, give or take the noise
 FEWEST = 8  # measured sizes in a range, and runs at each size

@@ -107,7 +107,7 @@ def override(**values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def system_environment(**values: str) -> Iterator[None]:
+def system_variables(**values: str) -> Iterator[None]:
     """Environment variables of the system for a block: for a library that reads them while it loads."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -19,9 +19,11 @@ from hypothesis import HealthCheck, given, settings
 import relaxlite as rl
 from relaxlite import config
 from relaxlite.codegen.interpreter import Interpreter
-from relaxlite.errors import ExecutionError, InvalidArgumentError, LibraryError
+from relaxlite.codegen.llvm.fingerprint import fingerprint
+from relaxlite.errors import ExecutionError, InvalidArgumentError, LibraryError, ParseError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.equality import structural_equal
 from relaxlite.ir.expr import Constant, Expr, ShapeValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
@@ -78,11 +80,12 @@ def module_of(make: Callable[..., Expr], **shapes: tuple[str | int, ...]) -> IRM
     return bb.module()
 
 
-def decisions(module: IRModule) -> list[Any]:
+def decisions(module: IRModule, *, openblas: bool = False) -> list[Any]:
+    """About the rules of a test, or those of OpenBLAS."""
     context = PassContext(Target.host())
     context.libraries = rules_for(None, context.target)
     dispatch(module, context)
-    return context.decisions
+    return [d for d in context.decisions if ("openblas" in d.subject) == openblas]
 
 
 def random(*shape: int) -> np.ndarray:
@@ -147,10 +150,53 @@ def test_the_rest_of_the_graph_is_fused_around_a_call() -> None:
     with rl.register_library("times", is_op("matmul")(A, B), {"a": ("m", "k"), "b": ("k", "n")}, function=times):
         exe = rl.compile(module)
     kernels = [name for name in exe.data.kernels if "shapes" not in name]
-    assert len(kernels) == 3 and "times" in kernels
+    assert len(kernels) == 2 and "times" in kernels  # what follows runs behind the call
     assert int(exe.data.metadata.memory_plan["arena_bytes"] != "0")  # tensors on both sides of the call are planned
     a, b = random(4, 6), random(6, 9)
     np.testing.assert_allclose(exe(a, b), np.exp(-np.abs(np.tanh(np.maximum(a, 0)) @ b)), rtol=1e-5)
+
+
+def test_what_follows_stays_in_the_loops_and_behind_the_call() -> None:
+    """bias, residual and relu: fused into the product's loops outside of the range, and a nest of its own inside."""
+
+    def make(bb: BlockBuilder, a: Expr, b: Expr, bias: Expr, rest: Expr) -> Expr:
+        total = bb.emit(ops.add(bb.emit(ops.matmul(a, b)), bias))
+        return ops.relu(bb.emit(ops.add(rest, bb.emit(ops.multiply(total, total)))))
+
+    def times(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        out[...] = 100
+
+    module = module_of(make, a=("m", "k"), b=("k", "n"), bias=("n",), rest=("m", "n"))
+    rule = rl.register_library(
+        "times", is_op("matmul")(A, B), {"a": ("m", "k"), "b": ("k", "n")}, function=times, when={"m": (3, 6)}
+    )
+    with rule:
+        exe = rl.compile(module)
+        (decision,) = decisions(module)
+    assert decision.reason.endswith("add, multiply, add, relu of its result in the same kernel")
+    assert [name for name in exe.data.kernels if "shapes" not in name] == ["times"]
+    for m, k, n in ((0, 2, 3), (1, 1, 1), (2, 7, 33), (3, 7, 33), (4, 0, 17), (5, 3, 0), (6, 2, 129), (64, 9, 20)):
+        a, b, bias, rest = random(m, k), random(k, n), random(n), random(m, n)
+        product = np.full((m, n), 100, np.float32) if 3 <= m <= 6 else a @ b
+        expected = np.maximum(rest + (product + bias) ** 2, 0)
+        np.testing.assert_allclose(exe(a, b, bias, rest), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_used_elsewhere_or_has_another_shape_does_not_follow() -> None:
+    def make(bb: BlockBuilder, a: Expr, b: Expr) -> Expr:
+        product = bb.emit(ops.matmul(a, b))
+        return ops.add(bb.emit(ops.sum(bb.emit(ops.exp(product)), axes=(1,), keepdims=True)), product)
+
+    def times(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        np.matmul(a, b, out=out)
+
+    with rl.register_library("times", is_op("matmul")(A, B), {"a": None, "b": None}, function=times):
+        module = module_of(make, a=("m", "k"), b=("k", "n"))
+        (decision,) = decisions(module)
+        assert "in the same kernel" not in decision.reason
+        exe = rl.compile(module)
+    a, b = random(3, 4), random(4, 5)
+    np.testing.assert_allclose(exe(a, b), np.exp(a @ b).sum(axis=1, keepdims=True) + a @ b, rtol=1e-4)
 
 
 def test_several_results_and_one_operand_twice() -> None:
@@ -297,6 +343,43 @@ def test_dispatched_programs_print_and_parse() -> None:
     made = dispatch(module, context)
     text = print_module(made)
     assert "call_library(" in text and print_module(parse_module(text, module_constants(made))) == text
+
+
+CALLS = """n = symbol("n")
+
+@program(symbols=(n,), outputs=1)
+def p(x: Buffer((n, 4), "float32"), y: Buffer((n,), "float32")):
+    if index(n) >= index(8) & library_found("blas", "f"):
+        for i in parallel(n):
+            call_library("blas", "f", index(n, "int32"), float32(1.5), address_of(x[i, 0]), written(y[i]), work=n * 4)
+    elif library_found("other", "g", required=True):
+        call_library("other", "g", address_of(x[0, 0]), written(y[0]), convention="status")
+    else:
+        for i in serial(n):
+            y[i] = x[i, 3]
+"""
+
+
+def test_calls_in_text() -> None:
+    text = CALLS.replace("index(n) >= index(8) &", "(index(n) >= index(8)) &").replace("n * 4", "n*4")
+    module = parse_module(text)
+    assert print_module(module) == text
+    program = module["p"]
+    for old, new in (
+        ('"blas", "f", index', '"blas", "h", index'),
+        ("float32(1.5)", "float32(1.0)"),
+        ("address_of(x[i, 0])", "address_of(x[i, 1])"),
+        ("written(y[i])", "address_of(y[i])"),
+        ('convention="status"', 'convention="arrays"'),
+        ("work=n*4", "work=n*5"),
+        (", required=True", ""),
+        ('found("blas"', 'found("blis"'),
+    ):
+        changed = parse_module(text.replace(old, new))["p"]
+        assert not structural_equal(program, changed), new
+        assert fingerprint(changed) != fingerprint(program), new  # type: ignore[arg-type]
+    with pytest.raises(ParseError, match="unknown convention 'statu'.*did you mean"):
+        parse_module(text.replace('"status"', '"statu"'))
 
 
 def test_refusals_say_why() -> None:
@@ -494,32 +577,37 @@ SIZES = [(1, 1, 1), (1, 3, 7), (1, 70, 600), (2, 5, 3), (7, 9, 1), (33, 17, 5), 
 EMPTY = [(0, 3, 4), (1, 0, 4), (1, 4, 0), (3, 0, 1), (0, 0, 0)]
 
 
-def product_module(kind: str, lead: tuple[str, ...]) -> IRModule:
+def product_module(kind: str, lead: tuple[str, ...], *, both: bool) -> IRModule:
+    """The first operand has `lead` before its matrix, the second if `both`."""
+    before = lead if both else ()
     is_transposed = kind in ("gemv_n", "gemm_nt")
 
     def make(bb: BlockBuilder, a: Expr, b: Expr) -> Expr:
-        last = len(lead)
+        last = len(before)
         order = (*range(last), last + 1, last)
         return ops.matmul(a, bb.emit(ops.transpose(b, axes=order)) if is_transposed else b)
 
-    return module_of(make, a=(*lead, "m", "k"), b=(*lead, "n", "k") if is_transposed else (*lead, "k", "n"))
+    return module_of(make, a=(*lead, "m", "k"), b=(*before, "n", "k") if is_transposed else (*before, "k", "n"))
 
 
 @needs_openblas
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("lead", [(), ("p",), ("p", "q")], ids=len)
+@pytest.mark.parametrize(
+    ("lead", "both"), [((), True), (("p",), True), (("p", "q"), True), (("p",), False)], ids=["2", "3", "4", "3x2"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_openblas_computes_what_the_loops_do(kind: str, lead: tuple[str, ...], threads: int) -> None:
+def test_openblas_computes_what_the_loops_do(kind: str, lead: tuple[str, ...], both: bool, threads: int) -> None:
     """At all sizes, also where it is not used; into memory full of NaN, which beta = 0 must not read."""
     context = PassContext(Target.host(), libraries=tuple(rules_of(kind)))
     with config.override(poison_memory=True):
-        exe = rl.compile(product_module(kind, lead), context=context, threads=threads)
+        exe = rl.compile(product_module(kind, lead, both=both), context=context, threads=threads)
     assert [item.name for item in exe.data.libraries] == ["openblas"]
-    batches = [(3, 2)[: len(lead)], (0, 1)[: len(lead)]] if lead else [()]
+    batches = [(3, 2)[: len(lead)], (1, 1)[: len(lead)], (0, 1)[: len(lead)]] if lead else [()]
     for m, k, n in (*SIZES, *EMPTY):
         for batch in batches:
             a = random(*batch, m, k)
-            b = random(*batch, n, k) if kind in ("gemv_n", "gemm_nt") else random(*batch, k, n)
+            before = batch if both else ()
+            b = random(*before, n, k) if kind in ("gemv_n", "gemm_nt") else random(*before, k, n)
             expected = a @ (b.swapaxes(-1, -2) if kind in ("gemv_n", "gemm_nt") else b)
             np.testing.assert_allclose(exe(a, b), expected, rtol=1e-4, atol=1e-4)
 
@@ -541,7 +629,7 @@ def test_openblas_starts_no_threads() -> None:
 @needs_openblas
 def test_openblas_leaves_constant_weights_to_packed_panels() -> None:
     weight = Constant.of(random(64, 4096))
-    found = decisions(module_of(lambda bb, a: ops.matmul(a, weight), a=(1, 64)))
+    found = decisions(module_of(lambda bb, a: ops.matmul(a, weight), a=(1, 64)), openblas=True)
     assert found and not any(decision.taken for decision in found)
     assert all("panels packed when compiling" in d.reason or "never" in d.reason for d in found)
 

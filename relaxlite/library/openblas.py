@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from relaxlite.ir.expr import Constant
-from relaxlite.ir.pattern import Match, Pattern, is_op, wildcard
-from relaxlite.passes.library_rules import Dims, LibraryRule, Range
+from relaxlite.ir.pattern import Match, is_op, wildcard
+from relaxlite.passes.library_rules import LibraryRule, Range
 from relaxlite.runtime.libraries import OPENBLAS
 
 COSTS = Path(__file__).with_name("openblas_costs.json")
@@ -29,16 +29,17 @@ KINDS = ("gemv_t", "gemv_n", "gemv_a", "gemm_nn", "gemm_nt")
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The dimensions before the matrices: `names`, and whether the second operand has them too."""
+    """The dimensions before the matrices. Where only the first operand has one, its matrices lie one below the other:
+    they are one matrix of more rows."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     both: bool = True
 
     @property
-    def count(self) -> str:
-        return " * ".join(self.names) or "1"
+    def rows(self) -> str:
+        return "m" if self.both else " * ".join((*self.names, "m"))
 
-    def at(self) -> str:
+    def matrix(self) -> str:
         """Indices of matrix number i."""
         places = []
         for number in range(len(self.names)):
@@ -47,8 +48,18 @@ class _Batch:
             places.append(f"({place}) % {self.names[number]}" if number else place)
         return "".join(f"{place}, " for place in places)
 
+    def row(self, number: str) -> str:
+        """Indices of a row of the first operand, or of the result."""
+        if self.both:
+            return self.matrix() + number
+        return f"({number}) // m, ({number}) % m"
 
-_BATCHES = (_Batch(()), _Batch(("b",)), _Batch(("b", "h")))
+    def loops(self, blocks: str) -> dict[str, str]:
+        matrices = {"i": " * ".join(self.names)} if self.names and self.both else {}
+        return {**matrices, "j": blocks}
+
+
+_BATCHES = (_Batch(), _Batch(("p",)), _Batch(("p", "q")), _Batch(("p",), both=False))
 
 
 @cache
@@ -65,7 +76,7 @@ def openblas_rules() -> tuple[LibraryRule, ...]:
     return tuple(
         replace(
             rule,
-            when={text: (low, high) for text, (low, high) in found[kind]["when"].items()},
+            when=_measured_range(rule, found[kind]["when"]),
             reason=f"measured at least {found[kind]['least_gain']:.2f} times as fast as the generated kernel there",
             figures={"measured sizes": found[kind]["sizes"]},
         )
@@ -75,6 +86,11 @@ def openblas_rules() -> tuple[LibraryRule, ...]:
     )
 
 
+def _measured_range(rule: LibraryRule, when: Mapping[str, tuple[int | None, int | None]]) -> dict[str, Range]:
+    """For the rule's own numbers of rows, columns and summed products, which stand in this order."""
+    return {text: (low, high) for text, (low, high) in zip(rule.when, (when["m"], when["k"], when["n"]), strict=True)}
+
+
 def rules_of(kind: str) -> Iterator[LibraryRule]:
     """One kind of product for all ranks, without a range."""
     for batch in _BATCHES:
@@ -82,56 +98,65 @@ def rules_of(kind: str) -> Iterator[LibraryRule]:
 
 
 def _rule(kind: str, batch: _Batch) -> LibraryRule:
-    lead, at, last = batch.names, batch.at(), len(batch.names)
-    b: Pattern
-    b_dims: Dims = (*lead, "n", "k") if kind in ("gemv_n", "gemm_nt") else (*lead, "k", "n")
-    a, b = wildcard("a").has_rank(last + 2), wildcard("b").has_rank(last + 2)
-    if kind in ("gemv_n", "gemm_nt"):
-        b = is_op("transpose")(b).has_attr(axes=(*range(last), last + 1, last))
+    is_transposed = kind in ("gemv_n", "gemm_nt")
+    lead, before = batch.names, batch.names if batch.both else ()
+    last = len(before)
+    a, b = wildcard("a").has_rank(len(lead) + 2), wildcard("b").has_rank(last + 2)
+    shape = "".join(f"_{name}" for name in lead) + ("" if batch.both else "_rows")
+    second = is_op("transpose")(b).has_attr(axes=(*range(last), last + 1, last)) if is_transposed else b
+    names = {"$m": batch.rows, "$first": batch.row("0"), "$row": batch.row(f"{BLOCK} * j"), "$b": ""}
+    if batch.both:
+        names["$b"] = batch.matrix()
+
+    def filled(text: str) -> str:
+        for name, meaning in names.items():
+            text = text.replace(name, meaning)
+        return text
+
     return LibraryRule(
-        name=f"openblas_{kind}" + (f"_{last}" if last else ""),
+        name=f"openblas_{kind}{shape}",
         library=OPENBLAS,
         symbol="cblas_sgemm" if kind.startswith("gemm") else "cblas_sgemv",
-        pattern=is_op("matmul")(a, b),
-        operands={"a": (*lead, "m", "k"), "b": b_dims},
-        arguments=tuple(f"int32 {ROWS};{_ARGUMENTS[kind]}".replace("@", at).split(";")),
-        loops={"i": batch.count, "j": _BLOCKS[kind]} if lead else {"j": _BLOCKS[kind]},
-        when=_LEAST[kind],
+        pattern=is_op("matmul")(a, second),
+        operands={"a": (*lead, "m", "k"), "b": (*before, "n", "k") if is_transposed else (*before, "k", "n")},
+        arguments=tuple(filled(f"int32 {ROWS};{_ARGUMENTS[kind]}").split(";")),
+        loops=batch.loops(filled(_BLOCKS[kind])),
+        when={filled(text): limits for text, limits in _LEAST[kind].items()},
         check=_is_variable,
-        work=f"2 * m * n * k // max(1, {_BLOCKS[kind]}) // 16",
+        work=filled(f"$m * n * k // max(1, {_BLOCKS[kind]}) // 8"),
     )
 
 
 def _is_variable(found: Match) -> str | None:
     if isinstance(found["b"], Constant):
-        return "b is constant, and its kernel streams through panels packed when compiling, which is never slower"
+        return "b is constant, and its kernel streams through panels packed when compiling, which was faster at every size measured"
     return None
 
 
-# Arguments after the order of the matrices; "@" stands for the indices of a matrix in its batch.
-_OF_N, _OF_M = f"int32 min({BLOCK}, n - {BLOCK} * j)", f"int32 min({BLOCK}, m - {BLOCK} * j)"
-_VECTOR = "int32 1;float32 0"
+# Arguments after the order of the matrices. "$m" stands for the number of rows, "$first" and "$row" for the indices of
+# the first row and of the first one of a block, "$b" for those of the second operand's matrix.
+_OF_N, _OF_M = f"int32 min({BLOCK}, n - {BLOCK} * j)", f"int32 min({BLOCK}, $m - {BLOCK} * j)"
+_A, _OUT = "float32* a[$row, 0];int32 k", "float32* out[$row, 0]"
 _ARGUMENTS = {
     # y[n] = x[k] @ B[k, n], a block of columns at a time
-    "gemv_t": f"int32 {TRANSPOSED};int32 k;{_OF_N};float32 1;float32* b[@0, {BLOCK} * j];int32 n;"
-    f"float32* a[@0, 0];{_VECTOR};float32* out[@0, {BLOCK} * j];int32 1",
+    "gemv_t": f"int32 {TRANSPOSED};int32 k;{_OF_N};float32 1;float32* b[$b0, {BLOCK} * j];int32 n;"
+    f"float32* a[$first, 0];int32 1;float32 0;float32* out[$first, {BLOCK} * j];int32 1",
     # y[n] = B[n, k] @ x[k], a block of rows at a time
-    "gemv_n": f"int32 {PLAIN};{_OF_N};int32 k;float32 1;float32* b[@{BLOCK} * j, 0];int32 k;"
-    f"float32* a[@0, 0];{_VECTOR};float32* out[@0, {BLOCK} * j];int32 1",
+    "gemv_n": f"int32 {PLAIN};{_OF_N};int32 k;float32 1;float32* b[$b{BLOCK} * j, 0];int32 k;"
+    f"float32* a[$first, 0];int32 1;float32 0;float32* out[$first, {BLOCK} * j];int32 1",
     # y[m] = A[m, k] @ x[k]
-    "gemv_a": f"int32 {PLAIN};{_OF_M};int32 k;float32 1;float32* a[@{BLOCK} * j, 0];int32 k;"
-    f"float32* b[@0, 0];{_VECTOR};float32* out[@{BLOCK} * j, 0];int32 1",
-    "gemm_nn": f"int32 {PLAIN};int32 {PLAIN};{_OF_M};int32 n;int32 k;float32 1;float32* a[@{BLOCK} * j, 0];int32 k;"
-    f"float32* b[@0, 0];int32 n;float32 0;float32* out[@{BLOCK} * j, 0];int32 n",
-    "gemm_nt": f"int32 {PLAIN};int32 {TRANSPOSED};{_OF_M};int32 n;int32 k;float32 1;"
-    f"float32* a[@{BLOCK} * j, 0];int32 k;float32* b[@0, 0];int32 k;float32 0;float32* out[@{BLOCK} * j, 0];int32 n",
+    "gemv_a": f"int32 {PLAIN};{_OF_M};int32 k;float32 1;{_A};float32* b[$b0, 0];int32 1;float32 0;{_OUT};int32 1",
+    "gemm_nn": f"int32 {PLAIN};int32 {PLAIN};{_OF_M};int32 n;int32 k;float32 1;{_A};"
+    f"float32* b[$b0, 0];int32 n;float32 0;{_OUT};int32 n",
+    "gemm_nt": f"int32 {PLAIN};int32 {TRANSPOSED};{_OF_M};int32 n;int32 k;float32 1;{_A};"
+    f"float32* b[$b0, 0];int32 k;float32 0;{_OUT};int32 n",
 }
-_BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else 'm'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
+_BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else '$m'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
 # What the routines need: none of them takes empty matrices for granted.
-_SIZES: dict[str, Range] = {"m": (1, None), "k": (1, None), "n": (1, None)}
+_SIZES: dict[str, Range] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
 _LEAST: dict[str, dict[str, Range]] = {
-    "gemv_t": {**_SIZES, "m": (1, 1)},
-    "gemv_n": {**_SIZES, "m": (1, 1)},
+    "gemv_t": {**_SIZES, "$m": (1, 1)},
+    "gemv_n": {**_SIZES, "$m": (1, 1)},
     "gemv_a": {**_SIZES, "n": (1, 1)},
     "gemm_nn": _SIZES,
     "gemm_nt": _SIZES,

@@ -5,24 +5,22 @@
                                                              else: the loops of matmul
 
 The loops say what the routine computes. They are what runs outside of the range that the rule is for, and where the
-library is not there. The program is opaque to fusion; around it the graph goes on as ever. `relaxlite.register_library`
-adds rules.
+library is not there. Elementwise ops behind what was matched become part of the program: of the loops, fused as ever,
+and of a nest behind the call. The program is opaque to further fusion. `relaxlite.register_library` adds rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import reduce
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.builder import result_types
-from relaxlite.ir.expr import Block, Body, Call, Constant, Expr, Function, Let, TupleGetItem, Var
+from relaxlite.ir.expr import Call, Expr, Function, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.pattern import Match, Matcher
 from relaxlite.ir.program import (
-    Allocate,
     Binary,
     Buffer,
     CallLibrary,
@@ -38,19 +36,19 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import Substitute, loads, program_symbols
+from relaxlite.ir.program_visitor import Substitute, program_symbols
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.ir.types import TensorType, TupleType, Type
-from relaxlite.ir.visitor import Rewriter
+from relaxlite.ir.types import TensorType, Type
+from relaxlite.ir.visitor import Rewriter, bodies, used_vars
 from relaxlite.passes.eliminate import eliminate_dead
-from relaxlite.passes.fuse_ops import fuse_ops
-from relaxlite.passes.fuse_programs import fuse_programs
-from relaxlite.passes.legalize import ProgramTable, legalize
+from relaxlite.passes.legalize import RUNTIME_OPS, ProgramTable, lower_call
+from relaxlite.passes.library_programs import Loops, Part
 from relaxlite.passes.library_rules import OUT, LibraryRule, can_hold, remaining_compares
-from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
 
 _INT32_MAX = 2**31 - 1
+_MOST_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice
 
 
 def dispatch(module: IRModule, context: PassContext) -> IRModule:
@@ -73,17 +71,33 @@ class _Candidate:
     found: Match
     dims: Mapping[str, SymExpr]
 
+    @property
+    def operands(self) -> dict[str, Expr]:
+        return {name: self.found[name] for name in self.rule.operands if not name.startswith(OUT)}
 
-@dataclass(slots=True)
-class _Meaning:
-    """Loops that compute what was matched, of these operands; in the symbols of the function around."""
+    def buffers(self, loops: Loops) -> dict[str, Buffer]:
+        """By the names of the rule."""
+        names = [OUT] if len(loops.outputs) == 1 else [f"{OUT}{k}" for k in range(len(loops.outputs))]
+        inputs = {name: loops.buffers[operand] for name, operand in self.operands.items()}
+        return inputs | dict(zip(names, loops.outputs, strict=True))
 
-    args: tuple[Expr, ...]
-    buffers: dict[str, Buffer]  # by the names of the rule
-    params: tuple[Buffer, ...]
-    num_outputs: int
-    checks: tuple[Stmt, ...] = ()
-    body: Stmt = field(default_factory=lambda: Seq(()))
+
+@dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """Elementwise ops that follow, each the only one to use the one before: they stay in the kernel."""
+
+    root: Var  # what they follow
+    calls: tuple[tuple[Var, Call], ...] = ()
+
+    @property
+    def variables(self) -> tuple[Var, ...]:
+        return tuple(var for var, _ in self.calls)
+
+    def operands(self) -> dict[Expr, str]:
+        """What they read beside the root, with names."""
+        own = {self.root, *self.variables}
+        found = dict.fromkeys(a for _, call in self.calls for a in call.args if isinstance(a, Var) and a not in own)
+        return {operand: f"{operand.name}_{k}" for k, operand in enumerate(found)}
 
 
 class _Dispatch(Rewriter):
@@ -95,14 +109,22 @@ class _Dispatch(Rewriter):
         self._context, self._table = context, table
         self._matcher = Matcher({})
         self._analyzer = Analyzer()
+        self._users: dict[Var, list[Var]] = {}
+        self._body_of: dict[Var, int] = {}
+        self._taken: set[Var] = set()  # which no longer have a binding
         self._chosen: dict[Var, tuple[TensorProgram, str, tuple[Expr, ...]]] = {}
 
     def function(self, function: Function) -> Function:
         self._matcher = Matcher.of_body(function.body)
-        taken: set[Var] = set()
+        for number, body in enumerate(bodies(function)):
+            for binding in body.bindings():
+                self._body_of[binding.var] = number
+        for var, value in self._matcher.bindings.items():
+            for used in dict.fromkeys(used_vars(value)):
+                self._users.setdefault(used, []).append(var)
         for var, value in reversed(list(self._matcher.bindings.items())):
-            if var not in taken and isinstance(value, Call) and isinstance(value.callee, Op):
-                taken.update(self._choose(var, value))
+            if var not in self._taken and isinstance(value, Call) and isinstance(value.callee, Op):
+                self._choose(var, value)
         return super().function(function) if self._chosen else function
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
@@ -114,28 +136,101 @@ class _Dispatch(Rewriter):
         operands = tuple(map(self.operand, args))
         return Call(callee, operands, sym_args=program.symbols, ty=value.ty, loc=value.loc)
 
-    def _choose(self, var: Var, value: Call) -> tuple[Var, ...]:
-        """Decide about the operations that end in a call; gives those that a routine takes over."""
+    def _choose(self, var: Var, value: Call) -> None:
+        """Decide about the operations that end in a call."""
         candidates = self._candidates(var, value)
         if not candidates:
-            return ()
+            return
         first = candidates[0]
-        meaning = self._meaning(first, value)
-        if isinstance(meaning, str):
-            self._decide(var, first.rule, meaning)
-            return ()
+        epilogue = self._epilogue(var, value)
+        for tried in (epilogue, _Epilogue(var)) if epilogue.calls else (epilogue,):
+            made = self._program(candidates, tried, value)
+            if not isinstance(made, str):
+                break
+        if isinstance(made, str):
+            self._decide(var, first.rule, made)
+            return
         for candidate in candidates:
             figures = {text: candidate.rule.evaluate(text, candidate.dims) for text in candidate.rule.when}
-            self._decide(var, candidate.rule, None, **figures)
-        self._chosen[var] = _program(candidates, meaning, self._analyzer), first.rule.name, meaning.args
-        return first.found.inner
+            self._decide(var, candidate.rule, None, figures, tried)
+        chain = (var, *tried.variables)
+        self._taken.update(first.found.inner, chain[:-1])
+        program, args = made
+        self._chosen[chain[-1]] = program, first.rule.name, args
 
-    def _decide(self, var: Var, rule: LibraryRule, problem: str | None, **figures: SymExpr) -> None:
+    def _program(
+        self, candidates: Sequence[_Candidate], epilogue: _Epilogue, value: Call
+    ) -> tuple[TensorProgram, tuple[Expr, ...]] | str:
+        """The program that calls the first routine that is there and whose range holds the sizes, else runs loops; and
+        its operands. Or why there is none."""
+        first, bound, target = candidates[0], self._matcher.bindings, self._context.target
+        names = {operand: name for name, operand in reversed(first.operands.items())}
+        extra = {operand: name for operand, name in epilogue.operands().items() if operand not in names}
+        inner = {*first.found.inner, epilogue.root, *epilogue.variables}
+        last = epilogue.calls[-1][1] if epilogue.calls else value
+        whole = Part(last, inner, bound).loops({**names, **extra}, target)
+        if isinstance(whole, str):
+            return whole
+        after: Stmt | None = Seq(())
+        if epilogue.calls:
+            operands = {epilogue.root: "product", **epilogue.operands()}
+            alone = Part(last, {*epilogue.variables}, bound).loops(operands, target)
+            if isinstance(alone, str):
+                return alone
+            after = alone.onto({**whole.buffers, epilogue.root: whole.outputs[0]}, whole.outputs)
+        if after is None:
+            return "what follows it reads a constant that its loops do not"
+        body = whole.body
+        for candidate in reversed(candidates):
+            rule = candidate.rule
+            if not all(operand in whole.buffers for operand in candidate.operands.values()):
+                continue
+            conditions = _conditions(candidate, self._analyzer)
+            conditions.append(LibraryFound(rule.library, rule.symbol, is_required=not rule.keeps_fallback))
+            cond = reduce(lambda a, b: Binary("and", a, b), conditions)
+            call = _call(candidate, candidate.buffers(whole), self._analyzer)
+            body = IfThenElse(cond, seq(call, Substitute({}, {}, fresh=True).stmt(after)), body)
+        body = seq(*whole.checks, body)
+        params = (*whole.buffers.values(), *whole.outputs)
+        program = TensorProgram(params, program_symbols(params, body), body, len(whole.outputs))
+        return program, tuple(whole.buffers)
+
+    def _epilogue(self, var: Var, value: Call) -> _Epilogue:
+        """The elementwise ops behind a call that fusion would put into its loops."""
+        calls: list[tuple[Var, Call]] = []
+        current = var
+        while len(calls) < _MOST_EPILOGUE:
+            users = self._users.get(current, [])
+            call = self._matcher.bindings.get(users[0]) if len(users) == 1 else None
+            if not isinstance(call, Call) or not self._follows(call, users[0], current, value.ty):
+                break
+            calls.append((users[0], call))
+            current = users[0]
+        return _Epilogue(var, tuple(calls))
+
+    def _follows(self, call: Call, user: Var, current: Var, ty: Type) -> bool:
+        assert self._matcher.uses is not None
+        is_only_use = self._matcher.uses[current] == sum(arg is current for arg in call.args)
+        is_free = user not in self._taken and user not in self._chosen
+        if not is_only_use or not is_free or self._body_of.get(user) != self._body_of.get(current):
+            return False
+        return call.ty == ty and isinstance(ty, TensorType) and is_elementwise(call)
+
+    def _decide(
+        self,
+        var: Var,
+        rule: LibraryRule,
+        problem: str | None,
+        figures: Mapping[str, SymExpr] | None = None,
+        epilogue: _Epilogue | None = None,
+    ) -> None:
         ranges = [f"{text} {_range_text(limits)}" for text, limits in rule.when.items()]
         where = f"where {', '.join(ranges)}" if ranges else "at all sizes"
         reason = problem or f"{where}: {rule.reason or 'the rule asks for it'}"
+        if epilogue is not None and epilogue.calls:
+            reason += f"; {', '.join(call.callee.name for _, call in epilogue.calls)} of its result in the same kernel"
         subject = f"{var.name} to {rule.symbol} of {rule.library} ({rule.name})"
-        amounts = {text: amount for text, amount in figures.items() if text.replace(" ", "") != str(amount)}
+        amounts = {text: amount for text, amount in (figures or {}).items() if text.replace(" ", "") != str(amount)}
         notes = {name: sym(amount) for name, amount in rule.figures.items()} if problem is None else {}
         self._context.decide("dispatch", subject, problem is None, reason, **amounts, **notes)
 
@@ -158,7 +253,7 @@ class _Dispatch(Rewriter):
                     continue
                 refusals.add(problem)
                 figures = {} if isinstance(dims, str) else {k: rule.evaluate(k, dims) for k in rule.when}
-                self._decide(var, rule, problem, **figures)
+                self._decide(var, rule, problem, figures)
             elif not isinstance(dims, str):
                 chosen.append(_Candidate(rule, found, dims))
                 if not _conditions(chosen[-1], self._analyzer):
@@ -178,142 +273,6 @@ class _Dispatch(Rewriter):
                 return f"{text} is never {_range_text(limits)}, and there it is not worth while"
         return None
 
-    def _meaning(self, candidate: _Candidate, value: Call) -> _Meaning | str:
-        """The loops of what was matched: it goes through lowering and fusion as a module of its own."""
-        rule, found = candidate.rule, candidate.found
-        operands = {name: found[name] for name in rule.operands if not name.startswith(OUT)}
-        params = {operand: Var(name, operand.ty) for name, operand in reversed(operands.items())}
-        copied = _copy(value, found, self._matcher.bindings, params)
-        if isinstance(copied, str):
-            return copied
-        function = Function(tuple(params.values()), copied)
-        scratch = PassContext(self._context.target, verify=False, dump_dir=None)
-        lowered = fuse_programs(fuse_ops(legalize(IRModule({"main": function})), scratch))
-        main = lowered["main"]
-        assert isinstance(main, Function)
-        return _composed(main, lowered, {name: (params[operand], operand) for name, operand in operands.items()})
-
-
-def _copy(value: Call, found: Match, bound: Mapping[Var, Expr], params: Mapping[Expr, Var]) -> Body | str:
-    """The matched operations as a body over the parameters; or what it needs beside them."""
-    done: dict[Expr, Expr] = dict(params)
-    lets: list[Let] = []
-    missing: list[str] = []
-
-    def operand(expr: Expr) -> Expr:
-        if expr not in done and isinstance(expr, Var):
-            if expr in bound and expr in found.inner:
-                done[expr] = emit(bound[expr], expr.name)
-            else:
-                missing.append(expr.name)
-        return done.get(expr, expr)
-
-    def emit(expr: Expr, name: str) -> Expr:
-        if isinstance(expr, Call):
-            expr = replace(expr, args=tuple(map(operand, expr.args)))
-        elif isinstance(expr, TupleGetItem):
-            expr = TupleGetItem(operand(expr.value), expr.index)
-        else:
-            return operand(expr)
-        lets.append(Let(Var(name, expr.ty), expr))
-        return lets[-1].var
-
-    result = emit(value, "out")
-    if missing:
-        return f"its pattern also matches {missing[0]}, which is no operand of the rule; name it among the operands"
-    return Body((Block(tuple(lets)),), result)
-
-
-class _Compose:
-    """The programs that a function of calls consists of, one after the other, as the loops of one program."""
-
-    def __init__(self, module: IRModule) -> None:
-        self._module = module
-        self.buffers: dict[Expr, Buffer | tuple[Buffer, ...]] = {}
-        self.constants: dict[Constant, Buffer] = {}
-        self._made: list[Buffer] = []
-        self._stmts: list[Stmt] = []
-
-    def add(self, binding: Let) -> str | None:
-        """Why this binding cannot be part of a program."""
-        value = binding.value
-        if isinstance(value, TupleGetItem):
-            fields = self.buffers[value.value]
-            assert isinstance(fields, tuple)
-            self.buffers[binding.var] = fields[value.index]
-            return None
-        program = self._module.get(value.callee.name) if isinstance(value, Call) else None
-        if not isinstance(value, Call) or not isinstance(program, TensorProgram):
-            what = value.callee.name if isinstance(value, Call) else type(value).__name__
-            return f"{what} is not computed by loops, so there would be nothing to fall back on"
-        made = tuple(_buffer(f"{binding.var.name}{k or ''}", ty) for k, ty in enumerate(result_types(value.ty)))
-        self.buffers[binding.var] = made if isinstance(value.ty, TupleType) else made[0]
-        self._made += made
-        passed = [*map(self._operand, value.args), *made]
-        symbols = dict(zip(program.symbols, value.sym_args, strict=True))
-        renamed = Substitute(symbols, dict(zip(program.params, passed, strict=True)), fresh=True)
-        self._stmts += [renamed.stmt(s) for s in top_stages(program)]
-        return None
-
-    def _operand(self, expr: Expr) -> Buffer:
-        if isinstance(expr, Constant):
-            self.buffers[expr] = self.constants.setdefault(expr, _buffer(expr.name or "constant", expr.ty))
-        found = self.buffers[expr]
-        assert isinstance(found, Buffer)
-        return found
-
-    def finish(self, outputs: Sequence[Buffer]) -> tuple[list[Stmt], Stmt]:
-        """The checks, which hold for any way to compute it, and the loops."""
-        inner = [buffer for buffer in self._made if buffer not in outputs]
-        checks: list[Stmt] = [
-            s for s in self._stmts if isinstance(s, Check) and not any(load.buffer in inner for load in loads(s))
-        ]
-        body = seq(*(s for s in self._stmts if s not in checks))
-        for buffer in inner:
-            body = Allocate(buffer, body)
-        return checks, body
-
-
-def _buffer(name: str, ty: Type) -> Buffer:
-    assert isinstance(ty, TensorType) and ty.shape is not None
-    return Buffer(name, ty.shape, ty.dtype)
-
-
-def _composed(main: Function, module: IRModule, operands: Mapping[str, tuple[Var, Expr]]) -> _Meaning | str:
-    """`operands`: parameter and argument by the rule's names."""
-    compose = _Compose(module)
-    inputs: dict[Expr, Buffer] = {
-        param: _buffer(name, param.ty) for name, (param, _) in reversed(list(operands.items()))
-    }
-    compose.buffers.update(inputs)
-    for binding in main.body.bindings():
-        assert isinstance(binding, Let)
-        problem = compose.add(binding)
-        if problem is not None:
-            return problem
-    found = compose.buffers[main.body.result]
-    outputs = found if isinstance(found, tuple) else (found,)
-    if any(buffer in inputs.values() for buffer in outputs):
-        return "it is one of its operands"
-    names = [OUT] if len(outputs) == 1 else [f"{OUT}{k}" for k in range(len(outputs))]
-    buffers = {name: inputs[param] for name, (param, _) in operands.items()} | dict(zip(names, outputs, strict=True))
-    args = {inputs[param]: arg for param, arg in operands.values()} | {b: c for c, b in compose.constants.items()}
-    checks, body = compose.finish(outputs)
-    return _Meaning(tuple(args.values()), buffers, (*args, *outputs), len(outputs), tuple(checks), body)
-
-
-def _program(chosen: Sequence[_Candidate], meaning: _Meaning, analyzer: Analyzer) -> TensorProgram:
-    """The first routine that is there and whose range holds these sizes; else the loops."""
-    body = meaning.body
-    for candidate in reversed(chosen):
-        rule = candidate.rule
-        conditions = _conditions(candidate, analyzer)
-        conditions.append(LibraryFound(rule.library, rule.symbol, is_required=not rule.keeps_fallback))
-        cond = reduce(lambda a, b: Binary("and", a, b), conditions)
-        body = IfThenElse(cond, _call(candidate, meaning, analyzer), body)
-    body = seq(*meaning.checks, body)
-    return TensorProgram(meaning.params, program_symbols(meaning.params, body), body, meaning.num_outputs)
-
 
 def _conditions(candidate: _Candidate, analyzer: Analyzer) -> list[Value]:
     """What has to be asked at run time: the rule's range, and whether C's 32 bits hold an argument."""
@@ -328,12 +287,22 @@ def _conditions(candidate: _Candidate, analyzer: Analyzer) -> list[Value]:
     )
 
 
-def _call(candidate: _Candidate, meaning: _Meaning, analyzer: Analyzer) -> Stmt:
+def is_elementwise(call: Call) -> bool:
+    """Whether each element of the result depends on one of each operand, at the same place."""
+    types = [arg.ty for arg in call.args]
+    if not isinstance(call.callee, Op) or not call.callee.has_lowering or call.callee.name in RUNTIME_OPS:
+        return False
+    if any(isinstance(ty, TensorType) and ty.shape is None for ty in types):
+        return False
+    return bool(analyze(lower_call(call)[0]) <= LoopPattern.BROADCAST)
+
+
+def _call(candidate: _Candidate, buffers: Mapping[str, Buffer], analyzer: Analyzer) -> Stmt:
     rule, values = candidate.rule, dict(candidate.dims)
     extents = {name: rule.evaluate(text, candidate.dims) for name, text in rule.loops.items()}
     variables = {name: SymVar(name) for name in extents}
     values.update(variables)
-    args = rule.call_arguments(meaning.buffers, values)
+    args = rule.call_arguments(buffers, values)
     for name, extent in extents.items():
         analyzer = analyzer.with_range(variables[name], 0, extent)
     checks = [

@@ -25,6 +25,7 @@ from relaxlite.ir.program import (
     Allocate,
     Binary,
     Buffer,
+    CallLibrary,
     Check,
     For,
     IfThenElse,
@@ -135,10 +136,17 @@ class _Rules:
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
     def beside_library(self, stage: IfThenElse) -> Stmt:
-        """The loops for where the library is not called. It reads constants as they are, so the loops do too."""
+        """The loops behind the call of a library, and those for where it is not called. It reads constants as they are,
+        so the loops do too."""
         rules = replace(self, packs=False)
-        others = stage.other.stmts if isinstance(stage.other, Seq) else (stage.other,)
-        return replace(stage, other=seq(*(rules.stage(hoist_lets(s)) for s in others if s is not None)))
+
+        def scheduled(stmt: Stmt) -> Stmt:
+            if isinstance(stmt, Allocate) and stmt.buffer.scope == "global":
+                return replace(stmt, body=scheduled(stmt.body))
+            parts = stmt.stmts if isinstance(stmt, Seq) else (stmt,)
+            return seq(*(s if _calls(s) else rules.stage(hoist_lets(s)) for s in parts))
+
+        return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
 
     def nest(self, stage: Stmt) -> Stmt:
         block = reduction_block(stage)
@@ -282,6 +290,11 @@ class _Rules:
             return replace(stmt, body=rewrite(stmt.body))
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
+
+
+def _calls(stmt: Stmt) -> bool:
+    """Whether this is the call of a library and the loops round it."""
+    return any(isinstance(s, CallLibrary) for s in walk_stmts(stmt)) and not any(stores(stmt))
 
 
 def _is_worth_a_task(body: Stmt) -> bool:

@@ -144,7 +144,7 @@ def _open_openblas() -> ctypes.CDLL:
     The package has a copy of OpenBLAS of its own, so no other user of one in this process is touched.
     """
     try:
-        with config.system_environment(OPENBLAS_NUM_THREADS="1"):  # so it starts no threads at all
+        with config.system_variables(OPENBLAS_NUM_THREADS="1"):  # so it starts no threads at all
             package = importlib.import_module("scipy_openblas32")  # which loads the library
             folder, file = package.get_lib_dir(), package.get_library(fullname=True)
             library = ctypes.CDLL(os.path.join(folder, file))
