@@ -612,6 +612,27 @@ def test_openblas_computes_what_the_loops_do(kind: str, lead: tuple[str, ...], b
 
 
 @needs_openblas
+def test_a_transposed_operand_is_read_as_it_lies() -> None:
+    """The larger pattern wins, whatever the order of the rules; both kinds of calls stand in one kernel."""
+    rules = tuple(rule for kind in KINDS for rule in rules_of(kind))
+    for order in (rules, rules[::-1]):
+        exe = rl.compile(product_module("gemm_nt", (), both=True), context=PassContext(Target.host(), libraries=order))
+        assert [name for name in exe.data.kernels if "shapes" not in name and "openblas" not in name] == []
+        assert set(exe.data.libraries[0].symbols) <= {"cblas_sgemm", "cblas_sgemv"}
+        for m, k, n in ((1, 70, 9), (3, 5, 7), (0, 2, 3), (2, 0, 4)):
+            a, b = random(m, k), random(n, k)
+            np.testing.assert_allclose(exe(a, b), a @ b.T, rtol=1e-4, atol=1e-4)
+
+
+@needs_openblas
+def test_profiles_count_calls_of_libraries() -> None:
+    context = PassContext(Target.host(), libraries=tuple(rules_of("gemm_nn")))
+    exe = rl.compile(product_module("gemm_nn", (), both=True), context=context)
+    (record,) = [r for r in exe.profile([random(8, 16), random(16, 32)], runs=2).records if "openblas" in r.kernel]
+    assert record.flops == 2 * 8 * 16 * 32 and record.nbytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
+
+
+@needs_openblas
 def test_openblas_starts_no_threads() -> None:
     code = """
         import os

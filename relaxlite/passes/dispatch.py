@@ -235,15 +235,15 @@ class _Dispatch(Rewriter):
         self._context.decide("dispatch", subject, problem is None, reason, **amounts, **notes)
 
     def _candidates(self, var: Var, value: Call) -> list[_Candidate]:
-        """The rules that apply, in order, as far as they match the same operations as the first one."""
+        """The rules that apply, in order: of those that match most operations, up to one that applies at all sizes."""
         assert isinstance(value.callee, Op)
-        chosen: list[_Candidate] = []
+        groups: dict[frozenset[Var], list[_Candidate]] = {}
         refusals: set[str] = set()  # rules of one kind are refused for one reason
         for rule in self._context.libraries or ():
             if value.callee.name not in rule.pattern.root_ops:
                 continue
             found = self._matcher.match(rule.pattern, value)
-            if found is None or (chosen and set(found.inner) != set(chosen[0].found.inner)):
+            if found is None:
                 continue
             result = value.ty if isinstance(value.ty, TensorType) else None
             dims = rule.dimensions(found, result, self._analyzer)
@@ -255,10 +255,10 @@ class _Dispatch(Rewriter):
                 figures = {} if isinstance(dims, str) else {k: rule.evaluate(k, dims) for k in rule.when}
                 self._decide(var, rule, problem, figures)
             elif not isinstance(dims, str):
-                chosen.append(_Candidate(rule, found, dims))
-                if not _conditions(chosen[-1], self._analyzer):
-                    break  # it always applies
-        return chosen
+                groups.setdefault(frozenset(found.inner), []).append(_Candidate(rule, found, dims))
+        largest = groups[max(groups, key=len)] if groups else []
+        always = [k for k, candidate in enumerate(largest) if not _conditions(candidate, self._analyzer)]
+        return largest[: always[0] + 1] if always else largest
 
     def _refusal(self, rule: LibraryRule, found: Match, dims: Mapping[str, SymExpr], result: Type) -> str | None:
         if not found.is_removable:

@@ -167,7 +167,7 @@ class _Rules:
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
         """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
         store = injective_store(perfect_nest(stage))
-        if store is None or store.buffer not in self.program.outputs:
+        if store is None or store.buffer.scope != "global":
             return usual
         found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
         if found is None:
