@@ -1,12 +1,13 @@
-"""Where OpenBLAS beats the kernels of this compiler: products of float32 matrices, none of them constant.
+"""Where OpenBLAS beats the kernels of this compiler: products of float32 matrices.
 
     python -m bench.library [KIND ...] [--seconds 0.05] [--sweeps 3] [--write]
 
 KIND: gemv_t y[n] = x[k] B[k, n]; gemv_n y[n] = B[n, k] x[k]; gemv_a y[m] = A[m, k] x[k]; gemm_nn A[m, k] B[k, n];
-gemm_nt A[m, k] B[n, k] transposed (default: all). At each size the two kernels run in turn, in one process and on one
-thread, with the operands in place; the figures are the least microseconds of each. "range" is the box of sizes that
-gains most among those in which the library was at least GAIN times as fast everywhere. `--write` puts the figures and
-the ranges into relaxlite/library/openblas_costs.json, from which compilation takes when to call the library.
+gemm_nt A[m, k] B[n, k] transposed; constant A[m, k] B[k, n] of weights B, for which nothing is ever called (default:
+all). At each size the two kernels run in turn, in one process and on one thread, with the operands in place; the
+figures are the least microseconds of each. "range" is the box of sizes that gains most among those in which the library
+was at least GAIN times as fast everywhere. `--write` puts the figures and the ranges into
+relaxlite/library/openblas_costs.json, from which compilation takes when to call the library.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -23,12 +25,13 @@ import numpy as np
 import relaxlite as rl
 from relaxlite.driver import build
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Var
+from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.library.openblas import COSTS, KINDS, rules_of
 from relaxlite.machine import cpu_name
+from relaxlite.passes.library_rules import LibraryRule
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.replay import Recorder
@@ -46,43 +49,67 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "gemm_nn": {"m": (2, 4, 8, 16, 64, 200, 512), "k": (8, 64, 200, 1024), "n": (8, 64, 200, 1024)},
     "gemm_nt": {"m": (2, 4, 8, 16, 64, 200, 512), "k": (8, 64, 200, 1024), "n": (8, 64, 200, 1024)},
 }
+CONSTANT = "constant"
+WEIGHTS = ((64, 64), (384, 384), (384, 1536), (1536, 384), (2048, 2048), (4096, 16), (16, 4096), (200, 10))
+ROWS = (1, 2, 4, 16, 128)
 Row = tuple[dict[str, int], float, float]  # sizes, microseconds of the generated kernel, and of the library
 
 
-def module_of(kind: str) -> IRModule:
-    """main(a, b): the product, as a graph has it."""
+def module_of(kind: str, weight: np.ndarray | None = None) -> IRModule:
+    """main(a, b): the product, as a graph has it; with a constant `weight` main(a)."""
     is_transposed = kind in ("gemv_n", "gemm_nt")
     bb = BlockBuilder()
     m, k, n = (bb.symbol(name) for name in "mkn")
     a = Var("a", TensorType.of((m, k), "float32"))
     b = Var("b", TensorType.of((n, k) if is_transposed else (k, n), "float32"))
-    with bb.function_of("main", (a, b)):
-        right = bb.emit(get_op("transpose")(b, axes=(1, 0))) if is_transposed else b
+    if weight is not None:
+        a = Var("a", TensorType.of((m, weight.shape[0]), "float32"))
+    with bb.function_of("main", (a, b) if weight is None else (a,)):
+        right: Expr = b if weight is None else Constant.of(weight)
+        right = bb.emit(get_op("transpose")(right, axes=(1, 0))) if is_transposed else right
         bb.result(bb.emit(get_op("matmul")(a, right)))
     return bb.module()
 
 
 def measure(kind: str, seconds: float) -> Iterator[Row]:
     """Every size of the kind's grid; `seconds` for each."""
-    module, target, rng = module_of(kind), Target.host(), np.random.default_rng(0)
-    called = PassContext(target, libraries=tuple(rules_of(kind)))
-    recorders = [Recorder(build(module, context=called)), Recorder(build(module, libraries="none"))]
-    grid = GRIDS[kind]
+    rng = np.random.default_rng(0)
+    if kind == CONSTANT:
+        rules = tuple(replace(rule, check=None) for name in ("gemv_t", "gemm_nn") for rule in rules_of(name))
+        for k, n in WEIGHTS:
+            weight = rng.standard_normal((k, n), np.float32)
+            recorders = both(module_of(kind, weight), rules)
+            for m in ROWS:
+                yield time_of(
+                    recorders, {"m": m, "k": k, "n": n}, {"a": rng.standard_normal((m, k), np.float32)}, seconds
+                )
+        return
+    recorders, grid = both(module_of(kind), tuple(rules_of(kind))), GRIDS[kind]
     for sizes in product(*grid.values()):
         at = dict(zip(grid, sizes, strict=True))
         m, k, n = at["m"], at["k"], at["n"]
         b = rng.standard_normal((n, k) if kind in ("gemv_n", "gemm_nt") else (k, n), np.float32)
         inputs = {"a": rng.standard_normal((m, k), np.float32), "b": b}
-        replays = [recorder.record(inputs) for recorder in recorders]
-        np.testing.assert_allclose(replays[0].outputs[0], replays[1].outputs[0], rtol=1e-3, atol=1e-3 * math.sqrt(k))
-        times: list[list[float]] = [[], []]
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(times[0]) < FEWEST:
-            for which, replay in enumerate(replays):
-                start = time.perf_counter()
-                replay.run()
-                times[which].append(time.perf_counter() - start)
-        yield at, min(times[1]) * 1e6, min(times[0]) * 1e6
+        yield time_of(recorders, at, inputs, seconds)
+
+
+def both(module: IRModule, rules: tuple[LibraryRule, ...]) -> list[Recorder]:
+    """The module with calls of the library and without."""
+    called = PassContext(Target.host(), libraries=rules)
+    return [Recorder(build(module, context=called)), Recorder(build(module, libraries="none"))]
+
+
+def time_of(recorders: list[Recorder], at: dict[str, int], inputs: dict[str, np.ndarray], seconds: float) -> Row:
+    replays = [recorder.record(inputs) for recorder in recorders]
+    np.testing.assert_allclose(replays[0].outputs[0], replays[1].outputs[0], rtol=1e-3, atol=1e-3 * math.sqrt(at["k"]))
+    times: list[list[float]] = [[], []]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < FEWEST:
+        for which, replay in enumerate(replays):
+            start = time.perf_counter()
+            replay.run()
+            times[which].append(time.perf_counter() - start)
+    return at, min(times[1]) * 1e6, min(times[0]) * 1e6
 
 
 def measure_often(kind: str, seconds: float, sweeps: int) -> list[Row]:
@@ -126,7 +153,9 @@ def best_range(rows: Sequence[Row]) -> tuple[dict[str, tuple[int | None, int | N
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "kinds", nargs="*", default=[*KINDS, CONSTANT], metavar="KIND", help=f"of {', '.join((*KINDS, CONSTANT))}"
+    )
     parser.add_argument("--seconds", type=float, default=0.05, help="for each size and sweep (default: 0.05)")
     parser.add_argument("--sweeps", type=int, default=3, help="over all sizes (default: 3)")
     parser.add_argument("--write", action="store_true", help="write the file that compilation reads")
@@ -143,6 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table[kind] = [[at["m"], at["k"], at["n"], round(ours, 2), round(theirs, 2)] for at, ours, theirs in rows]
         found = best_range(rows)
         ranges.pop(kind, None)
+        if kind == CONSTANT:
+            print(f"constant: at most {max(ours / theirs for _, ours, theirs in rows):.2f} times as fast")
+            continue
         if found is None:
             print(f"{kind}: OpenBLAS gains nowhere enough")
             continue

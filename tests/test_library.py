@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
+import json
 import os
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
+from onnx import TensorProto, helper
 
 import relaxlite as rl
-from relaxlite import config
+from relaxlite import cli, config
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.errors import ExecutionError, InvalidArgumentError, LibraryError, ParseError
@@ -538,6 +541,34 @@ def test_a_library_path_names_folders(tmp_path: Path) -> None:
     with config.override(library_path=str(tmp_path)), pytest.raises(LibraryError, match=r"invalid ELF|too short"):
         libraries.bind([info])
     assert data.libraries[0].required == ("memcpy",)
+
+
+def test_a_library_without_a_file_is_not_looked_for() -> None:
+    with pytest.raises(LibraryError, match="nothing says where the library 'blas' is"):
+        libraries.bind([libraries.LibraryInfo("blas", ("f",), required=("f",))])
+    assert libraries.bind([libraries.LibraryInfo("blas", ("f",))]).missing
+
+
+@needs_libc
+def test_the_command_line_shows_and_chooses_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "relu",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", "m"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "m"])],
+    )
+    model = str(tmp_path / "relu.onnx")
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), model)
+    with memcpy_rule(when={"n": (8, None)}):
+        assert cli.main(["inspect", model]) == 0
+        assert f"libraries c ({LIBC}): memcpy" in capsys.readouterr().out
+        assert cli.main(["inspect", model, "--json", "--libraries", "copy"]) == 0
+        assert json.loads(capsys.readouterr().out)["libraries"][0]["symbols"] == ["memcpy"]
+        assert cli.main(["inspect", model, "--libraries", "none"]) == 0
+        assert "memcpy" not in capsys.readouterr().out
+        assert cli.main(["inspect", model, "--libraries", "mkl"]) == 2
+        assert "there is no library or rule 'mkl'" in capsys.readouterr().err
 
 
 NO_OPENBLAS = "sys.modules['scipy_openblas32'] = None"

@@ -120,6 +120,8 @@ def _symbol(library: ctypes.CDLL, name: str, symbol: str) -> int:
 def _open(name: str, file: str) -> ctypes.CDLL:
     if name == OPENBLAS:
         return _open_openblas()
+    if not file:
+        raise LibraryError(f"nothing says where the library '{name}' is; relaxlite.register_library(library=...) does")
     places = [str(Path(folder, Path(file).name)) for folder in config.get("library_path").split(os.pathsep) if folder]
     for place in [p for p in places if os.path.exists(p)] or [file]:
         try:
