@@ -60,6 +60,7 @@ _TABLE = (
     Knob("huge_pages", bool, True, "Copy weights to huge pages; off: a loaded file's are mapped, shared by processes."),
     Knob("interpret", bool, False, "Run bytecode in the interpreter, also where a model has a native host function."),
     Knob("tuning", str, "", "File of schedules that `relaxlite tune` has chosen; empty: as the rules say."),
+    Knob("libraries", str, "", "Libraries that compiled models may call, with commas; none; empty: those that pay."),
     Knob("library_path", str, "", "Folders, separated as in PATH, in which libraries that models call are looked for."),
     Knob("poison_memory", bool, False, "Fill fresh arenas and tensors with 0xFF (NaN), to show reads of garbage."),
 )

@@ -476,6 +476,13 @@ def test_a_compilation_chooses_its_libraries() -> None:
         for chosen, is_called in ((None, True), ("none", False), (("python",), True), ("f", True), ((), False)):
             result = rl.compile(relu_module(), libraries=chosen)(x)
             np.testing.assert_array_equal(result, np.full_like(x, -1) if is_called else np.maximum(x, 0))
+        for text, expected in (
+            ("none", 0),
+            ("f", -1),
+            ("openblas" if has_openblas() else "f", 0 if has_openblas() else -1),
+        ):
+            with config.override(libraries=text):
+                assert rl.compile(relu_module())(-np.ones((1, 1), np.float32))[0, 0] == expected
         with pytest.raises(InvalidArgumentError, match="no library or rule 'mkl'; there are openblas, python, f"):
             rl.compile(relu_module(), libraries=("mkl",))
 
@@ -711,7 +718,12 @@ def test_random_graphs_with_calls_agree_with_the_interpreter(given: IRModule) ->
         for name in NUMPY:
             stack.enter_context(rule_of(name))
         exe = rl.compile(given)
-    for sizes in ((0, 3), (1, 1), (3, 5), (17, 3)):
-        for flag in (True, False):
-            values = arguments(*sizes, flag=flag)
-            assert_same_results(exe(*values), Interpreter(given).run("main", *values))
+        for sizes in ((0, 3), (1, 1), (3, 5), (17, 3)):
+            for flag in (True, False):
+                values = arguments(*sizes, flag=flag)
+                assert_same_results(exe(*values), Interpreter(given).run("main", *values))
+        context = PassContext(Target.host(), libraries=rules_for("python", Target.host()))
+        values = arguments(3, 5)
+        assert_same_results(
+            Interpreter(dispatch(given, context)).run("main", *values), Interpreter(given).run("main", *values)
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from relaxlite import config
 from relaxlite.errors import InvalidArgumentError, LibraryError
 from relaxlite.ir.pattern import Match, Pattern
 from relaxlite.library.openblas import openblas_rules
@@ -128,10 +129,12 @@ def unregister(name: str) -> None:
 def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[LibraryRule, ...]:
     """The rules that a compilation for `target` may use.
 
-    `chosen`: names of libraries ("openblas", "python") or rules; "none" for none at all; None for every rule that is
-    registered and, where it is installed, OpenBLAS. InvalidArgumentError for a name that nothing has, LibraryError for
-    "openblas" where it is not installed.
+    `chosen`: names of libraries ("openblas", "python") or rules; "none" for none at all; None for what
+    RELAXLITE_LIBRARIES says, else every rule that is registered and, where it is installed, OpenBLAS.
+    InvalidArgumentError for a name that nothing has, LibraryError for "openblas" where it is not installed.
     """
+    if chosen is None and config.get("libraries"):
+        chosen = names_of(config.get("libraries"))
     if chosen == "none":
         return ()
     known = tuple(reversed(_rules.values()))
@@ -146,6 +149,11 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
             names = dict.fromkeys((OPENBLAS, *(rule.library for rule in known), *_rules))
             raise InvalidArgumentError(f"there is no library or rule '{item}'; there are {', '.join(names)}, or 'none'")
     return tuple(rule for rule in known if rule.name in wanted or rule.library in wanted)
+
+
+def names_of(text: str) -> Sequence[str] | str:
+    """ "a,b" as the names in it; "none" stays."""
+    return text if text == "none" else [name.strip() for name in text.split(",")]
 
 
 def has_library(name: str) -> bool:

@@ -148,8 +148,8 @@ def _open_openblas() -> ctypes.CDLL:
     try:
         with config.system_variables(OPENBLAS_NUM_THREADS="1"):  # so it starts no threads at all
             package = importlib.import_module("scipy_openblas32")  # which loads the library
-            folder, file = package.get_lib_dir(), package.get_library(fullname=True)
-            library = ctypes.CDLL(os.path.join(folder, file))
+            folder = package.get_lib_dir()
+            library = ctypes.CDLL(os.path.join(folder, _shared_library(os.listdir(folder))))
     except ImportError as error:
         raise LibraryError(
             "the library 'openblas' is not installed (package scipy-openblas32); pip install 'relaxlite[openblas]'"
@@ -160,6 +160,13 @@ def _open_openblas() -> ctypes.CDLL:
         if hasattr(library, name):
             getattr(library, name)(1)
     return library
+
+
+def _shared_library(files: Iterable[str]) -> str:
+    found = [name for name in files if re.fullmatch(r"libscipy_openblas.*\.(so|dylib|dll)", name)]
+    if not found:
+        raise OSError("its folder holds no shared library")
+    return found[0]
 
 
 def take_failure() -> BaseException | None:
