@@ -38,7 +38,11 @@ def emit_library_call(k: Kernel, stmt: CallLibrary) -> None:
     if stmt.convention == "c":
         k.e.line(f"call void {routine.text}({arguments})")
         return
+    if stmt.convention == "arrays":  # Python may take long, and work on all cores: our workers need not wait awake
+        k.e.call_void("relaxlite_hold_workers", [int_const(-1, "i32")])
     status = k.e.op(f"call i32 {routine.text}({arguments})", "i32", 0, "status")
+    if stmt.convention == "arrays":
+        k.e.call_void("relaxlite_hold_workers", [int_const(1, "i32")])
     message = f"the routine {stmt.symbol} of the library {stmt.library} failed"
     number = k.checks.setdefault(message, len(k.checks)) + 1
     k.fail_if(k.e.icmp("ne", status, int_const(0, "i32"), "wrong"), number)
