@@ -45,7 +45,7 @@ DECODER = DecoderConfig()
 PARTS: dict[str, tuple[str, ...]] = {
     "nothing": (),
     "+ fusion": ("recognize", "fuse_attention", "decompose_again", "fuse_ops", "fuse_programs"),
-    "+ library": (),
+    "+ library": ("dispatch",),
     "+ planning": ("make_views", "lift_workspaces", "join_parts", "reuse_operands", "plan_memory"),
     "+ native host": (),
 }

@@ -21,6 +21,8 @@ _HOME = {
     "from_onnx": "relaxlite.frontend.onnx",
     "compile": "relaxlite.driver",
     "load": "relaxlite.runtime.module",
+    "register_library": "relaxlite.library",
+    "register_function": "relaxlite.runtime.libraries",
     "tune": "relaxlite.tuner",
     "Tuning": "relaxlite.passes.tuning",
     "Executable": "relaxlite.runtime.module",

@@ -61,6 +61,8 @@ _TABLE = (
     Knob("interpret", bool, False, "Run bytecode in the interpreter, also where a model has a native host function."),
     Knob("tuning", str, "", "File of schedules that `relaxlite tune` has chosen; empty: as the rules say."),
     Knob("check_memory", bool, False, "Interpret, poison memory that is dead, and name what reads overwritten memory."),
+    Knob("libraries", str, "", "Libraries that compiled models may call, with commas; none; empty: those that pay."),
+    Knob("library_path", str, "", "Folders, separated as in PATH, in which libraries that models call are looked for."),
     Knob("poison_memory", bool, False, "Fill fresh arenas and tensors with 0xFF (NaN), to show reads of garbage."),
 )
 KNOBS: dict[str, Knob] = {knob.name: knob for knob in _TABLE}
@@ -104,6 +106,21 @@ def override(**values: Any) -> Iterator[None]:
         yield
     finally:
         set(**before)
+
+
+@contextmanager
+def system_variables(**values: str) -> Iterator[None]:
+    """Environment variables of the system for a block: for a library that reads them while it loads."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def user_cache_folder() -> Path:

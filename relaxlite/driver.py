@@ -18,9 +18,12 @@ from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
+from relaxlite.ir.program import LibraryFound
+from relaxlite.ir.program_visitor import all_values
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
 from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
+from relaxlite.library import rules_for
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -30,6 +33,7 @@ from relaxlite.runtime.executable import (
     ExecutableData,
     KernelCost,
     KernelInfo,
+    LibraryInfo,
     Metadata,
     Signature,
     TargetInfo,
@@ -52,6 +56,7 @@ def compile(
     threads: int | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
     validate: bool | Sequence[Sequence[Any]] = False,
+    libraries: Sequence[str] | str | None = None,
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
 
@@ -64,9 +69,12 @@ def compile(
     `validate=True` interprets the module before and after each pass on random inputs of sampled sizes, and compares the
     compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
     place of random ones. That is slow: seconds for small models, minutes for large ones.
+    `libraries`: what `rl.register_library` has added and OpenBLAS, where it is installed, are called where they pay;
+    names of libraries or rules restrict that to them, "none" forbids it.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
-    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, and
-    ValidationError naming the pass that changes what the module computes.
+    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, LibraryError
+    for a library that is asked for and not there, and ValidationError naming the pass that changes what the module
+    computes.
     """
     data = build(
         module,
@@ -77,6 +85,7 @@ def compile(
         constant_memory=constant_memory,
         tuning=tuning,
         validate=validate,
+        libraries=libraries,
     )
     return Executable(data, threads=threads)
 
@@ -91,6 +100,7 @@ def build(
     constant_memory: bool | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
     validate: bool | Sequence[Sequence[Any]] = False,
+    libraries: Sequence[str] | str | None = None,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one, where `validate` runs no code."""
     machine = Target.parse(target) if isinstance(target, str) else target
@@ -103,6 +113,8 @@ def build(
         context.constant_memory = constant_memory
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
+    if libraries is not None or context.libraries is None:
+        context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     validator = _validator(module, context, validate)
     lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
@@ -121,6 +133,7 @@ def build(
         objects=code.objects,
         constants=constants,
         host=host,
+        libraries=_libraries(lowered, context),
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
     )
@@ -176,6 +189,23 @@ def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
 def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
     text = to_text(dim, names.__getitem__)
     return text[1:-1] if isinstance(dim, FloorDiv | FloorMod) else text  # an atom brings its own parentheses
+
+
+def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...]:
+    """The libraries that programs call, with the symbols of each."""
+    symbols: dict[str, dict[str, bool]] = {}
+    for program in module.programs().values():
+        for value in all_values(program.body):
+            if isinstance(value, LibraryFound):
+                known = symbols.setdefault(value.library, {})
+                known[value.symbol] = known.get(value.symbol, False) or value.is_required
+    files = {rule.library: rule.file for rule in context.libraries or ()}
+    return tuple(
+        LibraryInfo(
+            name, tuple(found), files.get(name, ""), tuple(s for s, is_required in found.items() if is_required)
+        )
+        for name, found in symbols.items()
+    )
 
 
 def _with_costs(kernels: Mapping[str, KernelInfo], module: IRModule, context: PassContext) -> dict[str, KernelInfo]:

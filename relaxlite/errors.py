@@ -61,6 +61,10 @@ class ExecutionError(RelaxliteError):
     """Running a compiled model failed."""
 
 
+class LibraryError(RelaxliteError):
+    """A library that a model calls, or a routine of it, is not there; names what to install or to register."""
+
+
 class InputError(ExecutionError, ValueError):
     """An argument of a compiled model has a wrong name, dtype, rank or shape."""
 

@@ -40,14 +40,16 @@ LAYERS: dict[str, set[str]] = {
     "frontend": BASE | {"ir"},
     "codegen": BASE | {"ir", "runtime"},
     "validation": BASE | {"ir", "passes", "codegen", "runtime"},
-    "driver": BASE | {"ir", "passes", "codegen", "runtime", "validation"},
+    "library": BASE | {"ir", "passes", "runtime"},
+    "driver": BASE | {"ir", "passes", "codegen", "runtime", "validation", "library"},
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
     "llm": BASE | {"ir", "runtime", "frontend", "driver"},
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
     "cli": BASE
-    | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"},
+    | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
+    | {"library"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {

@@ -35,9 +35,11 @@ from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Attr, Op, register_op
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.program import (
+    AddressOf,
     Allocate,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
@@ -46,6 +48,7 @@ from relaxlite.ir.program import (
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
     Literal,
     Select,
     Seq,
@@ -587,6 +590,23 @@ def test_buffers_are_known() -> None:
 def test_inputs_are_not_written() -> None:
     program_refused("input", "a is an input", store(X0, buffer=A))
     accepted(store(X0, buffer=A), attrs=Attrs({"inplace": True}))
+
+
+def test_libraries_are_called_with_what_they_can_take() -> None:
+    written = AddressOf(B, (ZERO, ZERO), is_written=True)
+    found = LibraryFound("blas", "f")
+    call = CallLibrary(
+        "blas", "f", (IndexValue(N, "int32"), Literal(1.0, F32), AddressOf(A, (I, ZERO)), written), "c", N
+    )
+    accepted(IfThenElse(found, For(I, sym(N), call, "parallel"), store(X0)))
+    program_refused("library", "an argument is a Load", replace(call, args=(X0,)))
+    program_refused("library", "unknown convention 'pascal'", replace(call, args=(), convention="pascal"))  # type: ignore[arg-type]
+    program_refused("library", "the address of an element of a is used as data", store(AddressOf(A, (ZERO, ZERO))))
+    program_refused("symbol", "symbol i", call)
+    program_refused("symbol", "symbol k", replace(call, args=(), work=K))
+    program_refused("input", "a is an input", replace(call, args=(replace(written, buffer=A),)))
+    program_refused("buffer", "buffer t is not known", replace(call, args=(AddressOf(Buffer.of("t", (), F32), ()),)))
+    program_refused("rank", "a has 2 dimensions, got 1", replace(call, args=(AddressOf(A, (ZERO,)),)))
 
 
 def test_elements_have_one_index_per_dimension() -> None:

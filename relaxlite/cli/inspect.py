@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from relaxlite.cli.opening import check_not_compiled, is_compiled, open_data
@@ -54,6 +55,7 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "host_function": {"bytes": len(data.host.object_code), "reason": data.host.reason},
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
         "memory": {"at_most": plan.get("at_most"), "outside": plan.get("outside", 0), "at": plan.get("examples", [])},
+        "libraries": [asdict(library) for library in data.libraries],
         "ops": dict(data.metadata.info.get("ops", {})),
         "kernels": _calls_of_kernels(data),
     }
@@ -91,6 +93,7 @@ def _show(data: ExecutableData) -> None:
         "calls", [f"native, {bytes_text(host['bytes'])}" if host["bytes"] else f"interpreted: {host['reason']}"]
     )
     _show_lines("memory", _memory_lines(found["arena_bytes"], found["memory"]))
+    _show_lines("libraries", [str(library) for library in data.libraries])
     _show_counts("ops", "in all", found["ops"])
     _show_counts("kernels", "calls", found["kernels"])
 

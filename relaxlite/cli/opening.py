@@ -25,7 +25,10 @@ def open_data(args: argparse.Namespace) -> ExecutableData:
         from relaxlite.cli.compiling import compile_model
 
         return compile_model(args)
-    check_not_compiled(args, dynamic_shape="--dynamic-shape", bound="--bound", target="--target", tuning="--tuning")
+    options = {
+        name: f"--{name.replace('_', '-')}" for name in ("dynamic_shape", "bound", "target", "tuning", "libraries")
+    }
+    check_not_compiled(args, **options)
     return load(args.model)
 
 

@@ -313,6 +313,9 @@ def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True)
     group.add_argument(
         "--constant-memory", action="store_true", help="plan memory for the upper bounds of the symbols, as constants"
     )
+    group.add_argument(
+        "--libraries", metavar="NAMES", help="libraries that may be called, as openblas; none (default: those that pay)"
+    )
     _add_target(group)
     if tuning:
         group.add_argument("--tuning", metavar="FILE", help="schedules that `relaxlite tune` has chosen")

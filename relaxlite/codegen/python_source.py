@@ -20,6 +20,7 @@ from relaxlite.ir.program import (
     Barrier,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
@@ -28,6 +29,7 @@ from relaxlite.ir.program import (
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
     Literal,
     Load,
     Select,
@@ -179,6 +181,11 @@ class _Source:
     def _barrier(self, stmt: Barrier) -> None:
         pass
 
+    def _call_library(self, stmt: CallLibrary) -> None:
+        """Never reached in programs that say beside the call what it computes (LibraryFound)."""
+        message = f"the interpreter calls no libraries: {stmt.symbol} of {stmt.library}"
+        self.emit(f"_stop({message!r})")
+
     # indices and values
 
     def _name_of(self, buffer: Buffer) -> str:
@@ -220,6 +227,8 @@ class _Source:
             return f"{self._name_of(value.buffer)}[{self.subscript(value.indices)}]"
         if isinstance(value, Literal):
             return self._literal(value)
+        if isinstance(value, LibraryFound):
+            return "False"
         if isinstance(value, IndexValue):
             return f"{self._type(value.dtype)}({self.index(value.index)})"
         if isinstance(value, Select):
@@ -257,6 +266,7 @@ class _Source:
 _STATEMENTS: dict[type, Callable[[_Source, Any], None]] = {
     Seq: _Source._seq, For: _Source._for, Store: _Source._store, LetIndex: _Source._let, IfThenElse: _Source._if,
     Allocate: _Source._allocate, Check: _Source._check, Barrier: _Source._barrier,
+    CallLibrary: _Source._call_library,
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ Stmt            = For(var: SymVar, extent: SymExpr, body: Stmt, kind)
                 | Allocate(buffer, body: Stmt)
                 | Check(cond: Value, message)
                 | Barrier()
+                | CallLibrary(library, symbol, args: Value*, convention, work: SymExpr)
                 | Seq(stmts: Stmt*)
 Value           = Literal(value, dtype)
                 | Load(buffer, indices: SymExpr*)
@@ -46,6 +47,8 @@ Value           = Literal(value, dtype)
                 | Cast(x: Value, dtype)
                 | IndexValue(index: SymExpr, dtype)                                 a symbolic integer as data
                 | Intrinsic(name, args: Value*, dtype)
+                | AddressOf(buffer, indices: SymExpr*, is_written)                  an argument of CallLibrary
+                | LibraryFound(library, symbol, is_required)                        whether the routine is there
 
 library level
 ExternFunction  = (symbol, params: Type*, num_outputs, attrs)
@@ -105,10 +108,12 @@ from relaxlite.ir.printer import (
     print_value,
 )
 from relaxlite.ir.program import (
+    AddressOf,
     Allocate,
     Barrier,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
@@ -117,6 +122,7 @@ from relaxlite.ir.program import (
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
     Literal,
     Load,
     Select,
@@ -137,6 +143,7 @@ __all__ = [
     "NO_ATTRS",
     "STAGES",
     "UNIT",
+    "AddressOf",
     "Allocate",
     "Analyzer",
     "Attr",
@@ -150,6 +157,7 @@ __all__ = [
     "Body",
     "Buffer",
     "Call",
+    "CallLibrary",
     "Cast",
     "Check",
     "Compare",
@@ -171,6 +179,7 @@ __all__ = [
     "Leaf",
     "Let",
     "LetIndex",
+    "LibraryFound",
     "Literal",
     "Load",
     "Loop",

@@ -39,10 +39,12 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.printer import excerpt
 from relaxlite.ir.program import (
+    AddressOf,
     Allocate,
     Barrier,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
@@ -51,6 +53,7 @@ from relaxlite.ir.program import (
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
     Literal,
     Load,
     Select,
@@ -213,7 +216,7 @@ class _Stream:
             self._binding(node)
         elif isinstance(node, TensorType | ShapeType | TupleType | FuncType | ObjectType):
             self.add(self._type(node))
-        elif isinstance(node, For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | Seq):
+        elif isinstance(node, For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | CallLibrary | Seq):
             self._stmt(node)
         elif isinstance(node, _VALUES):
             self.add(self._value(node))
@@ -342,6 +345,9 @@ class _Stream:
             self._nested(stmt.buffer, stmt.body)
         elif isinstance(stmt, Check):
             self.add(self._value(stmt.cond), stmt.message)
+        elif isinstance(stmt, CallLibrary):
+            args = tuple(map(self._value, stmt.args))
+            self.add(stmt.library, stmt.symbol, args, stmt.convention, self._expr(stmt.work))
         elif isinstance(stmt, IfThenElse):
             self.add(self._value(stmt.cond))
             for branch in (stmt.then, stmt.other):
@@ -372,6 +378,10 @@ class _Stream:
             return (kind, value.dtype, _number_key(value))
         if isinstance(value, Load):
             return (kind, self._use(value.buffer), self._exprs(value.indices))
+        if isinstance(value, AddressOf):
+            return (kind, self._use(value.buffer), self._exprs(value.indices), value.is_written)
+        if isinstance(value, LibraryFound):
+            return (kind, value.library, value.symbol, value.is_required)
         if isinstance(value, Unary | Binary | Compare):
             return (kind, value.op)
         if isinstance(value, Cast):
@@ -394,7 +404,7 @@ def _symbol_named(name: str) -> SymVar:
     return SymVar(name)
 
 
-_VALUES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic)
+_VALUES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, AddressOf, LibraryFound)
 _DEFINITIONS: dict[type, Callable[..., None]] = {
     Function: _Stream._function,
     TensorProgram: _Stream._program,

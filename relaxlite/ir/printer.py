@@ -60,7 +60,19 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.program import Allocate, Barrier, Check, For, IfThenElse, LetIndex, Seq, Stmt, Store, TensorProgram
+from relaxlite.ir.program import (
+    Allocate,
+    Barrier,
+    CallLibrary,
+    Check,
+    For,
+    IfThenElse,
+    LetIndex,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+)
 from relaxlite.ir.program_printer import ProgramWriter, print_program, print_stmt, print_value
 from relaxlite.ir.text import (
     Names,
@@ -91,7 +103,7 @@ __all__ = [
 
 MAX_INLINE = 16  # elements of a constant that is printed where it is used
 CALL_WORDS = ("call", "const", "global_var", "match_shape", "op", "shape")  # called, but no ops
-_STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Barrier, Seq)
+_STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Barrier, CallLibrary, Seq)
 _DECLARATION = re.compile(r"\s*\w+ = symbol\(")
 CALL_KEYWORDS = ("sym", "ty", "loc", "attrs")
 FUNCTION_KEYWORDS = ("name", "attrs")

@@ -10,7 +10,7 @@ codegen/scalar_functions.py (NumPy) and codegen/llvm (machine code).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal as OneOf
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ GpuAxis: TypeAlias = OneOf["block_x", "block_y", "block_z", "thread_x", "thread_
 LoopKind: TypeAlias = OneOf[
     "serial", "parallel", "vectorized", "unrolled", "block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"
 ]
+Convention: TypeAlias = OneOf["c", "status", "arrays"]
 Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
 
 UNARY = (
@@ -149,7 +150,36 @@ class Intrinsic:
     dtype: DType
 
 
-Value: TypeAlias = "Literal | Load | Unary | Binary | Compare | Select | Cast | IndexValue | Intrinsic"
+@dataclass(frozen=True, slots=True, eq=False)
+class AddressOf:
+    """Where an element lies in memory: an argument of a library routine, which reads from there on, or writes."""
+
+    buffer: Buffer
+    indices: tuple[SymExpr, ...]
+    is_written: bool = False
+
+    @property
+    def dtype(self) -> DType:
+        return "int64"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LibraryFound:
+    """Whether a routine of a library is there, which loading decides; always, where the program `is_required` to have
+    it. The NumPy interpreter says no: it computes what a program means."""
+
+    library: str
+    symbol: str
+    is_required: bool = False
+
+    @property
+    def dtype(self) -> DType:
+        return "bool"
+
+
+Value: TypeAlias = (
+    "Literal | Load | Unary | Binary | Compare | Select | Cast | IndexValue | Intrinsic | AddressOf | LibraryFound"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,11 +246,27 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CallLibrary:
+    """symbol(args...) of a library. `args` are literals, index values and addresses of elements.
+
+    `convention`: "c", a C function as it is; "status", one that says by a result other than 0 that it failed; "arrays",
+    i32(ptr addresses, ptr words), with the addresses and the integers as two arrays (how Python functions are called).
+    `work`: about how many instructions a call takes, for those who share it out among threads.
+    """
+
+    library: str
+    symbol: str
+    args: tuple[Value, ...]
+    convention: Convention = "c"
+    work: SymExpr = field(default_factory=lambda: sym(0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Seq:
     stmts: tuple[Stmt, ...]
 
 
-Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | Seq"
+Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | CallLibrary | Seq"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

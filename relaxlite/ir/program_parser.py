@@ -14,18 +14,22 @@ from relaxlite.ir.program import (
     BINARY,
     COMBINE,
     UNARY,
+    AddressOf,
     Allocate,
     Barrier,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
+    Convention,
     For,
     IfThenElse,
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
     Literal,
     Load,
     LoopKind,
@@ -39,7 +43,7 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.reader import Arguments, Reader, is_call, is_number
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, sym
 
 _BINARY: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "floormod",
@@ -50,11 +54,12 @@ _COMPARE: dict[type[ast.cmpop], str] = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
 }  # fmt: skip
 _UNARY: dict[type[ast.unaryop], str] = {ast.USub: "neg", ast.Not: "not", ast.Invert: "bitwise_not"}
-_FUNCTIONS = (*UNARY, *BINARY, *dtypes.ALL, "index", "intrinsic")
+_FUNCTIONS = (*UNARY, *BINARY, *dtypes.ALL, "index", "intrinsic", "address_of", "written", "library_found")
 _STATEMENTS = (
-    "a store, `for`, `if`, `with let_index`, `with allocate`, `assert`, combine(...), nontemporal(...), barrier(), pass"
+    "a store, `for`, `if`, `with let_index`, `with allocate`, `assert`, combine(...), nontemporal(...), "
+    "call_library(...), barrier(), pass"
 )
-_VALUE_TYPES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic)
+_VALUE_TYPES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, LibraryFound)
 
 
 class ProgramParser(Reader):
@@ -127,6 +132,8 @@ class ProgramParser(Reader):
         if is_call(call, "barrier"):
             self.finish(self.arguments(call), (0,), "barrier")
             return Barrier()
+        if is_call(call, "call_library"):
+            return self._call_library(call)
         self.fail(stmt, f"expected {_STATEMENTS}")
 
     def _for(self, stmt: ast.For) -> For:
@@ -205,6 +212,19 @@ class ProgramParser(Reader):
             return buffer, self.exprs(node.slice)
         return buffer, (self.expr(node.slice),)
 
+    def _call_library(self, call: ast.Call) -> CallLibrary:
+        arguments = self.arguments(call)
+        work, convention = arguments.take("work"), self.optional_string(arguments.take("convention")) or "c"
+        if len(call.args) < 2:
+            self.fail(call, 'a call of a library is written call_library("library", "symbol", arguments...)')
+        if convention not in get_args(Convention):
+            self.fail(call, f"unknown convention {convention!r}", near=(convention, get_args(Convention)))
+        self.finish(arguments, (len(call.args),), "call_library")
+        library, symbol, *args = call.args
+        values = tuple(map(self.value, args))
+        amount = sym(0) if work is None else self.expr(work)
+        return CallLibrary(self.string(library), self.string(symbol), values, convention, amount)  # type: ignore[arg-type]
+
     # values
 
     def value(self, node: ast.expr) -> Value:
@@ -241,6 +261,16 @@ class ProgramParser(Reader):
         if name == "intrinsic":
             return self._intrinsic(node)
         arguments = self.arguments(node)
+        if name in ("address_of", "written"):
+            self.finish(arguments, (1,), name)
+            if not isinstance(node.args[0], ast.Subscript):
+                self.fail(node, f"an address is that of an element: {name}(buffer[i, j])")
+            return AddressOf(*self._element(node.args[0]), is_written=name == "written")
+        if name == "library_found":
+            required = arguments.take("required")
+            self.finish(arguments, (2,), name)
+            is_required = required is not None and self.literal(required) is True
+            return LibraryFound(self.string(node.args[0]), self.string(node.args[1]), is_required)
         if name == "index":
             self.finish(arguments, (1, 2), name)
             return IndexValue(self.expr(node.args[0]), self.dtype(node.args[1]) if len(node.args) == 2 else "int64")

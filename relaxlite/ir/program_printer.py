@@ -14,18 +14,21 @@
 
 `float32(1.0)` of a number is a literal, of a value a cast; `index(i + 1)` is a symbolic integer as data; `then if cond
 else other` is a lazy Select; `+= *= &= |=` and `combine("max", ...)` are stores that combine; `assert` is a Check;
-`with let_index(value) as k` a LetIndex. `t = value` gives a name to a value that is used more than once or nests deep:
-it does not say when it is computed.
+`with let_index(value) as k` a LetIndex; `call_library("blas", "sasum", index(n, "int32"), address_of(x[0]),
+written(y[0]), work=n)` a CallLibrary, and `library_found("blas", "sasum")` says whether there is such a routine.
+`t = value` gives a name to a value that is used more than once or nests deep: it does not say when it is computed.
 """
 
 from __future__ import annotations
 
 from relaxlite.ir.program import (
     SCHEDULE,
+    AddressOf,
     Allocate,
     Barrier,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
@@ -34,6 +37,7 @@ from relaxlite.ir.program import (
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
     Literal,
     Load,
     Select,
@@ -147,6 +151,8 @@ class ProgramWriter(Writer):
             self._if(stmt)
         elif isinstance(stmt, Barrier):
             self.emit("barrier()")
+        elif isinstance(stmt, CallLibrary):
+            self._call_library(stmt)
         else:
             self._simple(stmt)
 
@@ -167,6 +173,12 @@ class ProgramWriter(Writer):
             else:
                 self.emit(f"{target} {sign} {value}")
         self._release(done)
+
+    def _call_library(self, stmt: CallLibrary) -> None:
+        items = [quote(stmt.library), quote(stmt.symbol), *map(self.value, stmt.args)]
+        items += [] if stmt.convention == "c" else [f"convention={quote(stmt.convention)}"]
+        items += [] if stmt.work.is_const and stmt.work.const == 0 else [f"work={self.expr(stmt.work)}"]
+        self.emit(f"call_library({', '.join(items)})")
 
     def _nest(self, head: str, body: Stmt, temporaries: tuple[str, ...] = ()) -> None:
         self.emit(head)
@@ -220,6 +232,12 @@ class ProgramWriter(Writer):
         if isinstance(value, IndexValue):
             dtype = "" if value.dtype == "int64" else f", {quote(value.dtype)}"
             return f"index({self.expr(value.index)}{dtype})", _ATOM, 0
+        if isinstance(value, AddressOf):
+            word = "written" if value.is_written else "address_of"
+            return f"{word}({self._element(value.buffer, value.indices)})", _ATOM, 0
+        if isinstance(value, LibraryFound):
+            required = ", required=True" if value.is_required else ""
+            return f"library_found({quote(value.library)}, {quote(value.symbol)}{required})", _ATOM, 0
         text, precedence, height = self._compound(value)
         if self._uses[id(value)] == 1 and height < _MAX_HEIGHT:
             return text, precedence, height

@@ -17,12 +17,15 @@ from relaxlite.ir.program import (
     COMBINE,
     COMPARE,
     UNARY,
+    AddressOf,
     Allocate,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
+    Convention,
     For,
     IfThenElse,
     IndexValue,
@@ -54,6 +57,7 @@ PROGRAM_RULES = {
     "bounds": "a constant index lies inside the buffer, unless a condition guards it",
     "dtype": "operands of an operation, and a buffer and what is stored, have one known dtype; conditions are bool",
     "operation": "only the operations of ir/program.py and the intrinsics of ir/intrinsics.py",
+    "library": "a library is called with literals, integers and addresses of elements, and only there addresses are",
     "extent": "a vectorized loop has a constant extent, a local buffer a constant size",
 }
 
@@ -149,6 +153,8 @@ class _ProgramVerifier:
                 self._stmt(stmt.body)
         elif isinstance(stmt, Allocate):
             self._allocate(stmt)
+        elif isinstance(stmt, CallLibrary):
+            self._call_library(stmt)
         elif isinstance(stmt, IfThenElse | Check):
             self._condition(stmt.cond)
             if isinstance(stmt, IfThenElse):
@@ -191,6 +197,20 @@ class _ProgramVerifier:
         self._stmt(stmt.body)
         self._buffers.remove(buffer)
 
+    def _call_library(self, stmt: CallLibrary) -> None:
+        self._exprs((stmt.work,))
+        if stmt.convention not in get_args(Convention):
+            self._fail("library", f"unknown convention {stmt.convention!r}")
+        for arg in stmt.args:
+            if not isinstance(arg, Literal | IndexValue | AddressOf):
+                self._fail("library", f"an argument is a {type(arg).__name__}")
+            if not isinstance(arg, AddressOf):
+                self._value(arg)
+                continue
+            self._element(arg.buffer, arg.indices, is_guarded=True)  # of an empty buffer too
+            if arg.is_written and arg.buffer in self._read_only:
+                self._fail("input", f"{arg.buffer.name} is an input")
+
     def _element(self, buffer: Buffer, indices: tuple[SymExpr, ...], *, is_guarded: bool) -> None:
         if buffer not in self._buffers:
             self._fail("buffer", f"buffer {buffer.name} is not known here")
@@ -221,6 +241,8 @@ class _ProgramVerifier:
     def _one_value(self, value: Value, *, is_guarded: bool) -> None:
         if isinstance(value, Load):
             self._element(value.buffer, value.indices, is_guarded=is_guarded)
+        elif isinstance(value, AddressOf):
+            self._fail("library", f"the address of an element of {value.buffer.name} is used as data")
         elif isinstance(value, Literal):
             self._literal(value)
         elif isinstance(value, Unary):

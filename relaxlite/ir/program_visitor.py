@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from relaxlite.ir.program import (
+    AddressOf,
     Allocate,
     Binary,
     Buffer,
+    CallLibrary,
     Cast,
     Check,
     Compare,
@@ -51,6 +53,8 @@ def stmt_values(stmt: Stmt) -> tuple[Value, ...]:
     """The values that one statement holds itself."""
     if isinstance(stmt, Store | LetIndex):
         return (stmt.value,)
+    if isinstance(stmt, CallLibrary):
+        return stmt.args
     return (stmt.cond,) if isinstance(stmt, IfThenElse | Check) else ()
 
 
@@ -101,9 +105,11 @@ def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
             yield from inner.indices
         elif isinstance(inner, Allocate):
             yield from inner.buffer.shape
+        elif isinstance(inner, CallLibrary):
+            yield inner.work
         for root in stmt_values(inner):
             for value in walk_values(root):
-                if isinstance(value, Load):
+                if isinstance(value, Load | AddressOf):
                     yield from value.indices
                 elif isinstance(value, IndexValue):
                     yield value.index
@@ -159,9 +165,10 @@ class ProgramRewriter:
         return done[1]
 
     def _value(self, value: Value) -> Value:
-        if isinstance(value, Load):
+        if isinstance(value, Load | AddressOf):
             buffer, indices = self.buffer(value.buffer), self.indices(value.indices)
-            return value if buffer is value.buffer and indices is value.indices else Load(buffer, indices)
+            is_same = buffer is value.buffer and indices is value.indices
+            return value if is_same else replace(value, buffer=buffer, indices=indices)
         if isinstance(value, IndexValue):
             index = self.index(value.index)
             return value if index is value.index else IndexValue(index, value.dtype)
@@ -195,6 +202,10 @@ class ProgramRewriter:
         if isinstance(stmt, Check):
             cond = self.value(stmt.cond)
             return stmt if cond is stmt.cond else Check(cond, stmt.message)
+        if isinstance(stmt, CallLibrary):
+            args, work = tuple(map(self.value, stmt.args)), self.index(stmt.work)
+            same = work is stmt.work and all(a is b for a, b in zip(args, stmt.args, strict=True))
+            return stmt if same else replace(stmt, args=args, work=work)
         return stmt
 
 

@@ -15,9 +15,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TypeGuard
 
-from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, TensorProgram, seq
-from relaxlite.ir.program_visitor import loads, walk_stmts
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    Check,
+    For,
+    IfThenElse,
+    LetIndex,
+    LibraryFound,
+    Load,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    seq,
+)
+from relaxlite.ir.program_visitor import loads, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.rows import rows_of
 
@@ -63,6 +78,13 @@ def perfect_nest(stmt: Stmt) -> Nest:
         found.append(stmt)
         stmt = stmt.body
     return Nest(tuple(found), stmt)
+
+
+def calls_library(stage: Stmt) -> TypeGuard[IfThenElse]:
+    """Whether this is a call of a library under conditions, one of which is that it is there, with loops beside it."""
+    if not isinstance(stage, IfThenElse):
+        return False
+    return any(isinstance(value, LibraryFound) for value in walk_values(stage.cond))
 
 
 def top_stages(program: TensorProgram) -> tuple[Stmt, ...]:

@@ -16,6 +16,7 @@ from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.decisions import Decision
+from relaxlite.passes.library_rules import LibraryRule
 from relaxlite.passes.memory_plan import MemoryPlan
 from relaxlite.passes.tuning import Tuning
 from relaxlite.target import Target
@@ -23,13 +24,15 @@ from relaxlite.target import Target
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`) and what they leave behind: `timings` in
-    seconds, `decisions`, `costs` of programs and `memory_plans` of functions by name."""
+    """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`, and `libraries`, routines that may be
+    called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` of functions by
+    name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS
     constant_memory: bool = False  # offsets of intermediates for the largest sizes that the symbols' bounds allow
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
+    libraries: tuple[LibraryRule, ...] | None = None  # None: not chosen yet, as by driver.build
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     # Told of each pass that ran, what it was given and made, and its seconds. Modules are immutable: keep them freely.

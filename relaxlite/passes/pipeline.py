@@ -8,6 +8,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.passes.channels_last import channels_last
 from relaxlite.passes.cost import estimate_costs
 from relaxlite.passes.decompose import decompose
+from relaxlite.passes.dispatch import dispatch
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
 from relaxlite.passes.fold_constants import fold_constants
 from relaxlite.passes.fold_shapes import fold_shapes
@@ -50,6 +51,7 @@ def default_pipeline() -> tuple[Pass, ...]:
 
     A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
                           and those that exporters took apart are put together; convolutions get their channels last
+    B  dispatch           library calls where they pay, with loops beside them for where they do not
     C  lower and fuse     ops become loop nests; nests that belong together become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
@@ -69,6 +71,8 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("fuse_attention", fuse_attention, "graph"),
         _pure("decompose_again", decompose, "graph"),
         _pure("eliminate_dead", eliminate_dead, "graph"),
+        # B
+        Pass("dispatch", dispatch, "graph", (dispatch.__doc__ or "").split("\n")[0]),
         # C
         _pure("legalize", legalize, "lowered"),
         Pass("resolve_matches", resolve_matches, "lowered"),

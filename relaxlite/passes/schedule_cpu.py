@@ -26,6 +26,7 @@ from relaxlite.ir.program import (
     Allocate,
     Binary,
     Buffer,
+    CallLibrary,
     Check,
     For,
     IfThenElse,
@@ -42,7 +43,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
-from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
+from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
@@ -132,6 +133,8 @@ class _Rules:
     in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
     staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
 
+    packs: bool = True  # whether constants may be laid out for the tiles
+
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
         self.steps.append(Step(name, args, tuple(options.items())))
 
@@ -155,12 +158,27 @@ class _Rules:
         return self.choice.partial_sums or PARTIAL_SUMS
 
     def stage(self, stage: Stmt) -> Stmt:
+        if calls_library(stage):
+            return self.beside_library(stage)
         clamps = clamped_loops(stage)
         if not clamps:
             return self.nest(stage)
         conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
         usual = reduce(lambda a, b: Binary("and", a, b), conds)
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
+
+    def beside_library(self, stage: IfThenElse) -> Stmt:
+        """The loops behind the call of a library, and those for where it is not called. It reads constants as they are,
+        so the loops do too."""
+        rules = replace(self, packs=False)
+
+        def scheduled(stmt: Stmt) -> Stmt:
+            if isinstance(stmt, Allocate) and stmt.buffer.scope == "global":
+                return replace(stmt, body=scheduled(stmt.body))
+            parts = stmt.stmts if isinstance(stmt, Seq) else (stmt,)
+            return seq(*(s if _calls(s) else rules.stage(hoist_lets(s)) for s in parts))
+
+        return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
 
     def nest(self, stage: Stmt) -> Stmt:
         if any(as_int(loop.extent) == 0 for loop in perfect_nest(stage).loops):
@@ -186,7 +204,7 @@ class _Rules:
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
         """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
         store = injective_store(perfect_nest(stage))
-        if store is None or store.buffer not in self.program.outputs:
+        if store is None or store.buffer.scope != "global":
             return usual
         found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
         if found is None:
@@ -259,7 +277,7 @@ class _Rules:
     # Reductions
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-        lanes, registers = self.lanes(block.body), self.target.num_vector_registers
+        lanes, registers, packs = self.lanes(block.body), self.target.num_vector_registers, packs and self.packs
         window = window_of(block, lanes)
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
@@ -310,6 +328,11 @@ class _Rules:
             return replace(stmt, body=rewrite(stmt.body))
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
+
+
+def _calls(stmt: Stmt) -> bool:
+    """Whether this is the call of a library and the loops round it."""
+    return any(isinstance(s, CallLibrary) for s in walk_stmts(stmt)) and not any(stores(stmt))
 
 
 def _is_worth_a_task(body: Stmt) -> bool:

@@ -42,6 +42,7 @@ from relaxlite.runtime.executable import (
     Instruction,
     KernelCost,
     KernelInfo,
+    LibraryInfo,
     Metadata,
     Operand,
     Reg,
@@ -161,6 +162,7 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "target": asdict(data.target),
         "kernels": [asdict(kernel) for kernel in data.kernels.values()],
         "objects": [len(item) for item in data.objects],
+        "libraries": [asdict(library) for library in data.libraries],
         "host": [data.host.heap_slots, data.host.reason],
         "metadata": asdict(data.metadata),
         "constants": [(array.dtype.name, array.shape) for array in data.constants],
@@ -257,6 +259,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
             weight.view(dtypes.to_numpy(dtype)).reshape(shape)
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)
         ),
+        libraries=tuple(map(_library_from_json, manifest.get("libraries", ()))),
         host=HostCode(host_code.tobytes(), heap_slots, reason),
         target=target,
         metadata=Metadata(**manifest["metadata"]),
@@ -314,6 +317,10 @@ def _kernel_from_json(item: dict[str, Any]) -> KernelInfo:
     cost = item.get("cost")
     known = None if cost is None else KernelCost(**{**cost, "symbols": tuple(cost["symbols"])})
     return KernelInfo(**{**item, "checks": tuple(item["checks"]), "cost": known})
+
+
+def _library_from_json(item: dict[str, Any]) -> LibraryInfo:
+    return LibraryInfo(item["name"], tuple(item["symbols"]), item["file"], tuple(item["required"]))
 
 
 def _specs_from_json(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

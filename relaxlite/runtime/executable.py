@@ -172,6 +172,20 @@ class Metadata:
 
 
 @dataclass(frozen=True, slots=True)
+class LibraryInfo:
+    """A library whose routines the kernels call: a shared library, or "python" for functions by name."""
+
+    name: str
+    symbols: tuple[str, ...]
+    file: str = ""  # where it was when the model was compiled; empty for those that relaxlite finds itself
+    required: tuple[str, ...] = ()  # of the symbols: those that the model has no kernel of its own for
+
+    def __str__(self) -> str:
+        wanted = [f"{s} (required)" if s in self.required else s for s in self.symbols]
+        return f"{self.name}{f' ({self.file})' if self.file else ''}: {', '.join(wanted)}"
+
+
+@dataclass(frozen=True, slots=True)
 class HostCode:
     """The host function (runtime/host.py) of an executable; without object code, why the bytecode is interpreted."""
 
@@ -188,6 +202,7 @@ class ExecutableData:
     objects: tuple[bytes, ...] = ()  # files in the format of the target, which hold the kernels
     constants: tuple[np.ndarray, ...] = ()
     host: HostCode = HostCode()
+    libraries: tuple[LibraryInfo, ...] = ()
     target: TargetInfo = TargetInfo()
     metadata: Metadata = Metadata()
 
@@ -218,6 +233,9 @@ def disassemble(data: ExecutableData) -> str:
     if data.kernels:
         lines.append("kernels:")
         lines += [f"  {kernel.name} -> {kernel.symbol}" for kernel in data.kernels.values()]
+    if data.libraries:
+        lines.append("libraries:")
+        lines += [f"  {library}" for library in data.libraries]
     for function in data.functions.values():
         lines += ["", *_disassemble_function(function)]
     return "\n".join(lines) + "\n"

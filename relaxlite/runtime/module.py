@@ -95,6 +95,11 @@ class Executable:
         shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=True)}
         return replace(profile, inputs=shapes)
 
+    @property
+    def missing_libraries(self) -> tuple[str, ...]:
+        """Why routines of libraries are not called, for which this model has kernels of its own; one sentence each."""
+        return self._vm.missing_libraries
+
     def disassemble(self) -> str:
         """The bytecode as text."""
         return disassemble(self.data)

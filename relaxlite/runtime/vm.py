@@ -20,7 +20,7 @@ import numpy as np
 
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
-from relaxlite.runtime import array_reader, native, threadpool
+from relaxlite.runtime import array_reader, libraries, native, threadpool
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -52,12 +52,7 @@ _HOLD_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int32)
 _OVERFLOW, _NO_MEMORY = -1, -2  # statuses of kernels; k > 0 says that check k - 1 failed
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
-_externs: dict[str, Callable[..., None]] = {}
-
-
-def register_extern(symbol: str, function: Callable[..., None]) -> None:
-    """Let `extern:SYMBOL` call a Python function, with NumPy views of tensors, outputs last, and plain immediates."""
-    _externs[symbol] = function
+register_extern = libraries.register_function  # what `extern:SYMBOL` calls may also take plain immediates
 
 
 def registered_externs() -> dict[str, Callable[..., None]]:
@@ -93,8 +88,11 @@ class VirtualMachine:
         self.check_memory = bool(config.get("check_memory"))
         self.pool = ArenaPool(poison=self.poison)
         self._library: object = None  # keeps the kernels' code in memory
+        self.missing_libraries: tuple[str, ...] = ()
         if kernels is None:
-            self._library, kernels = _link(data)
+            bound = libraries.bind(data.libraries)
+            self.missing_libraries = bound.missing
+            self._library, kernels = _link(data, bound)
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
         self.constants = [_constant(array) for array in data.constants]
@@ -154,12 +152,15 @@ def _constant(array: np.ndarray) -> Tensor:
     return import_tensor(array, array.dtype.name, "a constant")
 
 
-def _link(data: ExecutableData) -> tuple[object, dict[str, Kernel]]:
+def _link(data: ExecutableData, bound: libraries.Bound) -> tuple[object, dict[str, Kernel]]:
     """The kernels, and what keeps their code in memory."""
     if not data.kernels:
         return None, {}
-    library = native.load_objects(data.objects, exports=[kernel.symbol for kernel in data.kernels.values()])
-    return library, {name: _KERNEL_TYPE(library.address(kernel.symbol)) for name, kernel in data.kernels.items()}
+    exports = [kernel.symbol for kernel in data.kernels.values()]
+    library = native.load_objects(data.objects, bound.cells, exports=exports)
+    return (library, bound), {
+        name: _KERNEL_TYPE(library.address(kernel.symbol)) for name, kernel in data.kernels.items()
+    }
 
 
 def _hold_workers() -> Callable[[int], None]:
@@ -302,9 +303,12 @@ class _Decoder:
         return step
 
     def _extern(self, symbol: str, operands: tuple[Operand, ...]) -> Step:
-        if symbol not in _externs:
-            raise ExecutionError(f"there is no library routine '{symbol}'; make it known with vm.register_extern")
-        slots, function = [self._slot(operand) for operand in operands], _externs[symbol]
+        function = libraries.registered_function(symbol)
+        if function is None:
+            raise ExecutionError(
+                f"there is no library routine '{symbol}'; make it known with relaxlite.register_function"
+            )
+        slots = [self._slot(operand) for operand in operands]
 
         def step(registers: Registers, _: list[Memory]) -> None:
             values = [registers[i] for i in slots]
@@ -438,9 +442,14 @@ def _kernel_error(info: KernelInfo, status: int) -> ExecutionError:
         return OutOfMemoryError(f"kernel '{info.name}': size overflow: an integer does not fit 64 bits")
     if status == _NO_MEMORY:
         return OutOfMemoryError(f"kernel '{info.name}': the system has no memory left for its workspace")
+    failure = libraries.take_failure()
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure  # as when someone interrupts the program
     is_known = 0 < status <= len(info.checks)
     reason = info.checks[status - 1] if is_known else f"failed with the unknown status {status}"
-    return ExecutionError(f"kernel '{info.name}': {reason}")
+    error = ExecutionError(f"kernel '{info.name}': {reason}" + ("" if failure is None else f": {failure}"))
+    error.__cause__ = failure
+    return error
 
 
 def _open_bounds(slot: int, name: str, lower: int | None, upper: int | None, divisor: int) -> tuple[Any, ...]:

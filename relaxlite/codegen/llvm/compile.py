@@ -35,7 +35,14 @@ from relaxlite.target import Target
 from relaxlite.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_SOURCES = ("codegen/**/*.py", "ir/*.py", "dtypes.py", "target.py", "runtime/host.py")  # all that decides about code
+_SOURCES = (
+    "codegen/**/*.py",
+    "ir/*.py",
+    "dtypes.py",
+    "target.py",
+    "runtime/host.py",
+    "runtime/libraries.py",
+)  # all that decides about code
 _LENGTH = struct.Struct("<I")
 
 

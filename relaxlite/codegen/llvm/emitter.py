@@ -106,6 +106,11 @@ class ModuleEmitter:
         self._globals[name] = f"@{name} = internal unnamed_addr constant [{len(values)} x {elem}] [{items}], align 64"
         return Val(f"@{name}", "ptr")
 
+    def external(self, name: str) -> Val:
+        """A word of memory that whoever links the module provides, as a pointer to it."""
+        self._globals[name] = f"@{name} = external global ptr, align 8"
+        return Val(f"@{name}", "ptr")
+
     def add_function(self, head: str, emitter: Emitter, comment: str = "") -> None:
         self.functions.append(
             "\n".join([*([comment] if comment else []), f"{head} nounwind {{", *emitter.lines(), "}", ""])

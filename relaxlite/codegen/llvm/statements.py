@@ -11,6 +11,7 @@ from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, Kernel
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, lane_numbers, mangle
+from relaxlite.codegen.llvm.extern_call import emit_library_call
 from relaxlite.codegen.llvm.indices import Base
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
@@ -22,6 +23,7 @@ from relaxlite.ir.program import (
     Barrier,
     Binary,
     Buffer,
+    CallLibrary,
     Check,
     For,
     GpuAxis,
@@ -300,4 +302,5 @@ _EMITTERS: Mapping[type, Callable[[Kernel, Any], None]] = {
     Check: _check,
     Allocate: _allocate,
     Barrier: _barrier,
+    CallLibrary: emit_library_call,
 }

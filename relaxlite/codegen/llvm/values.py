@@ -14,11 +14,24 @@ from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.dots import emit_dot
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
+from relaxlite.codegen.llvm.extern_call import emit_found
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import DOT_PRODUCTS, type_error
-from relaxlite.ir.program import Binary, Cast, Compare, IndexValue, Intrinsic, Literal, Load, Select, Unary, Value
+from relaxlite.ir.program import (
+    Binary,
+    Cast,
+    Compare,
+    IndexValue,
+    Intrinsic,
+    LibraryFound,
+    Literal,
+    Load,
+    Select,
+    Unary,
+    Value,
+)
 from relaxlite.ir.symbolic import SymExpr, as_int
 
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
@@ -159,4 +172,5 @@ _EMITTERS: Mapping[type, Callable[[Kernel, Any], Val]] = {
     Cast: _cast,
     IndexValue: _index,
     Intrinsic: _intrinsic,
+    LibraryFound: emit_found,
 }

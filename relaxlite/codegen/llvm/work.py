@@ -10,6 +10,7 @@ from relaxlite.ir.op_costs import flops_of
 from relaxlite.ir.program import (
     Allocate,
     Binary,
+    CallLibrary,
     Cast,
     For,
     IfThenElse,
@@ -42,6 +43,8 @@ def _work(stmt: Stmt, inner: set[SymVar]) -> SymExpr:
         return times * _work(stmt.body, inner)
     if isinstance(stmt, IfThenElse):  # the first of several ways is the cheapest (tiles of several heights)
         return own + _work(stmt.then, inner)
+    if isinstance(stmt, CallLibrary):
+        return own + _outer(stmt.work, inner)
     if isinstance(stmt, LetIndex | Allocate):
         return own + _work(stmt.body, inner)
     return own + (1 if isinstance(stmt, Store) else 0) + (1 if isinstance(stmt, Store) and stmt.combine else 0)

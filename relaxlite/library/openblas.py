@@ -1,0 +1,163 @@
+"""OpenBLAS (the package scipy-openblas32) for products of float32 matrices: which call computes what.
+
+A rule is used in the range of sizes in which the measurements in openblas_costs.json found the library faster than the
+kernel of this compiler; `python -m bench.library` makes that file. OpenBLAS runs on one thread, and the kernel that
+calls it shares the work out among ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from relaxlite.ir.expr import Constant
+from relaxlite.ir.pattern import Match, is_op, wildcard
+from relaxlite.passes.library_rules import LibraryRule, Range
+from relaxlite.runtime.libraries import OPENBLAS
+
+COSTS = Path(__file__).with_name("openblas_costs.json")
+ROWS, PLAIN, TRANSPOSED = 101, 111, 112  # cblas: row-major, and how an operand is read
+BLOCK = 512  # rows or columns of a result that one call computes
+
+# Each kind of product: the routine, and which operands it reads transposed.
+KINDS = ("gemv_t", "gemv_n", "gemv_a", "gemm_nn", "gemm_nt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The dimensions before the matrices. Where only the first operand has one, its matrices lie one below the other:
+    they are one matrix of more rows."""
+
+    names: tuple[str, ...] = ()
+    both: bool = True
+
+    @property
+    def rows(self) -> str:
+        return "m" if self.both else " * ".join((*self.names, "m"))
+
+    def matrix(self) -> str:
+        """Indices of matrix number i."""
+        places = []
+        for number in range(len(self.names)):
+            inner = " * ".join(self.names[number + 1 :])
+            place = f"i // ({inner})" if inner else "i"
+            places.append(f"({place}) % {self.names[number]}" if number else place)
+        return "".join(f"{place}, " for place in places)
+
+    def row(self, number: str) -> str:
+        """Indices of a row of the first operand, or of the result."""
+        if self.both:
+            return self.matrix() + number
+        return f"({number}) // m, ({number}) % m"
+
+    def loops(self, blocks: str) -> dict[str, str]:
+        matrices = {"i": " * ".join(self.names)} if self.names and self.both else {}
+        return {**matrices, "j": blocks}
+
+
+_BATCHES = (_Batch(), _Batch(("p",)), _Batch(("p", "q")), _Batch(("p",), both=False))
+
+
+@cache
+def measured() -> Mapping[str, Any]:
+    """The contents of openblas_costs.json."""
+    found: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
+    return found
+
+
+@cache
+def openblas_rules() -> tuple[LibraryRule, ...]:
+    """The rules of those kinds for which there is a range in which they win."""
+    found = measured()["ranges"]
+    return tuple(
+        replace(
+            rule,
+            when=_measured_range(rule, found[kind]["when"]),
+            reason=f"there it measured {found[kind]['median_gain']:.1f} times as fast as the generated kernel (median)",
+            figures={"measured sizes": found[kind]["sizes"]},
+        )
+        for kind in KINDS
+        if kind in found
+        for rule in rules_of(kind)
+    )
+
+
+def _measured_range(rule: LibraryRule, when: Mapping[str, tuple[int | None, int | None]]) -> dict[str, Range]:
+    """For the rule's own numbers of rows, columns and summed products, which stand in this order."""
+    return {text: (low, high) for text, (low, high) in zip(rule.when, (when["m"], when["k"], when["n"]), strict=True)}
+
+
+def rules_of(kind: str) -> Iterator[LibraryRule]:
+    """One kind of product for all ranks, without a range."""
+    for batch in _BATCHES:
+        yield _rule(kind, batch)
+
+
+def _rule(kind: str, batch: _Batch) -> LibraryRule:
+    is_transposed = kind in ("gemv_n", "gemm_nt")
+    lead, before = batch.names, batch.names if batch.both else ()
+    last = len(before)
+    a, b = wildcard("a").has_rank(len(lead) + 2), wildcard("b").has_rank(last + 2)
+    shape = "".join(f"_{name}" for name in lead) + ("" if batch.both else "_rows")
+    second = is_op("transpose")(b).has_attr(axes=(*range(last), last + 1, last)) if is_transposed else b
+    names = {"$m": batch.rows, "$first": batch.row("0"), "$row": batch.row(f"{BLOCK} * j"), "$b": ""}
+    if batch.both:
+        names["$b"] = batch.matrix()
+
+    def filled(text: str) -> str:
+        for name, meaning in names.items():
+            text = text.replace(name, meaning)
+        return text
+
+    return LibraryRule(
+        name=f"openblas_{kind}{shape}",
+        library=OPENBLAS,
+        symbol="cblas_sgemm" if kind.startswith("gemm") else "cblas_sgemv",
+        pattern=is_op("matmul")(a, second),
+        operands={"a": (*lead, "m", "k"), "b": (*before, "n", "k") if is_transposed else (*before, "k", "n")},
+        arguments=tuple(filled(f"int32 {ROWS};{_ARGUMENTS[kind]}").split(";")),
+        loops=batch.loops(filled(_BLOCKS[kind])),
+        when={filled(text): limits for text, limits in _LEAST[kind].items()},
+        check=_is_variable,
+        work=filled(f"$m * n * k // max(1, {_BLOCKS[kind]}) // 8"),
+    )
+
+
+def _is_variable(found: Match) -> str | None:
+    if isinstance(found["b"], Constant):
+        return "b is constant: its kernel reads panels packed when compiling, and OpenBLAS measured no faster"
+    return None
+
+
+# Arguments after the order of the matrices. "$m" stands for the number of rows, "$first" and "$row" for the indices of
+# the first row and of the first one of a block, "$b" for those of the second operand's matrix.
+_OF_N, _OF_M = f"int32 min({BLOCK}, n - {BLOCK} * j)", f"int32 min({BLOCK}, $m - {BLOCK} * j)"
+_A, _OUT = "float32* a[$row, 0];int32 k", "float32* out[$row, 0]"
+_ARGUMENTS = {
+    # y[n] = x[k] @ B[k, n], a block of columns at a time
+    "gemv_t": f"int32 {TRANSPOSED};int32 k;{_OF_N};float32 1;float32* b[$b0, {BLOCK} * j];int32 n;"
+    f"float32* a[$first, 0];int32 1;float32 0;float32* out[$first, {BLOCK} * j];int32 1",
+    # y[n] = B[n, k] @ x[k], a block of rows at a time
+    "gemv_n": f"int32 {PLAIN};{_OF_N};int32 k;float32 1;float32* b[$b{BLOCK} * j, 0];int32 k;"
+    f"float32* a[$first, 0];int32 1;float32 0;float32* out[$first, {BLOCK} * j];int32 1",
+    # y[m] = A[m, k] @ x[k]
+    "gemv_a": f"int32 {PLAIN};{_OF_M};int32 k;float32 1;{_A};float32* b[$b0, 0];int32 1;float32 0;{_OUT};int32 1",
+    "gemm_nn": f"int32 {PLAIN};int32 {PLAIN};{_OF_M};int32 n;int32 k;float32 1;{_A};"
+    f"float32* b[$b0, 0];int32 n;float32 0;{_OUT};int32 n",
+    "gemm_nt": f"int32 {PLAIN};int32 {TRANSPOSED};{_OF_M};int32 n;int32 k;float32 1;{_A};"
+    f"float32* b[$b0, 0];int32 k;float32 0;{_OUT};int32 n",
+}
+_BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else '$m'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
+# What the routines need: none of them takes empty matrices for granted.
+_SIZES: dict[str, Range] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
+_LEAST: dict[str, dict[str, Range]] = {
+    "gemv_t": {**_SIZES, "$m": (1, 1)},
+    "gemv_n": {**_SIZES, "$m": (1, 1)},
+    "gemv_a": {**_SIZES, "n": (1, 1)},
+    "gemm_nn": _SIZES,
+    "gemm_nt": _SIZES,
+}

@@ -1,0 +1,205 @@
+"""Libraries that kernels call: C functions of shared libraries, and Python functions.
+
+Kernels find each routine through a cell, a word with its address, which is filled in when a model is loaded. Where the
+model also holds a kernel of its own for the same, a routine that is missing leaves the cell zero; else it is an error.
+
+A Python function is called by i32(ptr addresses, ptr words). The words: how many operands there are, then for each its
+dtype (a number in dtypes.ALL), whether it is written to, its rank and its dimensions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from relaxlite import config, dtypes
+from relaxlite.errors import LibraryError
+from relaxlite.runtime.executable import LibraryInfo
+from relaxlite.runtime.tensor import Tensor
+
+PYTHON, OPENBLAS = "python", "openblas"  # names of libraries that are not files
+
+_ROUTINE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+_functions: dict[str, Callable[..., None]] = {}
+_failure = threading.local()
+
+
+def register_function(name: str, function: Callable[..., None]) -> None:
+    """Let models that are loaded from now on call a Python function under this name.
+
+    It gets NumPy arrays, inputs (read-only) and then outputs, which it fills in; they are valid during the call only.
+    """
+    _functions[name] = function
+
+
+def unregister_function(name: str) -> None:
+    _functions.pop(name, None)
+
+
+def registered_function(name: str) -> Callable[..., None] | None:
+    return _functions.get(name)
+
+
+def cell_name(library: str, symbol: str) -> str:
+    """What kernels call the cell of a routine; different routines have different names."""
+    return f"relaxlite_library.{_encoded(library)}.{_encoded(symbol)}"
+
+
+def _encoded(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", lambda sign: f"_{ord(sign[0]):x}_", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The cells of a model's routines. They, and Python functions in them, live as long as this does."""
+
+    cells: dict[str, int]  # name -> address
+    missing: tuple[str, ...]  # why a routine is not there, for which the model has its own kernel
+    kept: tuple[object, ...]
+
+
+def bind(libraries: Iterable[LibraryInfo]) -> Bound:
+    """Find the routines of these libraries. LibraryError names what is missing and what to do about it."""
+    cells: dict[str, int] = {}
+    missing: list[str] = []
+    kept: list[object] = []
+    for info in libraries:
+        for symbol in info.symbols:
+            try:
+                address, owner = _routine(info, symbol)
+            except LibraryError as error:
+                if symbol in info.required:
+                    raise
+                missing.append(str(error))
+                address, owner = 0, None
+            cell = ctypes.c_uint64(address)
+            cells[cell_name(info.name, symbol)] = ctypes.addressof(cell)
+            kept += [cell, owner]
+    return Bound(cells, tuple(missing), tuple(kept))
+
+
+def find(name: str, file: str = "", *symbols: str) -> None:
+    """Raise LibraryError unless there is this library with these symbols."""
+    library = _open(name, file)
+    for symbol in symbols:
+        _symbol(library, name, symbol)
+
+
+def _routine(info: LibraryInfo, symbol: str) -> tuple[int, object]:
+    if info.name == PYTHON:
+        function = _functions.get(symbol)
+        if function is None:
+            raise LibraryError(
+                f"the model calls the Python function '{symbol}', which is not registered; call "
+                f"relaxlite.register_function('{symbol}', function) before loading it"
+            )
+        routine = _ROUTINE(_trampoline(function))
+        return ctypes.cast(routine, ctypes.c_void_p).value or 0, routine
+    library = _open(info.name, info.file)
+    return _symbol(library, info.name, symbol), library
+
+
+def _symbol(library: ctypes.CDLL, name: str, symbol: str) -> int:
+    for spelling in ("scipy_" + symbol, symbol) if name == OPENBLAS else (symbol,):
+        if hasattr(library, spelling):
+            return ctypes.cast(getattr(library, spelling), ctypes.c_void_p).value or 0
+    raise LibraryError(
+        f"the library '{name}' ({library._name}) has no symbol '{symbol}'; check its spelling, and for a C++ library "
+        f'that it is declared extern "C"'
+    )
+
+
+def _open(name: str, file: str) -> ctypes.CDLL:
+    if name == OPENBLAS:
+        return _open_openblas()
+    if not file:
+        raise LibraryError(f"nothing says where the library '{name}' is; relaxlite.register_library(library=...) does")
+    places = [str(Path(folder, Path(file).name)) for folder in config.get("library_path").split(os.pathsep) if folder]
+    for place in [p for p in places if os.path.exists(p)] or [file]:
+        try:
+            return _opened(place)
+        except OSError as error:
+            problem = str(error)
+    raise LibraryError(
+        f"the library '{name}' cannot be loaded from {file!r} ({problem}); put it there, or name the folder that holds "
+        f"it in RELAXLITE_LIBRARY_PATH"
+    )
+
+
+@cache
+def _opened(place: str) -> ctypes.CDLL:
+    return ctypes.CDLL(place)
+
+
+@cache
+def _open_openblas() -> ctypes.CDLL:
+    """OpenBLAS with one thread: it is the kernels that share their work out among threads.
+
+    The package has a copy of OpenBLAS of its own, so no other user of one in this process is touched.
+    """
+    try:
+        with config.system_variables(OPENBLAS_NUM_THREADS="1"):  # so it starts no threads at all
+            package = importlib.import_module("scipy_openblas32")  # which loads the library
+            folder = package.get_lib_dir()
+            library = ctypes.CDLL(os.path.join(folder, _shared_library(os.listdir(folder))))
+    except ImportError as error:
+        raise LibraryError(
+            "the library 'openblas' is not installed (package scipy-openblas32); pip install 'relaxlite[openblas]'"
+        ) from error
+    except OSError as error:
+        raise LibraryError(f"OpenBLAS of scipy-openblas32 cannot be loaded ({error}); install it again") from error
+    for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
+        if hasattr(library, name):
+            getattr(library, name)(1)
+    return library
+
+
+def _shared_library(files: Iterable[str]) -> str:
+    found = [name for name in files if re.fullmatch(r"libscipy_openblas.*\.(so|dylib|dll)", name)]
+    if not found:
+        raise OSError("its folder holds no shared library")
+    return found[0]
+
+
+def take_failure() -> BaseException | None:
+    """What a Python function raised in the last kernel of this thread that failed."""
+    error = getattr(_failure, "error", None)
+    _failure.error = None
+    return error
+
+
+def _trampoline(function: Callable[..., None]) -> Callable[[int, int], int]:
+    def call(addresses: int, words: int) -> int:
+        try:
+            result: object = function(*_arrays(addresses, words))  # type: ignore[func-returns-value]
+            if result is not None:
+                raise TypeError("it returned a value; it must write its result into its last arguments")
+            return 0
+        except BaseException as error:  # nothing may pass through machine code; take_failure has it
+            _failure.error = error
+            return 1
+
+    return call
+
+
+def _arrays(addresses: int, words: int) -> list[Any]:
+    count = ctypes.c_int64.from_address(words).value
+    at = words + 8
+    arrays = []
+    for number in range(count):
+        kind, is_written, rank = (ctypes.c_int64 * 3).from_address(at)
+        shape = tuple((ctypes.c_int64 * rank).from_address(at + 24))
+        at += 24 + 8 * rank
+        pointer = ctypes.c_uint64.from_address(addresses + 8 * number).value
+        array = Tensor(pointer, shape, dtypes.ALL[kind], None).numpy()
+        array.flags.writeable = bool(is_written)
+        arrays.append(array)
+    return arrays
