@@ -20,6 +20,7 @@ from relaxlite.passes.lower_precision import lower_precision
 from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
+from relaxlite.passes.pair_products import pair_products
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
@@ -67,6 +68,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("legalize", legalize, "lowered"),
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
+        Pass("pair_products", pair_products, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
         Pass("estimate_costs", _note_costs, "lowered"),
         # D

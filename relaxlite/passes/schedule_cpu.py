@@ -222,12 +222,12 @@ class _Rules:
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
-        window = window_of(block, lanes)
+        window = None if block.is_pair else window_of(block, lanes)
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
-        tile = filter_tile(block, lanes, registers, self.choice)
+        tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:
                 self.panels.update(tile.panels)
@@ -240,9 +240,10 @@ class _Rules:
             if packs:
                 self.panels.update(panel_widths(block, column, lanes, registers, self.choice))
             if dots is not None:
-                self.panels[dots.operand] = panel_width(block, column, lanes, registers, self.choice)
-                self.groups[dots.operand] = dots.group
-                self.note("dot_products", dots.operand.name, length=dots.group)
+                for operand in dots.operands:
+                    self.panels[operand] = panel_width(block, column, lanes, registers, self.choice)
+                    self.groups[operand] = dots.group
+                    self.note("dot_products", operand.name, length=dots.group)
             row, rows, vectors = tile_size(block, column, lanes, registers, self.choice)
             down = None if row is None else row.var.name
             self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
