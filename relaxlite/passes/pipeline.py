@@ -14,6 +14,7 @@ from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.join_calls import join_calls
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_precision import lower_precision
@@ -69,6 +70,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
         Pass("pair_products", pair_products, "lowered"),
+        Pass("join_calls", join_calls, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
         Pass("estimate_costs", _note_costs, "lowered"),
         # D

@@ -42,7 +42,7 @@ from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
+from relaxlite.passes.parallel_loops import joined_loops, mark_parallel, outermost_parallel, parallel_nest, serial
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     fuse,
@@ -88,7 +88,8 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     if program.attrs.get("scheduled"):
         return program
     rules = _Rules(program, target, choice, {}, {}, [])
-    body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
+    stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
+    body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
     packing = {name: value for name, value in (("panels", panels), ("groups", groups)) if value}
