@@ -55,8 +55,10 @@ def _products(sites: list[Site]) -> Iterator[list[Var]]:
         if found is not None:
             groups.setdefault(found, []).append(site.var)
     yield from groups.values()
-'''
-'''
+
+
+"""
+"""
 
 
 def _product(site: Site) -> tuple[Var, int] | None:
@@ -118,10 +120,10 @@ def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassC
     inputs = dict.fromkeys(a for site in members for a in site.call.args)
     outputs = [site.var for site in members]
     call = parts.call(_name(members), seq(*checks, *order), tuple(inputs), outputs, table)
-    names = ", ".join(v.name for v in outputs)
+    names, shared = ", ".join(v.name for v in outputs), sum(len(s.call.args) for s in members) - len(inputs)
     context.decide(
         "join_calls", names, True, "they do not need each other, so that one kernel shares out their tiles",
-        kernels_saved=sym(len(members) - 1), tensors_read_once=sym(sum(len(s.call.args) for s in members) - len(inputs)),
+        kernels_saved=sym(len(members) - 1), operands_shared=sym(shared),
     )  # fmt: skip
     result = Var(f"{outputs[0].name}_joined", call.ty)
     made = [Let(result, replace(call, loc=members[0].call.loc))]

@@ -1,4 +1,4 @@
-"""What passes share that make one call of several: where calls stand in a body, and their programs over common buffers."""
+"""For passes that make one call of several: where calls stand in a block, and their programs over common buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from relaxlite.ir.types import TensorType, TupleType, Type, type_symbols
 from relaxlite.ir.visitor import body_uses, expr_symbols, used_vars
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import top_stages
-
 
 ChangeBlock: TypeAlias = Callable[[Block, Mapping[Var, int], ProgramTable], Sequence[Binding]]
 
@@ -62,7 +61,7 @@ class Places:
 
     def defined(self, site: Site) -> int:
         """The position from which on all that a call needs is there; -1: from the beginning of the block."""
-        needed = (*used_vars(site.call), *expr_symbols(site.call))
+        needed: tuple[Var | SymVar, ...] = (*used_vars(site.call), *expr_symbols(site.call))
         return max((self._defined.get(x, -1) for x in needed), default=-1)
 
     def used(self, var: Var) -> int:
@@ -90,9 +89,7 @@ class Instances:
         actual = dict(zip(site.program.params, taken, strict=True))
         return top_stages(replace(site.program, body=Substitute(symbols, actual, fresh=True).stmt(site.program.body)))
 
-    def call(
-        self, hint: str, body: Stmt, inputs: Sequence[Expr], outputs: Sequence[Var], table: ProgramTable
-    ) -> Call:
+    def call(self, hint: str, body: Stmt, inputs: Sequence[Expr], outputs: Sequence[Var], table: ProgramTable) -> Call:
         """A call of one program with this body."""
         params = tuple(self.buffer(x) for x in (*inputs, *outputs))
         program = TensorProgram(params, program_symbols(params, body), body, len(outputs))

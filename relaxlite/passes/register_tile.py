@@ -115,7 +115,9 @@ class Tile:
     lanes: int
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
-    partner: Allocate | None = None  # another reduction of the same loops, without an epilogue: that of `block` reads it
+    partner: Allocate | None = (
+        None  # another reduction of the same loops, without an epilogue: that of `block` reads it
+    )
 
     @property
     def rows(self) -> RowSplit:
@@ -190,13 +192,11 @@ class Tile:
 
     def _sums(self, block: Allocate, loops: _Loops, at: dict[SymVar, SymExpr], *, masked: bool) -> _Sums:
         """The reduction of a tile, and one of its sums in the tile's loops."""
-        init, update = _initial(block), _reduced(block)
         times = self._interleaved(block, loops)
         copy = SymVar("s", upper=times - 1)
-        if times > 1:
-            update = _every(update, times, copy)
+        update = _every(_reduced(block), times, copy) if times > 1 else _reduced(block)
         copies = [For(copy, sym(times), Seq(()), "unrolled")] if times > 1 else []
-        made = Substitute(at, fresh=True).stmt(Allocate(block.buffer, seq(init, update)))
+        made = Substitute(at, fresh=True).stmt(Allocate(block.buffer, seq(_initial(block), update)))
         assert isinstance(made, Allocate)
         wide = distribute([*copies, *loops], made, self._guard(at) if masked else None)
         assert isinstance(wide.body, Seq)
@@ -216,9 +216,7 @@ class Tile:
         times = max(1, self.enough_sums // own)
         return times if as_int(innermost.extent % times) == 0 and _starts_neutral(block) else 1
 
-    def _epilogue(
-        self, loops: _Loops, at: dict[SymVar, SymExpr], found: Sequence[Load], *, masked: bool
-    ) -> Stmt:
+    def _epilogue(self, loops: _Loops, at: dict[SymVar, SymExpr], found: Sequence[Load], *, masked: bool) -> Stmt:
         final = Substitute(at, fresh=True).stmt(self._final)
         for block, load in zip(self._blocks, found, strict=True):
             final = _Element(block.buffer, load).stmt(final)

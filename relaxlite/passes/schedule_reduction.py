@@ -238,4 +238,3 @@ def pair_of(stage: Stmt) -> tuple[Reduction, Reduction] | None:
     second = reduction_of(nest(outer.loops, last))
     first = reduction_of(nest(outer.loops, Allocate(body.buffer, seq(init, inner, init))))  # any statement as `final`
     return None if first is None or second is None else (replace(first, final=last), second)
-
