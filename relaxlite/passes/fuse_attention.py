@@ -2,8 +2,13 @@
 
     matmul(softmax(matmul(q, transpose(k)) * scale + bias, axis=-1), v)   =>   attention(q, k, v, bias, scale=scale)
 
-Transposes of q, k, v and of the result become attributes of the op, which reads and writes through them. Whatever looks
-like attention and is none, or is too wide for its blocks, leaves a note that says why.
+Transposes of q, k, v and of the result become attributes of the op, which reads and writes through them, and so do
+repetitions of the heads of k and v for groups of query heads:
+
+    reshape(broadcast_to(expand_dims(k), (b, h, g, n, d)), (b, h*g, n, d))
+    gather(k, (0, 0, .., 1, 1, ..), axis=1)                                 =>   attention(.., k, .., group=g)
+
+Whatever looks like attention and is none, or is too wide for its blocks, leaves a note that says why.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from relaxlite.ir.expr import AttrValue, Call, Constant, Expr, Function, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.nn_attention import has_blocks
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
 from relaxlite.passes.manager import PassContext
@@ -51,6 +56,22 @@ class _Scores:
     k: Expr
     scale: float = 1.0
     bias: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An operand as it is stored; how it is transposed, and how often each of its matrices is repeated."""
+
+    expr: Expr
+    axes: Axes | None
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    expr: Expr
+    axis: int
+    times: int
 
 
 class _FuseAttention(Rewriter):
@@ -102,10 +123,11 @@ class _FuseAttention(Rewriter):
         if not self._is_private(weights):
             raise _NotAttention("the weights are used elsewhere too")
         found = self._scores(scores)
-        q, q_axes = self._source(found.q)
-        k, k_axes = self._source(found.k, swap=True)
-        values, v_axes = self._source(v)
-        operands = (q, k, values) if found.bias is None else (q, k, values, found.bias)
+        q = self._source(found.q)
+        k, values = self._source(found.k, swap=True, grouped=True), self._source(v, grouped=True)
+        if k.group != values.group:
+            k, values = self._source(found.k, swap=True), self._source(v)
+        operands = (q.expr, k.expr, values.expr, *(() if found.bias is None else (found.bias,)))
         shapes = [_shape(x) for x in (found.q, found.k, v)]
         if len({len(shape) for shape in shapes}) > 1:
             raise _NotAttention("q, k and v differ in rank")
@@ -113,7 +135,13 @@ class _FuseAttention(Rewriter):
             raise _NotAttention(f"the widths {shapes[0][-1]} and {shapes[2][-1]} are not constant and small")
         try:
             made = get_op("attention")(
-                *operands, scale=found.scale, q_axes=q_axes, k_axes=k_axes, v_axes=v_axes, loc=product.loc
+                *operands,
+                scale=found.scale,
+                q_axes=q.axes,
+                k_axes=k.axes,
+                v_axes=values.axes,
+                group=k.group,
+                loc=product.loc,
             )
         except TypeInferenceError as error:
             raise _NotAttention(str(error)) from error
@@ -157,14 +185,45 @@ class _FuseAttention(Rewriter):
             expr = next((x for x in call.args if not isinstance(x, Constant)), call.args[0])
         return False
 
-    def _source(self, expr: Expr, swap: bool = False) -> tuple[Expr, Axes | None]:
-        """What transposes read, and their axes together; `swap`: the last two change places after them."""
-        rank = len(_shape(expr))
+    def _source(self, expr: Expr, *, swap: bool = False, grouped: bool = False) -> _Source:
+        """What transposes read, and their axes together; `swap`: the last two change places after them. `grouped`: also
+        what is repeated along the dimension before the last two."""
+        rank, group = len(_shape(expr)), 1
         order = (*range(rank - 2), rank - 1, rank - 2) if swap else tuple(range(rank))
-        while (call := self._call_of(expr, "transpose")) is not None:
-            axes = _axes(call)
-            expr, order = call.args[0], tuple(axes[p] for p in order)
-        return expr, None if order == tuple(range(rank)) else order
+        while True:
+            transpose = self._call_of(expr, "transpose")
+            repeated = self._repeated(expr) if grouped and rank > 2 else None
+            if transpose is not None:
+                axes = _axes(transpose)
+                expr, order = transpose.args[0], tuple(axes[p] for p in order)
+            elif repeated is not None and repeated.axis == order[rank - 3]:
+                expr, group = repeated.expr, group * repeated.times
+            else:
+                return _Source(expr, None if order == tuple(range(rank)) else order, group)
+
+    def _repeated(self, expr: Expr) -> _Repeated | None:
+        """The tensor whose elements along one axis stand `times` times in a row in this one."""
+        call = self._call_of(expr, "reshape", "gather")
+        if call is None:
+            return None
+        if call.callee.name == "gather":
+            return _repeating_gather(call)
+        wide = self._call_of(call.args[0], "broadcast_to", "tile", "concat")
+        source = None if wide is None else self._call_of(wide.args[0], "expand_dims", "reshape")
+        if wide is None or source is None or (wide.callee.name == "concat" and len(set(wide.args)) > 1):
+            return None
+        inner, outer, made = _shape(source.args[0]), _shape(wide), _shape(call)
+        for axis in range(len(inner)):  # (.., h, 1, ..) became (.., h, times, ..), then (.., h * times, ..)
+            times = as_int(outer[axis + 1]) if len(outer) == len(inner) + 1 else None
+            if (
+                times is not None
+                and times > 1
+                and _equal(_shape(source), (*inner[: axis + 1], sym(1), *inner[axis + 1 :]))
+                and _equal(outer, (*inner[: axis + 1], sym(times), *inner[axis + 1 :]))
+                and _equal(made, (*inner[:axis], inner[axis] * times, *inner[axis + 1 :]))
+            ):
+                return _Repeated(source.args[0], axis, times)
+        return None
 
     def _turned(self, transpose: Call) -> Expr | None:
         """transpose(attention(...)) as one op."""
@@ -175,6 +234,19 @@ class _FuseAttention(Rewriter):
         inner, axes = _permutation(call.attrs["out_axes"]), _axes(transpose)
         made = axes if inner is None else tuple(inner[a] for a in axes)
         return get_op("attention")(*call.args, **{**call.attrs, "out_axes": made}, loc=call.loc)
+
+
+def _repeating_gather(call: Call) -> _Repeated | None:
+    """Whether constant places are 0, 0, .., 1, 1, .. up to the size of the axis."""
+    x, places = call.args
+    axis, shape = call.attrs["axis"], _shape(x)
+    if not isinstance(places, Constant) or places.value.ndim != 1 or not isinstance(axis, int):
+        return None
+    size = as_int(shape[axis])
+    times = len(places.value) // size if size else 0
+    if times < 2 or not np.array_equal(places.value, np.repeat(np.arange(size), times)):
+        return None
+    return _Repeated(x, axis % len(shape), times)
 
 
 def _axes(transpose: Call) -> Axes:

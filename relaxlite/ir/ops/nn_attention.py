@@ -23,7 +23,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
-from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
 from relaxlite.ir.ops.nn_norm import LOG2_E
@@ -52,14 +52,16 @@ class Attention(Op):
 
     The operands are transposed by q_axes, k_axes and v_axes first, the result (..., m, e) by out_axes (as `transpose`
     does; None: not at all), which costs nothing. The leading dimensions broadcast, and so does bias to (..., m, n).
-    Without keys (n = 0) the result is 0. Half-precision floats are computed in float32.
+    `group`: so many matrices of q in a row, along the dimension before the last two, share one of k and v, which have
+    that many times fewer (grouped-query attention). Without keys (n = 0) the result is 0. Half-precision floats are
+    computed in float32.
     """
 
     name = "attention"
     operands = ("q", "k", "v", "bias?")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
-        "v_axes": Attr("ints", None), "out_axes": Attr("ints", None),
+        "v_axes": Attr("ints", None), "out_axes": Attr("ints", None), "group": Attr("int", 1),
     }  # fmt: skip
 
     def infer(self, q: Expr, k: Expr, v: Expr, bias: Expr | None = None, **attrs: Any) -> Type:
@@ -84,13 +86,19 @@ class Attention(Op):
         return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), types[0].dtype)
 
     def _views(self, shapes: list[Shape], attrs: Mapping[str, Any]) -> list[Shape]:
-        """The shapes of the transposed q, k and v."""
-        rank = len(shapes[0])
+        """The shapes of the transposed q, k and v, each matrix of k and v counted `group` times."""
+        rank, group = len(shapes[0]), attrs["group"]
         for name in ("q_axes", "k_axes", "v_axes", "out_axes"):
             if sorted(_order(attrs[name], rank)) != list(range(rank)):
                 self.fail(f"{name} {attrs[name]} is no permutation of the {rank} dimensions")
         orders = [_order(attrs[name], rank) for name in ("q_axes", "k_axes", "v_axes")]
-        return [tuple(shape[a] for a in order) for shape, order in zip(shapes, orders, strict=True)]
+        qs, ks, vs = (tuple(shape[a] for a in order) for shape, order in zip(shapes, orders, strict=True))
+        if group < 1 or (group > 1 and rank < 3):
+            self.fail(f"group {group} of operands of rank {rank}: it has to be positive, and 1 for matrices")
+        shared = [s if group == 1 else (*s[:-3], s[-3] * group, *s[-2:]) for s in (ks, vs)]
+        if group > 1 and not all(PROVER.can_prove_equal(qs[-3], s[-3]) for s in shared):
+            self.fail(f"q has {qs[-3]} matrices, which are not {group} times those of k, {ks[-3]}, and v, {vs[-3]}")
+        return [qs, *shared]
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         shapes = [self.tensor(x).shape or () for x in call.args[:3]]
@@ -98,10 +106,11 @@ class Attention(Op):
         if has_blocks(qs, vs):
             return None
         rank, wide = len(qs), accumulator(self.tensor(call.args[0]).dtype)
+        group: Any = call.attrs["group"]
 
         def operand(k: int, axes: str) -> Expr:
             turned = emit_op(bb, "transpose", call.args[k], axes=_order(call.attrs[axes], rank))  # type: ignore[arg-type]
-            return emit_op(bb, "cast", turned, dtype=wide)
+            return emit_op(bb, "cast", turned if k == 0 else _repeated(bb, turned, group), dtype=wide)
 
         keys = emit_op(bb, "transpose", operand(1, "k_axes"), axes=(*range(rank - 2), rank - 1, rank - 2))
         scores = emit_op(bb, "matmul", operand(0, "q_axes"), keys)
@@ -113,15 +122,15 @@ class Attention(Op):
         return get_op("cast")(turned, dtype=self.tensor(call.args[0]).dtype)
 
     def lower(
-        self, q: Buffer, k: Buffer, v: Buffer, bias: Buffer | None = None, *, out: Buffer, scale: float, **axes: Any
+        self, q: Buffer, k: Buffer, v: Buffer, bias: Buffer | None = None, *, out: Buffer, scale: float, **attrs: Any
     ) -> Stmt:
         rank = len(q.shape)
         views = (
-            _View(q, _order(axes["q_axes"], rank)),
-            _View(k, _order(axes["k_axes"], rank)),
-            _View(v, _order(axes["v_axes"], rank)),
+            _View(q, _order(attrs["q_axes"], rank)),
+            _View(k, _order(attrs["k_axes"], rank), attrs["group"]),
+            _View(v, _order(attrs["v_axes"], rank), attrs["group"]),
         )
-        back = _order(axes["out_axes"], rank)
+        back = _order(attrs["out_axes"], rank)
         result = _View(out, tuple(back.index(a) for a in range(rank)))
         batch = result.shape[:-2]
         checks = equality_checks(
@@ -142,9 +151,11 @@ class Attention(Op):
         stages = [_over_blocks(parts, batch, *piece) for piece in pieces if as_int(piece[1]) != 0]
         return seq(*checks, *stages)
 
-    def reference(self, q: Any, k: Any, v: Any, bias: Any = None, *, scale: float, **axes: Any) -> Any:
+    def reference(self, q: Any, k: Any, v: Any, bias: Any = None, *, scale: float, group: int = 1, **axes: Any) -> Any:
         views = [np.transpose(x, _order(axes[f"{n}_axes"], x.ndim)) for n, x in (("q", q), ("k", k), ("v", v))]
         qs, ks, vs = map(in_accumulator, views)
+        if group > 1:
+            ks, vs = (np.repeat(x, group, axis=-3) for x in (ks, vs))
         scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(scale)
         if bias is not None:
             scores = scores + in_accumulator(bias)
@@ -160,6 +171,9 @@ class Attention(Op):
         yield Sample((("b", "m", 8), ("b", 8, "n"), (1, "n", 20), ("m", "n")), {"k_axes": (0, 2, 1)})
         yield Sample((("m", "d"), ("n", "d"), ("n", "e")))
         yield Sample((("m", 16), ("n", 16), ("n", 16)), dtypes=("float16",) * 3, tolerance=5e-3)
+        shapes = (("b", "m", 6, 8), ("b", 2, "n", 8), ("b", 2, "n", 4), ("m", "n"))
+        yield Sample(shapes, {"scale": 0.3, "group": 3, "q_axes": (0, 2, 1, 3), "out_axes": (0, 2, 1, 3)})
+        yield Sample(((4, "m", "d"), (2, "n", "d"), (2, "n", "e")), {"group": 2})
 
 
 def _order(axes: Axes | None, rank: int) -> Axes:
@@ -167,20 +181,39 @@ def _order(axes: Axes | None, rank: int) -> Axes:
     return tuple(range(rank)) if axes is None else tuple(a % rank for a in axes)
 
 
+def _repeated(bb: BlockBuilder, x: Expr, group: int) -> Expr:
+    """Each matrix of x (..., h, n, d) `group` times in a row."""
+    if group == 1:
+        return x
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+    *batch, heads, length, width = x.ty.shape
+    wide = emit_op(bb, "expand_dims", x, axes=(len(batch) + 1,))
+    wide = emit_op(bb, "broadcast_to", wide, shape_value((*batch, heads, group, length, width)))
+    return emit_op(bb, "reshape", wide, shape_value((*batch, heads * group, length, width)))
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A buffer seen through a permutation: dimension p of the view is dimension axes[p] of the buffer."""
+    """A buffer seen through a permutation: dimension p of the view is dimension axes[p] of the buffer, and each matrix
+    stands there `group` times."""
 
     buffer: Buffer
     axes: Axes
+    group: int = 1
 
     @property
     def shape(self) -> Shape:
-        return tuple(self.buffer.shape[a] for a in self.axes)
+        dims = [self.buffer.shape[a] for a in self.axes]
+        if self.group > 1:
+            dims[-3] = dims[-3] * self.group
+        return tuple(dims)
 
     def at(self, *indices: SymExpr) -> Shape:
         """Where the buffer holds an element of the view; dimensions of one are not moved along."""
-        moved = [sym(0) if as_int(dim) == 1 else i for dim, i in zip(self.shape, indices, strict=True)]
+        places = list(indices)
+        if self.group > 1:
+            places[-3] = places[-3] // self.group
+        moved = [sym(0) if as_int(self.buffer.shape[a]) == 1 else i for a, i in zip(self.axes, places, strict=True)]
         return tuple(moved[self.axes.index(d)] for d in range(len(moved)))
 
 
