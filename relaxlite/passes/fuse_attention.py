@@ -244,7 +244,7 @@ def _repeating_gather(call: Call) -> _Repeated | None:
         return None
     size = as_int(shape[axis])
     times = len(places.value) // size if size else 0
-    if times < 2 or not np.array_equal(places.value, np.repeat(np.arange(size), times)):
+    if size is None or times < 2 or not np.array_equal(places.value, np.repeat(np.arange(size), times)):
         return None
     return _Repeated(x, axis % len(shape), times)
 

@@ -171,8 +171,10 @@ class Attention(Op):
         yield Sample((("b", "m", 8), ("b", 8, "n"), (1, "n", 20), ("m", "n")), {"k_axes": (0, 2, 1)})
         yield Sample((("m", "d"), ("n", "d"), ("n", "e")))
         yield Sample((("m", 16), ("n", 16), ("n", 16)), dtypes=("float16",) * 3, tolerance=5e-3)
-        shapes = (("b", "m", 6, 8), ("b", 2, "n", 8), ("b", 2, "n", 4), ("m", "n"))
-        yield Sample(shapes, {"scale": 0.3, "group": 3, "q_axes": (0, 2, 1, 3), "out_axes": (0, 2, 1, 3)})
+        yield Sample(
+            (("b", "m", 6, 8), ("b", 2, "n", 8), ("b", 2, "n", 4), ("m", "n")),
+            {"scale": 0.3, "group": 3, "q_axes": (0, 2, 1, 3), "out_axes": (0, 2, 1, 3)},
+        )
         yield Sample(((4, "m", "d"), (2, "n", "d"), (2, "n", "e")), {"group": 2})
 
 
