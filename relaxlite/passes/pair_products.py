@@ -4,7 +4,7 @@
         =>  for i, j: { e[]; e = 0; for k: e += x[i, k]*b[k, j]; { f[]; f = 0; for k: f += x[i, k]*a[k, j]
                         out[i, j] = silu(f) * e } }
 
-Register tiles take the steps of both sums in one loop (register_tile.py): what is read of x serves both, and the
+Register tiles take the steps of both sums in one loop (pair_tile.py): what is read of x serves both, and the
 intermediate result is never stored. The first product may have an epilogue of its own, such as a bias or an activation.
 """
 
@@ -17,8 +17,8 @@ from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Binding, Block, Let, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import Buffer, Check, Load, Stmt, Store, Value, seq
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads
+from relaxlite.ir.program import Binary, Buffer, Cast, Check, Load, Stmt, Store, Value, seq
+from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, loads
 from relaxlite.ir.symbolic import product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.legalize import ProgramTable
@@ -88,6 +88,8 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     loops += zip(*inner, strict=True)
     if not all(_ANALYZER.can_prove_equal(a.extent, b.extent) for a, b in loops):
         return "their loops are not of the same lengths"
+    if not _is_plain(first.update) or not _is_plain(second.update):
+        return "they sum up more than products of two elements"
     same = {a.var: b.var for a, b in loops}
     update = Substitute(same).stmt(first.update)
     read = {(load.buffer, load.indices) for load in loads(update)}
@@ -102,7 +104,7 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     ):
         return "the second reads the first one's result elsewhere than at its own element"
     steps = nest([b for _, b in loops[len(first.spatial) :]], update)
-    last = _Replace(between, final.value).stmt(second.final)
+    last = ReplaceLoads(between, final.value).stmt(second.final)
     block = replace(second, final=last).block
     made = nest(second.spatial, replace(first, inner=steps, final=block).block)
     tiles = reduction_block(made)
@@ -112,12 +114,11 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     return made
 
 
-class _Replace(ProgramRewriter):
-    """Replaces every load of a buffer by a value."""
+def _is_plain(update: Store) -> bool:
+    """e += a * b of elements as they are stored, or widened: what register tiles of a pair take."""
+    value = update.value
+    return isinstance(value, Binary) and value.op == "mul" and _is_element(value.a) and _is_element(value.b)
 
-    def __init__(self, buffer: Buffer, by: Value) -> None:
-        super().__init__()
-        self._buffer, self._by = buffer, by
 
-    def _value(self, value: Value) -> Value:
-        return self._by if isinstance(value, Load) and value.buffer is self._buffer else super()._value(value)
+def _is_element(value: Value) -> bool:
+    return isinstance(value.x if isinstance(value, Cast) else value, Load)

@@ -103,11 +103,7 @@ def column_pieces(extent: SymExpr, lanes: int, vectors: int) -> tuple[ColumnPiec
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Makes the code of tiles of a block { element[]; init; reduced loops: combine; epilogue }.
-
-    A partner's sums are kept beside the block's own and take the same steps, so that each vector of the operand that
-    both read is loaded once.
-    """
+    """Makes the code of tiles of a block { element[]; init; reduced loops: combine; epilogue }."""
 
     block: Allocate
     row: For | None
@@ -115,27 +111,21 @@ class Tile:
     lanes: int
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
-    partner: Allocate | None = (
-        None  # another reduction of the same loops, without an epilogue: that of `block` reads it
-    )
 
     @property
     def rows(self) -> RowSplit:
         return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows)
 
     @property
-    def _blocks(self) -> tuple[Allocate, ...]:
-        return (self.block,) if self.partner is None else (self.partner, self.block)
-
-    @property
-    def _final(self) -> Stmt:
+    def _stmts(self) -> tuple[Stmt, ...]:
+        """The initial value, the reduced loops, the epilogue."""
         assert isinstance(self.block.body, Seq)
-        return seq(*self.block.body.stmts[2:])
+        return self.block.body.stmts
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
         first = piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
-        make = self._staged if self._is_long() or any(_parts(b) for b in self._blocks) else self._direct
+        make = self._staged if self._is_long() or self._parts() is not None else self._direct
         if self.row is None:
             return make(piece, first, sym(0), sym(1))
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
@@ -144,82 +134,100 @@ class Tile:
 
     def _is_long(self) -> bool:
         """Whether the epilogue is more than a few operations."""
-        work = sum(not isinstance(v, Load | IndexValue) for v in all_values(self._final))
+        work = sum(not isinstance(v, Load | IndexValue) for v in all_values(seq(*self._stmts[2:])))
         return work > FEW_OPERATIONS
 
     def _direct(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         def body(rows: int) -> Stmt:
             loops, at = self._loops(piece, rows, first, top)
-            sums = [self._sums(b, loops, at, masked=piece.masked) for b in self._blocks]
-            final = self._epilogue(loops, at, [s.element for s in sums], masked=piece.masked)
-            return _side_by_side(sums, final)
+            sums, load = self._sums(loops, at, self._stmts[1], masked=piece.masked)
+            return replace(sums, body=seq(sums.body, self._epilogue(loops, at, load, masked=piece.masked)))
 
         return self._by_height(height, body)
 
     def _staged(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         """The sums in registers, stored to a tile on the stack; then the epilogue in a loop over its vectors."""
-        shape = (sym(self.most_rows), sym(piece.vectors * self.lanes))
-        tiles = [Buffer(f"{b.buffer.name}_tile", shape, b.buffer.dtype, "local") for b in self._blocks]
-        long = [_parts(b) for b in self._blocks]
-        outer = long[0]
+        width, element = piece.vectors * self.lanes, self.block.buffer
+        tile = Buffer(f"{element.name}_tile", (sym(self.most_rows), sym(width)), element.dtype, "local")
 
-        def to_tiles(loops: _Loops, values: Sequence[Value], combines: Sequence[str | None]) -> Stmt:
+        parts = self._parts()
+
+        def to_tile(loops: _Loops, value: Value, combine: str | None = None) -> Stmt:
             row, part, lane = (loop.var for loop in loops)
-            at = (row, part * self.lanes + lane)
-            stmts = [Store(tile, at, value, c) for tile, value, c in zip(tiles, values, combines, strict=True)]
-            return seq(*(Substitute(fresh=True).stmt(nest(loops, s)) for s in stmts))
+            store = Store(tile, (row, part * self.lanes + lane), value, combine)
+            return Substitute(fresh=True).stmt(nest(loops, store))
 
         def body(rows: int) -> Stmt:
             loops, at = self._loops(piece, rows, first, top)
-            if outer is None or None in long or any(self._interleaved(b, loops) > 1 for b in self._blocks):
-                sums = [self._sums(b, loops, at, masked=piece.masked) for b in self._blocks]
-                return _side_by_side(sums, to_tiles(loops, [s.element for s in sums], [None] * len(sums)))
-            shorter = [_of_part(b, part, outer.var) for b, part in zip(self._blocks, long, strict=True) if part]
-            sums = [self._sums(b, loops, at, masked=piece.masked) for b in shorter]
-            combines = [_combination(b) for b in shorter]
-            neutral = [identity(c, tile.dtype) for c, tile in zip(combines, tiles, strict=True)]
-            part = _side_by_side(sums, to_tiles(loops, [s.element for s in sums], combines))
-            return seq(to_tiles(loops, neutral, [None] * len(sums)), replace(outer, body=part))
+            if parts is None or self._interleaved(loops) > 1:
+                sums, load = self._sums(loops, at, self._stmts[1], masked=piece.masked)
+                return replace(sums, body=seq(sums.body, to_tile(loops, load)))
+            sums, load = self._sums(loops, at, parts.body, masked=piece.masked)
+            combine = _combination(parts.body)
+            part = replace(sums, body=seq(sums.body, to_tile(loops, load, combine)))
+            return seq(to_tile(loops, identity(combine, element.dtype)), replace(parts, body=part))
 
         loops, at = self._loops(piece, self.most_rows, first, top)
         row, part, lane = loops
-        found = [Load(tile, (row.var, part.var * self.lanes + lane.var)) for tile in tiles]
+        load = Load(tile, (row.var, part.var * self.lanes + lane.var))
         loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
-        made = seq(self._by_height(height, body), self._epilogue(loops, at, found, masked=piece.masked))
-        for tile in reversed(tiles):
-            made = Allocate(tile, made)
-        return made
+        epilogue = self._epilogue(loops, at, load, masked=piece.masked)
+        return Allocate(tile, seq(self._by_height(height, body), epilogue))
 
-    def _sums(self, block: Allocate, loops: _Loops, at: dict[SymVar, SymExpr], *, masked: bool) -> _Sums:
-        """The reduction of a tile, and one of its sums in the tile's loops."""
-        times = self._interleaved(block, loops)
+    def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool) -> tuple[Allocate, Load]:
+        """The reduction of a tile by these reduced loops, and one of its sums in the tile's loops."""
+        init = self._stmts[0]
+        times = self._interleaved(loops)
         copy = SymVar("s", upper=times - 1)
-        update = _every(_reduced(block), times, copy) if times > 1 else _reduced(block)
+        if times > 1:
+            update = _every(update, times, copy)
         copies = [For(copy, sym(times), Seq(()), "unrolled")] if times > 1 else []
-        made = Substitute(at, fresh=True).stmt(Allocate(block.buffer, seq(_initial(block), update)))
-        assert isinstance(made, Allocate)
-        wide = distribute([*copies, *loops], made, self._guard(at) if masked else None)
-        assert isinstance(wide.body, Seq)
-        first, steps = wide.body.stmts
+        block = Substitute(at, fresh=True).stmt(Allocate(self.block.buffer, seq(init, update)))
+        assert isinstance(block, Allocate)
+        sums = distribute([*copies, *loops], block, self._guard(at) if masked else None)
         place = tuple(loop.var for loop in loops)
         if times == 1:
-            return _Sums(wide.buffer, first, steps, Load(wide.buffer, place))
-        added = Store(wide.buffer, (sym(0), *place), Load(wide.buffer, (copy + 1, *place)), _combination(block))
+            return sums, Load(sums.buffer, place)
+        added = Store(sums.buffer, (sym(0), *place), Load(sums.buffer, (copy + 1, *place)), _combination(update))
         total = nest([For(copy, sym(times - 1), Seq(()), "unrolled"), *loops], added)
         total = Substitute(fresh=True).stmt(total)
-        return _Sums(wide.buffer, first, steps, Load(wide.buffer, (sym(0), *place)), (total,))
+        return replace(sums, body=seq(sums.body, total)), Load(sums.buffer, (sym(0), *place))
 
-    def _interleaved(self, block: Allocate, loops: _Loops) -> int:
+    def _interleaved(self, loops: _Loops) -> int:
         """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
-        innermost = perfect_nest(_reduced(block)).loops[-1]
-        own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2]) * len(self._blocks)
+        innermost = perfect_nest(self._stmts[1]).loops[-1]
+        own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
         times = max(1, self.enough_sums // own)
-        return times if as_int(innermost.extent % times) == 0 and _starts_neutral(block) else 1
+        return times if as_int(innermost.extent % times) == 0 and self._starts_neutral() else 1
 
-    def _epilogue(self, loops: _Loops, at: dict[SymVar, SymExpr], found: Sequence[Load], *, masked: bool) -> Stmt:
-        final = Substitute(at, fresh=True).stmt(self._final)
-        for block, load in zip(self._blocks, found, strict=True):
-            final = _Element(block.buffer, load).stmt(final)
+    def _parts(self) -> For | None:
+        """A long sum of floats as a sum of shorter ones, which is more exact: the loop over the parts, round the
+        reduced loops of one. None: it is not so long."""
+        outer = self._stmts[1]
+        assert isinstance(outer, For)
+        length, inner = as_int(outer.extent), [as_int(loop.extent) for loop in perfect_nest(outer).loops[1:]]
+        is_sum = _combination(outer) == "add" and dtypes.is_float(self.block.buffer.dtype) and self._starts_neutral()
+        if not is_sum or length is None or None in inner:
+            return None
+        count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
+        if count < 2 or length < 2:
+            return None
+        size = -(-length // count)
+        part, step = SymVar(f"{outer.var.name}o"), SymVar(outer.var.name, upper=size - 1)
+        body = Substitute({outer.var: part * size + step}).stmt(outer.body)
+        extent = sym(size) if length % size == 0 else smin(size, length - part * size)
+        return For(part, ceildiv(sym(length), size), For(step, extent, body))
+
+    def _starts_neutral(self) -> bool:
+        """Whether combining the initial value in once more changes nothing."""
+        init, update = self._stmts[:2]
+        assert isinstance(init, Store)
+        neutral = identity(_combination(update), init.buffer.dtype)
+        return isinstance(init.value, Literal) and isinstance(neutral, Literal) and init.value.value == neutral.value
+
+    def _epilogue(self, loops: _Loops, at: dict[SymVar, SymExpr], load: Load, *, masked: bool) -> Stmt:
+        final = Substitute(at, fresh=True).stmt(seq(*self._stmts[2:]))
+        final = _Element(self.block.buffer, load).stmt(final)
         return Substitute(fresh=True).stmt(nest(loops, IfThenElse(self._guard(at), final) if masked else final))
 
     def _loops(
@@ -252,81 +260,9 @@ class Tile:
         return stmt
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """A reduction in the loops of a tile."""
-
-    buffer: Buffer
-    first: Stmt  # the initial values
-    steps: Stmt
-    element: Load
-    rest: tuple[Stmt, ...] = ()  # what has to be done after the steps
-
-
-def _side_by_side(sums: Sequence[_Sums], then: Stmt) -> Stmt:
-    """Reductions of the same loops in one loop, row by row of the tile; then what uses them."""
-    steps = sums[0].steps
-    depth = len(perfect_nest(steps).loops) - 2  # all but those over the vectors and lanes of a row
-    for other in sums[1:]:
-        steps = _merged(steps, other.steps, depth)
-    body = seq(*(s.first for s in sums), steps, *(stmt for s in sums for stmt in s.rest), then)
-    for s in reversed(sums):
-        body = Allocate(s.buffer, body)
-    return body
-
-
-def _merged(a: Stmt, b: Stmt, depth: int) -> Stmt:
-    """Two nests whose first `depth` loops are alike as one."""
-    if depth == 0:
-        return seq(a, b)
-    assert isinstance(a, For) and isinstance(b, For)
-    return replace(a, body=_merged(a.body, Substitute({b.var: a.var}).stmt(b.body), depth - 1))
-
-
-def _initial(block: Allocate) -> Store:
-    assert isinstance(block.body, Seq) and isinstance(block.body.stmts[0], Store)
-    return block.body.stmts[0]
-
-
-def _reduced(block: Allocate) -> For:
-    """The reduced loops of a block."""
-    assert isinstance(block.body, Seq) and isinstance(block.body.stmts[1], For)
-    return block.body.stmts[1]
-
-
-def _parts(block: Allocate) -> For | None:
-    """A long sum of floats as a sum of shorter ones, which is more exact: the loop over the parts, round the
-    reduced loops of one. None: it is not so long."""
-    outer = _reduced(block)
-    length, inner = as_int(outer.extent), [as_int(loop.extent) for loop in perfect_nest(outer).loops[1:]]
-    is_sum = _combination(block) == "add" and dtypes.is_float(block.buffer.dtype) and _starts_neutral(block)
-    if not is_sum or length is None or None in inner:
-        return None
-    count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
-    if count < 2 or length < 2:
-        return None
-    size = -(-length // count)
-    part, step = SymVar(f"{outer.var.name}o"), SymVar(outer.var.name, upper=size - 1)
-    body = Substitute({outer.var: part * size + step}).stmt(outer.body)
-    extent = sym(size) if length % size == 0 else smin(size, length - part * size)
-    return For(part, ceildiv(sym(length), size), For(step, extent, body))
-
-
-def _of_part(block: Allocate, parts: For, number: SymVar) -> Allocate:
-    """The block for the terms of part `number` only."""
-    return replace(block, body=Seq((_initial(block), Substitute({parts.var: number}).stmt(parts.body))))
-
-
-def _starts_neutral(block: Allocate) -> bool:
-    """Whether combining the initial value in once more changes nothing."""
-    init = _initial(block)
-    neutral = identity(_combination(block), init.buffer.dtype)
-    return isinstance(init.value, Literal) and isinstance(neutral, Literal) and init.value.value == neutral.value
-
-
-def _combination(block: Allocate) -> str:
+def _combination(update: Stmt) -> str:
     """How the innermost store of a reduction combines; a dot product adds."""
-    store = perfect_nest(_reduced(block)).body
+    store = perfect_nest(update).body
     assert isinstance(store, Store)
     return store.combine or "add"
 

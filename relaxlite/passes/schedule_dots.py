@@ -15,8 +15,9 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.access import stride
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.pair_tile import apart, together
 from relaxlite.passes.schedule import split
-from relaxlite.passes.schedule_reduction import Block, apart
+from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.scheduling.tensorize import tensorize
 from relaxlite.target import Target
 
@@ -34,15 +35,10 @@ def dot_products(block: Block, column: For, target: Target) -> Dots | None:
     """The block, its innermost reduced loop in steps of a dot product; None: none fits or the target has none."""
     if not block.is_pair:
         return _dot_product(block, column, target)
-    partner, own = apart(block.body)
-    assert partner is not None
-    found = [_dot_product(Block(block.spatial, body), column, target) for body in (partner, own)]
-    first, second = found
+    first, second = (_dot_product(Block(block.spatial, body), column, target) for body in apart(block.body))
     if first is None or second is None or first.group != second.group:
         return None
-    assert isinstance(first.body.body, Seq)
-    body = replace(first.body, body=Seq((*first.body.body.stmts, second.body)))
-    return Dots(body, (*first.operands, *second.operands), first.group)
+    return Dots(together(first.body, second.body), (*first.operands, *second.operands), first.group)
 
 
 def _dot_product(block: Block, column: For, target: Target) -> Dots | None:

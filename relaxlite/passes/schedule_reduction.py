@@ -20,10 +20,11 @@ from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, 
 from relaxlite.ir.program_visitor import loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import can_fuse, stride
-from relaxlite.passes.loop_pattern import Reduction, perfect_nest, reduction_of
+from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
+from relaxlite.passes.pair_tile import PairTile, pair_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.register_tile import ENOUGH_SUMS, Tile, by_piece, column_pieces, grid
-from relaxlite.passes.schedule import fuse, nest
+from relaxlite.passes.schedule import fuse
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
@@ -42,8 +43,8 @@ def tiled(
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-    partner, own = apart(block.body if body is None else body)
-    tile = Tile(own, row, column, lanes, rows, choice.sums or ENOUGH_SUMS, partner)
+    kind = PairTile.of if block.is_pair else Tile
+    tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -205,13 +206,6 @@ def _fuse_reduced(stmt: Stmt) -> Stmt:
     return stmt
 
 
-def apart(body: Allocate) -> tuple[Allocate | None, Allocate]:
-    """(the first of a pair of reductions without its epilogue or None, the second or only one)"""
-    assert isinstance(body.body, Seq)
-    *own, last = body.body.stmts
-    return (replace(body, body=Seq(tuple(own))), last) if isinstance(last, Allocate) else (None, body)
-
-
 def reduction_block(stage: Stmt) -> Block | None:
     """The stage as a reduction, or a pair, whose loops may change places: each element is computed apart from the
     others, and no extent depends on another loop. None: it is no such reduction."""
@@ -224,17 +218,3 @@ def reduction_block(stage: Stmt) -> Block | None:
     if any(variables & set(loop.extent.free_vars()) for loop in loops):
         return None
     return Block(reductions[0].spatial, reductions[0].block)
-
-
-def pair_of(stage: Stmt) -> tuple[Reduction, Reduction] | None:
-    """for spatial: { e[]; e = init; for reduced: e combine= value; { f[]; the same for f; final } }"""
-    outer = perfect_nest(stage)
-    body = outer.body
-    if not isinstance(body, Allocate) or not isinstance(body.body, Seq) or len(body.body.stmts) != 3:
-        return None
-    init, inner, last = body.body.stmts
-    if not isinstance(last, Allocate) or not isinstance(init, Store):
-        return None
-    second = reduction_of(nest(outer.loops, last))
-    first = reduction_of(nest(outer.loops, Allocate(body.buffer, seq(init, inner, init))))  # any statement as `final`
-    return None if first is None or second is None else (replace(first, final=last), second)
