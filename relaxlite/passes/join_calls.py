@@ -20,17 +20,16 @@ from itertools import zip_longest
 
 from relaxlite.ir.expr import Binding, Block, Let, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import Check, Store, TensorProgram, seq
-from relaxlite.ir.program_visitor import loads
+from relaxlite.ir.program import Binary, Check, Store, TensorProgram, Unary, seq
+from relaxlite.ir.program_visitor import all_values, loads
 from relaxlite.ir.symbolic import as_int, sym
-from relaxlite.passes.fuse_ops import stmt_cost
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
 
 MOST_CALLS = 8  # of a group: bounds the size of the code
-MOST_ARITHMETIC = 16  # additions per element of what counts as a copy
+MOST_OPERATIONS = 12  # per element of what counts as a copy
 LONGEST_NAME = 60
 
 
@@ -96,7 +95,7 @@ def _is_copy(program: TensorProgram) -> bool:
         body = perfect_nest(stage).body
         if not isinstance(body, Store) or body.combine is not None or body.buffer not in program.outputs:
             return False
-    return stmt_cost(program.body) <= MOST_ARITHMETIC
+    return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MOST_OPERATIONS
 
 
 def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassContext) -> Block:
