@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Call, Expr, Let, Var
 from relaxlite.ir.module import IRModule
@@ -202,3 +203,83 @@ def test_widths_that_only_run_time_knows_take_the_long_way() -> None:
         x = rng.standard_normal(shape).astype(np.float32)
         scores = np.exp(x @ x.T * np.float32(0.5))
         np.testing.assert_allclose(exe(x), scores / scores.sum(-1, keepdims=True) @ x, rtol=1e-4, atol=1e-5)
+
+
+KV_HEADS, GROUP = 2, 3
+
+
+def broadcast(bb: rl.BlockBuilder, x: Var) -> Expr:
+    b, h, n, d = x.ty.shape  # type: ignore[union-attr, misc]
+    wide = bb.emit(ops.broadcast_to(bb.emit(ops.expand_dims(x, axes=(2,))), (b, h, GROUP, n, d)))
+    return bb.emit(ops.reshape(wide, (b, h * GROUP, n, d)))
+
+
+def tiled(bb: rl.BlockBuilder, x: Var) -> Expr:
+    b, h, n, d = x.ty.shape  # type: ignore[union-attr, misc]
+    wide = bb.emit(ops.tile(bb.emit(ops.expand_dims(x, axes=(2,))), (1, 1, GROUP, 1, 1)))
+    return bb.emit(ops.reshape(wide, (b, h * GROUP, n, d)))
+
+
+def stacked(bb: rl.BlockBuilder, x: Var) -> Expr:
+    b, h, n, d = x.ty.shape  # type: ignore[union-attr, misc]
+    part = bb.emit(ops.reshape(x, (b, h, 1, n, d)))
+    return bb.emit(ops.reshape(bb.emit(ops.concat(*[part] * GROUP, axis=2)), (b, h * GROUP, n, d)))
+
+
+def gathered(bb: rl.BlockBuilder, x: Var) -> Expr:
+    return bb.emit(ops.gather(x, np.repeat(np.arange(KV_HEADS), GROUP), axis=1))
+
+
+def other_order(bb: rl.BlockBuilder, x: Var) -> Expr:
+    """0, 1, 0, 1, ..: heads of a group do not stand in a row."""
+    return bb.emit(ops.gather(x, np.tile(np.arange(KV_HEADS), GROUP), axis=1))
+
+
+def other_axis_repeated(bb: rl.BlockBuilder, x: Var) -> Expr:
+    """Along the batch, and back to the shape that repeated heads have."""
+    b, h, n, d = x.ty.shape  # type: ignore[union-attr, misc]
+    wide = bb.emit(ops.broadcast_to(bb.emit(ops.expand_dims(x, axes=(1,))), (b, GROUP, h, n, d)))
+    return bb.emit(ops.reshape(wide, (b, h * GROUP, n, d)))
+
+
+Repeat = Callable[[rl.BlockBuilder, Var], Expr]
+
+
+def grouped(repeat_k: Repeat, repeat_v: Repeat, *, swapped: bool = False) -> IRModule:
+    """main(q, k, v), with more heads of q; `swapped`: k and v have their heads after the lengths."""
+    bb = rl.BlockBuilder()
+    b, m, n = (bb.symbol(name) for name in "bmn")
+    q_type = rl.TensorType.of((b, KV_HEADS * GROUP, m, WIDTH), "float32")
+    kv_type = rl.TensorType.of((b, n, KV_HEADS, WIDTH) if swapped else (b, KV_HEADS, n, WIDTH), "float32")
+    with bb.function("main", q=q_type, k=kv_type, v=kv_type) as (q, k, v):
+        keys, values = (bb.emit(ops.transpose(x, axes=SWAP)) if swapped else x for x in (k, v))
+        bb.result(decomposed(bb, q, repeat_k(bb, keys), repeat_v(bb, values)))
+    return bb.module()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("repeat", [broadcast, tiled, stacked, gathered])
+def test_repeated_heads_of_keys_and_values_become_groups(repeat: Repeat, swapped: bool) -> None:
+    module = grouped(repeat, repeat, swapped=swapped)
+    made, notes = fused(module)
+    assert op_names(made) == ["attention"], notes
+    exe = rl.compile(module)
+    for b, m, n in [(1, 1, 1), (2, 7, 3), (1, 66, 50), (0, 2, 2), (2, 0, 3)]:
+        shapes = [(b, KV_HEADS * GROUP, m, WIDTH), *[(b, KV_HEADS, n, WIDTH)] * 2]
+        q, k, v = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+        given = [q, *(np.ascontiguousarray(x.transpose(SWAP)) if swapped else x for x in (k, v))]
+        want = expected(q, *(np.repeat(x, GROUP, 1) for x in (k, v)), np.zeros(1), 1.0)
+        np.testing.assert_allclose(exe(*given), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("repeat_k", "repeat_v"), [(broadcast, other_order), (other_order, other_order), (other_axis_repeated, broadcast)]
+)
+def test_heads_that_are_repeated_otherwise_stay_repeated(repeat_k: Repeat, repeat_v: Repeat) -> None:
+    module = grouped(repeat_k, repeat_v)
+    made, _ = fused(module)
+    assert "attention" in op_names(made) and len(op_names(made)) > 2
+    exe, given = rl.compile(module), [rng.standard_normal((2, h, 5, WIDTH)).astype(np.float32) for h in (6, 2, 2)]
+    np.testing.assert_allclose(exe(*given), rl.compile(made)(*given), rtol=1e-5, atol=1e-6)
+    want = Interpreter(module).run("main", *given)
+    np.testing.assert_allclose(exe(*given), want, rtol=1e-4, atol=1e-5)

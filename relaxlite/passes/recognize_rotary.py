@@ -44,7 +44,7 @@ def _joined(a: Pattern, b: Pattern) -> Pattern:
 
 
 _X, _COS, _SIN = wildcard("x"), wildcard("cos"), wildcard("sin")
-_FIRST, _SECOND = is_op("slice").named("first"), is_op("slice").named("second")
+_FIRST, _SECOND = (is_op("slice")(_X, wildcard(), wildcard()).named(name) for name in ("first", "second"))
 
 ROTATED = _add(_mul(_X, _COS), _mul(_joined(_neg(_SECOND), _FIRST), _SIN))
 TURNED = _joined(
@@ -58,9 +58,7 @@ def rotary(found: Match, matcher: Matcher, emit: object) -> Call | str:
     if any(isinstance(part, str) for part in parts):
         return next(part for part in parts if isinstance(part, str))
     first, second = (part for part in parts if isinstance(part, _Part))
-    x = found.captures.get("x", first.source)
-    if first.source is not x or second.source is not x:
-        return "the parts that change places are not of one tensor"
+    x = found["x"]
     shape = _shape(x)
     half = first.size
     if len(shape) == 0 or as_int(half * 2) != as_int(shape[-1]) or second.size is not half:
@@ -82,9 +80,8 @@ def rotary(found: Match, matcher: Matcher, emit: object) -> Call | str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """source[..., begin : begin + size*step : step]"""
+    """x[..., begin : begin + size*step : step]"""
 
-    source: Expr
     begin: SymExpr
     size: SymExpr
     step: int
@@ -102,7 +99,7 @@ def _part(call: Expr) -> _Part | str:
     for axis, begin, size, step in zip(over, begins.values, sizes.values, strides, strict=True):
         assert isinstance(step, int)
         if axis == len(shape) - 1:
-            last = _Part(x, begin, size, step)
+            last = _Part(begin, size, step)
         elif as_int(begin) != 0 or size is not shape[axis] or step != 1:
             return "its parts are slices of other dimensions too"
     assert last is not None
