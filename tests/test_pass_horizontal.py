@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, If, Let, Tuple, Var
 from relaxlite.ir.module import IRModule

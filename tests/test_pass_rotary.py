@@ -11,6 +11,7 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import TypeInferenceError
+from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Let, Var
 from relaxlite.ir.module import IRModule

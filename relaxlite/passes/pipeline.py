@@ -27,6 +27,7 @@ from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
+from relaxlite.passes.split_products import split_products
 from relaxlite.passes.winograd import winograd
 
 
@@ -59,6 +60,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_constants_again", fold_constants, "graph"),
         _pure("channels_last", channels_last, "graph"),
         _pure("simplify_algebra_again", simplify_algebra, "graph"),
+        Pass("split_products", split_products, "graph"),
         Pass("lower_precision", lower_precision, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("recognize", recognize, "graph"),
