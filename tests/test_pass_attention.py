@@ -182,7 +182,7 @@ def rectified(bb: rl.BlockBuilder, q: Var, k: Var, v: Var, mask: Var) -> Expr:
         (twice, "weights are used elsewhere"),
         (other_axis, "not over the last axis"),
         (no_constant, "the scale is no constant"),
-        (scaled_bias, "scaled after the bias"),
+        (scaled_bias, "scaled after the bias or the mask"),
         (rectified, "computed by relu"),
     ],
 )
@@ -283,3 +283,62 @@ def test_heads_that_are_repeated_otherwise_stay_repeated(repeat_k: Repeat, repea
     np.testing.assert_allclose(exe(*given), rl.compile(made)(*given), rtol=1e-5, atol=1e-6)
     want = Interpreter(module).run("main", *given)
     np.testing.assert_allclose(exe(*given), want, rtol=1e-4, atol=1e-5)
+
+
+def seen(bb: rl.BlockBuilder, mask: Expr) -> Expr:
+    return bb.emit(ops.greater(mask, np.float32(0)))
+
+
+Masked = Callable[[rl.BlockBuilder, Expr, Expr, np.float32], Expr]
+
+
+def keeps(bb: rl.BlockBuilder, scores: Expr, mask: Expr, low: np.float32) -> Expr:
+    return bb.emit(ops.where(seen(bb, mask), scores, low))
+
+
+def fills(bb: rl.BlockBuilder, scores: Expr, mask: Expr, low: np.float32) -> Expr:
+    return bb.emit(ops.where(seen(bb, mask), low, scores))
+
+
+def keeps_then_adds(bb: rl.BlockBuilder, scores: Expr, mask: Expr, low: np.float32) -> Expr:
+    return bb.emit(ops.add(mask, keeps(bb, scores, mask, low)))
+
+
+def adds_then_keeps(bb: rl.BlockBuilder, scores: Expr, mask: Expr, low: np.float32) -> Expr:
+    return keeps(bb, bb.emit(ops.add(scores, mask)), mask, low)
+
+
+def chooses_another(bb: rl.BlockBuilder, scores: Expr, mask: Expr, low: np.float32) -> Expr:
+    return bb.emit(ops.where(seen(bb, mask), scores, mask))
+
+
+def masked_module(make: Masked, low: float, bias: tuple[str | int, ...]) -> IRModule:
+    def form(bb: rl.BlockBuilder, q: Var, k: Var, v: Var, mask: Var) -> Expr:
+        return decomposed(bb, q, k, v, lambda s: make(bb, bb.emit(ops.divide(s, np.float32(2))), mask, np.float32(low)))
+
+    return module_of(form, bias)
+
+
+@pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -2.0])
+@pytest.mark.parametrize("bias", [("m", "n"), ("b", 1, 1, "n")])
+@pytest.mark.parametrize("make", [keeps, fills, keeps_then_adds])
+def test_masks_that_choose_are_operands(make: Masked, bias: tuple[str | int, ...], low: float) -> None:
+    module = masked_module(make, low, bias)
+    made, notes = fused(module)
+    assert "attention" in op_names(made) and "softmax" not in op_names(made), notes
+    exe = rl.compile(module)
+    for b, m, n in [(1, 1, 1), (2, 7, 3), (1, 67, 50), (1, 3, 300), (0, 2, 2), (2, 0, 3)]:
+        q, k, v = (rng.standard_normal((b, HEADS, x, WIDTH)).astype(np.float32) for x in (m, n, n))
+        sizes = {"b": b, "m": m, "n": n}
+        mask = rng.standard_normal([sizes.get(d, d) for d in bias]).astype(np.float32)  # type: ignore[arg-type,misc]
+        mask[..., :1, : n // 2] = -1  # some queries see nothing, or all
+        np.testing.assert_allclose(exe(q, k, v, mask), Interpreter(module).run("main", q, k, v, mask), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(adds_then_keeps, "masked after the bias"), (chooses_another, "does not choose between")]
+)
+def test_masks_of_other_kinds_stay_and_say_why(make: Masked, reason: str) -> None:
+    made, notes = fused(masked_module(make, -1e9, ("m", "n")))
+    assert "attention" not in op_names(made)
+    assert reason in notes

@@ -8,7 +8,8 @@ repetitions of the heads of k and v for groups of query heads:
     reshape(broadcast_to(expand_dims(k), (b, h, g, n, d)), (b, h*g, n, d))
     gather(k, (0, 0, .., 1, 1, ..), axis=1)                                 =>   attention(.., k, .., group=g)
 
-Whatever looks like attention and is none, or is too wide for its blocks, leaves a note that says why.
+A mask that chooses between the scores and a constant becomes an operand too. Whatever looks like attention and is none,
+or is too wide for its blocks, leaves a note that says why.
 """
 
 from __future__ import annotations
@@ -49,12 +50,22 @@ def _rewritten(function: Function, context: PassContext) -> Function:
 
 
 @dataclass(frozen=True, slots=True)
+class _Mask:
+    """Where `mask` is `where`, scores become `value`."""
+
+    mask: Expr
+    value: float
+    where: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Scores:
-    """scale * q @ k + bias; k is (..., d, n)."""
+    """scale * q @ k, masked, + bias; k is (..., d, n)."""
 
     q: Expr
     k: Expr
     scale: float = 1.0
+    mask: _Mask | None = None
     bias: Expr | None = None
 
 
@@ -127,7 +138,8 @@ class _FuseAttention(Rewriter):
         k, values = self._source(found.k, swap=True, grouped=True), self._source(v, grouped=True)
         if k.group != values.group:
             k, values = self._source(found.k, swap=True), self._source(v)
-        operands = (q.expr, k.expr, values.expr, *(() if found.bias is None else (found.bias,)))
+        mask = found.mask
+        added = tuple(x for x in (found.bias, None if mask is None else mask.mask) if x is not None)
         shapes = [_shape(x) for x in (found.q, found.k, v)]
         if len({len(shape) for shape in shapes}) > 1:
             raise _NotAttention("q, k and v differ in rank")
@@ -135,12 +147,17 @@ class _FuseAttention(Rewriter):
             raise _NotAttention(f"the widths {shapes[0][-1]} and {shapes[2][-1]} are not constant and small")
         try:
             made = get_op("attention")(
-                *operands,
+                q.expr,
+                k.expr,
+                values.expr,
+                *added,
                 scale=found.scale,
                 q_axes=q.axes,
                 k_axes=k.axes,
                 v_axes=values.axes,
                 group=k.group,
+                masked=0.0 if mask is None else mask.value,
+                masked_where=mask is not None and mask.where,
                 loc=product.loc,
             )
         except TypeInferenceError as error:
@@ -153,11 +170,13 @@ class _FuseAttention(Rewriter):
         """What the scores are made of, from the softmax inwards."""
         if not self._is_private(expr):
             raise _NotAttention("the scores are used elsewhere too")
-        call = self._call_of(expr, "matmul", "multiply", "divide", "add")
+        call = self._call_of(expr, "matmul", "multiply", "divide", "add", "where")
         if call is None:
             raise _NotAttention(f"the scores are computed by {_name(self._bound.get(expr))}")
         if call.callee.name == "matmul":
             return _Scores(call.args[0], call.args[1])
+        if call.callee.name == "where":
+            return self._masked(call)
         a, b = call.args
         if call.callee.name == "add":
             for inner, bias in ((a, b), (b, a)):
@@ -174,15 +193,28 @@ class _FuseAttention(Rewriter):
         if factor is None or (call.callee.name == "divide" and factor == 0):
             raise _NotAttention("the scale is no constant")
         found = self._scores(inner)
-        if found.bias is not None:
-            raise _NotAttention("the scores are scaled after the bias")
+        if found.bias is not None or found.mask is not None:
+            raise _NotAttention("the scores are scaled after the bias or the mask")
         return replace(found, scale=found.scale / factor if call.callee.name == "divide" else found.scale * factor)
 
+    def _masked(self, where: Call) -> _Scores:
+        """where(mask, scores, constant), or the other way round."""
+        cond, a, b = where.args
+        for inner, other, masked_where in ((a, b, False), (b, a, True)):
+            value = _factor(other)
+            if value is not None and _equal(_shape(inner), _shape(where)):
+                found = self._scores(inner)
+                if found.bias is not None or found.mask is not None:
+                    raise _NotAttention("the scores are masked after the bias or another mask")
+                return replace(found, mask=_Mask(cond, value, masked_where))
+        raise _NotAttention("the mask does not choose between the scores and a constant")
+
     def _leads_to_product(self, expr: Expr) -> bool:
-        while (call := self._call_of(expr, "multiply", "divide", "matmul")) is not None:
+        while (call := self._call_of(expr, "multiply", "divide", "where", "matmul")) is not None:
             if call.callee.name == "matmul":
                 return self._is_private(expr)
-            expr = next((x for x in call.args if not isinstance(x, Constant)), call.args[0])
+            operands = call.args[1:] if call.callee.name == "where" else call.args
+            expr = next((x for x in operands if not isinstance(x, Constant)), operands[0])
         return False
 
     def _source(self, expr: Expr, *, swap: bool = False, grouped: bool = False) -> _Source:

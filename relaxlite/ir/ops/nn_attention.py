@@ -53,18 +53,20 @@ class Attention(Op):
     The operands are transposed by q_axes, k_axes and v_axes first, the result (..., m, e) by out_axes (as `transpose`
     does; None: not at all), which costs nothing. The leading dimensions broadcast, and so does bias to (..., m, n).
     `group`: so many matrices of q in a row, along the dimension before the last two, share one of k and v, which have
-    that many times fewer (grouped-query attention). Without keys (n = 0) the result is 0. Half-precision floats are
-    computed in float32.
+    that many times fewer (grouped-query attention). A mask of bool, which broadcasts as the bias does, replaces scores
+    by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0.
+    Half-precision floats are computed in float32.
     """
 
     name = "attention"
-    operands = ("q", "k", "v", "bias?")
+    operands = ("q", "k", "v", "bias_or_mask?", "mask?")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
         "v_axes": Attr("ints", None), "out_axes": Attr("ints", None), "group": Attr("int", 1),
+        "masked": Attr("float", 0.0), "masked_where": Attr("bool", False),
     }  # fmt: skip
 
-    def infer(self, q: Expr, k: Expr, v: Expr, bias: Expr | None = None, **attrs: Any) -> Type:
+    def infer(self, q: Expr, k: Expr, v: Expr, *added: Expr, **attrs: Any) -> Type:
         types = [self.tensor(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
         if len({t.dtype for t in types}) > 1 or not dtypes.is_float(types[0].dtype):
             self.fail(f"q, k and v must have one float dtype, got {', '.join(t.dtype for t in types)}")
@@ -75,13 +77,18 @@ class Attention(Op):
             shapes = ", ".join(map(format_shape, (qs, ks, vs)))
             self.fail(f"q, k and v must be (..., m, d), (..., n, d) and (..., n, e) once transposed, got {shapes}")
         batch = broadcast_shapes(broadcast_shapes(qs[:-2], ks[:-2]), vs[:-2])
-        if bias is not None:
-            found, scores = self.tensor(bias, "bias"), (*batch, qs[-2], ks[-2])
-            if found.dtype != types[0].dtype or len(found.shape or ()) > len(scores):
-                self.fail(f"bias must broadcast to the scores {format_shape(scores)} of {types[0].dtype}, got {found}")
+        if len({self.tensor(x).dtype == "bool" for x in added}) < len(added):
+            self.fail(f"there may be one bias and one mask, got {', '.join(str(x.ty) for x in added)}")
+        scores = (*batch, qs[-2], ks[-2])
+        for x in added:
+            found = self.tensor(x)
+            name = "mask" if found.dtype == "bool" else "bias"
+            if found.dtype not in ("bool", types[0].dtype) or len(found.shape or ()) > len(scores):
+                shape = format_shape(scores)
+                self.fail(f"{name} must broadcast to the scores {shape} of {types[0].dtype}, got {found}")
             for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
                 if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
-                    self.fail(f"bias {found} is not known to broadcast to the scores {format_shape(scores)}")
+                    self.fail(f"{name} {found} is not known to broadcast to the scores {format_shape(scores)}")
         out = (*batch, qs[-2], vs[-1])
         return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), types[0].dtype)
 
@@ -115,16 +122,21 @@ class Attention(Op):
         keys = emit_op(bb, "transpose", operand(1, "k_axes"), axes=(*range(rank - 2), rank - 1, rank - 2))
         scores = emit_op(bb, "matmul", operand(0, "q_axes"), keys)
         scores = emit_op(bb, "multiply", scores, np.asarray(call.attrs["scale"], dtypes.to_numpy(wide)))
-        if len(call.args) > 3:
-            scores = emit_op(bb, "add", scores, emit_op(bb, "cast", call.args[3], dtype=wide))
+        for x in sorted(call.args[3:], key=lambda x: self.tensor(x).dtype != "bool"):
+            if self.tensor(x).dtype == "bool":
+                masked = np.asarray(call.attrs["masked"], dtypes.to_numpy(wide))
+                branches = (masked, scores) if call.attrs["masked_where"] else (scores, masked)
+                scores = emit_op(bb, "where", x, *branches)
+            else:
+                scores = emit_op(bb, "add", scores, emit_op(bb, "cast", x, dtype=wide))
         made = emit_op(bb, "matmul", emit_op(bb, "softmax", scores, axis=-1), operand(2, "v_axes"))
         turned = emit_op(bb, "transpose", made, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
         return get_op("cast")(turned, dtype=self.tensor(call.args[0]).dtype)
 
-    def lower(
-        self, q: Buffer, k: Buffer, v: Buffer, bias: Buffer | None = None, *, out: Buffer, scale: float, **attrs: Any
-    ) -> Stmt:
+    def lower(self, q: Buffer, k: Buffer, v: Buffer, *added: Buffer, out: Buffer, scale: float, **attrs: Any) -> Stmt:
         rank = len(q.shape)
+        bias = next((x for x in added if x.dtype != "bool"), None)
+        mask = next((_Mask(x, attrs["masked"], attrs["masked_where"]) for x in added if x.dtype == "bool"), None)
         views = (
             _View(q, _order(attrs["q_axes"], rank)),
             _View(k, _order(attrs["k_axes"], rank), attrs["group"]),
@@ -139,7 +151,7 @@ class Attention(Op):
             (views[0].shape[-1], views[1].shape[-1]),
             (views[1].shape[-2], views[2].shape[-2]),
         )
-        parts = _Parts(*views, result, bias, scale, accumulator(out.dtype))
+        parts = _Parts(*views, result, bias, mask, scale, accumulator(out.dtype))
         large, small = BLOCKS
         start, left = parts.rows // large * large, parts.rows % large
         few = smin(FEW + 1 - smin(left, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
@@ -151,14 +163,18 @@ class Attention(Op):
         stages = [_over_blocks(parts, batch, *piece) for piece in pieces if as_int(piece[1]) != 0]
         return seq(*checks, *stages)
 
-    def reference(self, q: Any, k: Any, v: Any, bias: Any = None, *, scale: float, group: int = 1, **axes: Any) -> Any:
+    def reference(self, q: Any, k: Any, v: Any, *added: Any, **attrs: Any) -> Any:
+        axes, group = attrs, attrs.get("group", 1)
         views = [np.transpose(x, _order(axes[f"{n}_axes"], x.ndim)) for n, x in (("q", q), ("k", k), ("v", v))]
         qs, ks, vs = map(in_accumulator, views)
         if group > 1:
             ks, vs = (np.repeat(x, group, axis=-3) for x in (ks, vs))
-        scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(scale)
-        if bias is not None:
-            scores = scores + in_accumulator(bias)
+        scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(attrs["scale"])
+        for x in sorted(added, key=lambda x: x.dtype != np.bool_):
+            if x.dtype == np.bool_:
+                scores = np.where(x == attrs["masked_where"], scores.dtype.type(attrs["masked"]), scores)
+            else:
+                scores = scores + in_accumulator(x)
         weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-np.inf))
         made = np.matmul(weights / np.sum(weights, axis=-1, keepdims=True), vs)
         return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(q.dtype)
@@ -176,6 +192,10 @@ class Attention(Op):
             {"scale": 0.3, "group": 3, "q_axes": (0, 2, 1, 3), "out_axes": (0, 2, 1, 3)},
         )
         yield Sample(((4, "m", "d"), (2, "n", "d"), (2, "n", "e")), {"group": 2})
+        masked = ("float32",) * 4 + ("bool",)
+        yield Sample((("b", "m", 8), ("b", "n", 8), ("b", "n", 8), ("b", 1, "n"), ("m", "n")), {"masked": -1e9}, masked)
+        attrs = {"masked": -3.0, "masked_where": True}
+        yield Sample((("m", "d"), ("n", "d"), ("n", "e"), (1, "n")), attrs, (*masked[:3], "bool"))
 
 
 def _order(axes: Axes | None, rank: int) -> Axes:
@@ -220,12 +240,20 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
+class _Mask:
+    buffer: Buffer
+    value: float  # of scores where the mask is `where`
+    where: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     q: _View
     k: _View
     v: _View
     out: _View
     bias: Buffer | None
+    mask: _Mask | None
     scale: float
     dtype: str  # of all that is computed
 
@@ -304,7 +332,8 @@ class _Block:
             return self._read(self.parts.k, start + j, d) * Scalar(self.queries[d, i])
 
         def keep_score(j: SymExpr, i: SymExpr, found: Scalar) -> Stmt:
-            return Store(scores, (j, i), (found + self._bias(i, start + j)).value)
+            masked = self._masked(found, i, start + j)
+            return Store(scores, (j, i), (masked + self._bias(i, start + j)).value)
 
         def raise_top(i: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(i,)])
@@ -339,12 +368,29 @@ class _Block:
         bias = self.parts.bias
         if bias is None:
             return Scalar(literal(0.0, self.parts.dtype))
-        at = (*self.batch, self.start + i, j)[len(self.batch) + 2 - len(bias.shape) :]
-        where = tuple(sym(0) if as_int(dim) == 1 else index for dim, index in zip(bias.shape, at, strict=True))
-        found = Scalar(bias[where]).cast(self.parts.dtype)
-        if len(bias.shape) < 2 or as_int(bias.shape[-2]) == 1 or self.count is self.size:
+        found = self._of_score(bias, i, j).cast(self.parts.dtype)
+        return select(index(i) < self.count, found, 0.0) if self._moves_beyond(bias) else found
+
+    def _masked(self, found: Scalar, i: SymExpr, j: SymExpr) -> Scalar:
+        """A score of query start + i and key j, or what stands for it."""
+        mask = self.parts.mask
+        if mask is None:
             return found
-        return select(index(i) < self.count, found, 0.0)
+        taken = self._of_score(mask.buffer, i, j)
+        replaced = literal(mask.value, self.parts.dtype)
+        branches = (Scalar(replaced), found) if mask.where else (found, Scalar(replaced))
+        chosen = select(taken, *branches)
+        return select(index(i) < self.count, chosen, 0.0) if self._moves_beyond(mask.buffer) else chosen
+
+    def _of_score(self, buffer: Buffer, i: SymExpr, j: SymExpr) -> Scalar:
+        """What a tensor that broadcasts to the scores holds for query start + i and key j."""
+        at = (*self.batch, self.start + i, j)[len(self.batch) + 2 - len(buffer.shape) :]
+        where = tuple(sym(0) if as_int(dim) == 1 else index for dim, index in zip(buffer.shape, at, strict=True))
+        return Scalar(buffer[where])
+
+    def _moves_beyond(self, buffer: Buffer) -> bool:
+        """Whether such a tensor has rows of its own for the queries, of which a block may have fewer than columns."""
+        return len(buffer.shape) > 1 and as_int(buffer.shape[-2]) != 1 and self.count is not self.size
 
     def _fold(
         self,
