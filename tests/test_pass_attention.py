@@ -13,8 +13,10 @@ from relaxlite.ir import ops
 from relaxlite.ir.expr import Call, Expr, Let, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.program import SCHEDULE
 from relaxlite.passes.fuse_attention import fuse_attention
-from relaxlite.passes.manager import PassContext
+from relaxlite.passes.manager import Pass, PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
 
 Make = Callable[[rl.BlockBuilder, Var, Var, Var, Var], Expr]
@@ -88,6 +90,14 @@ def swapped(bb: rl.BlockBuilder, q: Var, k: Var, v: Var, mask: Var) -> Expr:
         return bb.emit(ops.add(mask, bb.emit(ops.multiply(np.float32(0.4), s))))
 
     return bb.emit(ops.transpose(decomposed(bb, *turned, score), axes=SWAP))  # type: ignore[arg-type]
+
+
+AVX512 = Target.parse("llvm -mcpu=x86-64-v4")
+
+
+def steps_until(name: str) -> list[Pass]:
+    names = [step.name for step in default_pipeline()]
+    return list(default_pipeline()[: names.index(name) + 1])
 
 
 def test_a_decomposed_graph_becomes_one_op() -> None:
@@ -342,3 +352,11 @@ def test_masks_of_other_kinds_stay_and_say_why(make: Masked, reason: str) -> Non
     made, notes = fused(masked_module(make, -1e9, ("m", "n")))
     assert "attention" not in op_names(made)
     assert reason in notes
+
+
+def test_sums_over_a_block_of_queries_are_register_tiles() -> None:
+    """Scores and weighted values, maxima and totals, in blocks of 64 and of 16 queries."""
+    (program,) = run_passes(module_of(plain), steps_until("schedule"), PassContext(AVX512)).programs().values()
+    steps = program.attrs[SCHEDULE]
+    assert isinstance(steps, tuple)
+    assert sum(str(step).startswith("register_tile") for step in steps) == 4

@@ -136,8 +136,9 @@ class Block:
 
     @property
     def updates(self) -> tuple[Store, ...]:
-        """The combining stores, one or two."""
-        return tuple(s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None)
+        """The combining stores, two of a pair."""
+        found = [s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None]
+        return tuple(found[: 2 if self.is_pair else 1])
 
     @property
     def update(self) -> Store:
@@ -149,7 +150,8 @@ class Block:
 
     def loads(self) -> Iterator[Load]:
         """What the reductions combine."""
-        return (load for update in self.updates for load in loads(update))
+        elements = {update.buffer for update in self.updates}
+        return (load for update in self.updates for load in loads(update) if load.buffer not in elements)
 
     def fused(self) -> Block:
         """Fuse adjacent spatial loops, and adjacent reduced loops, whose accesses stay linear."""
@@ -171,7 +173,7 @@ class Block:
         for loop in reversed(self.spatial):
             if as_int(loop.extent) == 1:
                 continue
-            read = [stride(load, loop.var) for load in self.loads() if load.buffer.scope == "global"]
+            read = [stride(load, loop.var) for load in self.loads()]
             written = [stride(s, loop.var) for s in stores(self.body) if s.buffer.scope == "global"]
             near = all(s is not None and abs(s) <= MAX_SMALL_STRIDE for s in read)
             if near and any(read) and all(s == 1 for s in written):
