@@ -71,11 +71,12 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An operand as it is stored; how it is transposed, and how often each of its matrices is repeated."""
+    """An operand as it is stored; how it is transposed, how often each of its matrices is repeated, and scaled."""
 
     expr: Expr
     axes: Axes | None
     group: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,14 @@ class _FuseAttention(Rewriter):
             return None
         if value.callee.name == "transpose":
             return self._turned(value)
-        weights = self._call_of(value.args[0], "softmax") if value.callee.name == "matmul" else None
-        if weights is None:
+        if value.callee.name != "matmul":
+            return None
+        weights = self._without_nan(value.args[0])
+        softmax = self._call_of(value.args[0] if weights is None else weights, "softmax")
+        if softmax is None:
             return None
         try:
-            return self._attention(weights, value)
+            return self._attention(softmax, value, zero_nan=weights is not None)
         except _NotAttention as reason:
             self._context.decide("fuse_attention", f"attention at {var.name}", False, str(reason))
             return None
@@ -119,7 +123,17 @@ class _FuseAttention(Rewriter):
     def _is_private(self, expr: Expr) -> bool:
         return isinstance(expr, Var) and self._uses[expr] == 1
 
-    def _attention(self, softmax: Call, product: Call) -> Expr:
+    def _without_nan(self, expr: Expr) -> Expr | None:
+        """x of where(isnan(x), 0, x), which nothing else uses."""
+        where = self._call_of(expr, "where")
+        found = None if where is None else self._call_of(where.args[0], "isnan")
+        if where is None or found is None or _factor(where.args[1]) != 0:
+            return None
+        x = where.args[2]
+        is_own = isinstance(x, Var) and self._uses[x] == 2 and self._is_private(where.args[0])
+        return x if is_own and found.args[0] is x else None
+
+    def _attention(self, softmax: Call, product: Call, *, zero_nan: bool) -> Expr:
         weights, v = product.args
         (scores,) = softmax.args
         ty, out = scores.ty, product.ty
@@ -134,10 +148,10 @@ class _FuseAttention(Rewriter):
         if not self._is_private(weights):
             raise _NotAttention("the weights are used elsewhere too")
         found = self._scores(scores)
-        q = self._source(found.q)
-        k, values = self._source(found.k, swap=True, grouped=True), self._source(v, grouped=True)
+        q = self._source(found.q, scaled=True)
+        k, values = self._source(found.k, swap=True, grouped=True, scaled=True), self._source(v, grouped=True)
         if k.group != values.group:
-            k, values = self._source(found.k, swap=True), self._source(v)
+            k, values = self._source(found.k, swap=True, scaled=True), self._source(v)
         mask = found.mask
         added = tuple(x for x in (found.bias, None if mask is None else mask.mask) if x is not None)
         shapes = [_shape(x) for x in (found.q, found.k, v)]
@@ -151,12 +165,13 @@ class _FuseAttention(Rewriter):
                 k.expr,
                 values.expr,
                 *added,
-                scale=found.scale,
+                scale=found.scale * q.scale * k.scale,
                 q_axes=q.axes,
                 k_axes=k.axes,
                 v_axes=values.axes,
                 group=k.group,
                 masked=0.0 if mask is None else mask.value,
+                zero_nan=zero_nan,
                 masked_where=mask is not None and mask.where,
                 loc=product.loc,
             )
@@ -217,10 +232,10 @@ class _FuseAttention(Rewriter):
             expr = next((x for x in operands if not isinstance(x, Constant)), operands[0])
         return False
 
-    def _source(self, expr: Expr, *, swap: bool = False, grouped: bool = False) -> _Source:
+    def _source(self, expr: Expr, *, swap: bool = False, grouped: bool = False, scaled: bool = False) -> _Source:
         """What transposes read, and their axes together; `swap`: the last two change places after them. `grouped`: also
-        what is repeated along the dimension before the last two."""
-        rank, group = len(_shape(expr)), 1
+        what is repeated along the dimension before the last two; `scaled`: what is multiplied by a constant."""
+        rank, group, scale = len(_shape(expr)), 1, 1.0
         order = (*range(rank - 2), rank - 1, rank - 2) if swap else tuple(range(rank))
         while True:
             transpose = self._call_of(expr, "transpose")
@@ -230,8 +245,19 @@ class _FuseAttention(Rewriter):
                 expr, order = transpose.args[0], tuple(axes[p] for p in order)
             elif repeated is not None and repeated.axis == order[rank - 3]:
                 expr, group = repeated.expr, group * repeated.times
+            elif scaled and (found := self._scaled(expr)) is not None:
+                expr, scale = found[0], scale * found[1]
             else:
-                return _Source(expr, None if order == tuple(range(rank)) else order, group)
+                return _Source(expr, None if order == tuple(range(rank)) else order, group, scale)
+
+    def _scaled(self, expr: Expr) -> tuple[Expr, float] | None:
+        """(x, c) of x * c"""
+        call = self._call_of(expr, "multiply")
+        for x, c in () if call is None else (call.args, call.args[::-1]):
+            factor = _factor(c)
+            if factor is not None and len(_shape(x)) == len(_shape(expr)):
+                return x, factor
+        return None
 
     def _repeated(self, expr: Expr) -> _Repeated | None:
         """The tensor whose elements along one axis stand `times` times in a row in this one."""

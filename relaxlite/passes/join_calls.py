@@ -47,8 +47,8 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _products(sites: list[Site]) -> Iterator[list[Var]]:
-    """Groups of products that read one operand that is no constant, and sum over equally many terms."""
-    groups: dict[tuple[Var, int], list[Var]] = {}
+    """Groups of products that read the same operands beside their weights, and sum over equally many terms."""
+    groups: dict[tuple[tuple[Var, ...], int], list[Var]] = {}
     for site in sites:
         found = _product(site)
         if found is not None:
@@ -60,8 +60,8 @@ def _products(sites: list[Site]) -> Iterator[list[Var]]:
 """
 
 
-def _product(site: Site) -> tuple[Var, int] | None:
-    """(the operand that is no constant, the number of terms of a sum) of a product with constant weights."""
+def _product(site: Site) -> tuple[tuple[Var, ...], int] | None:
+    """(the operands that are no constants: x, and its zero point; the terms of a sum) of a product with weights."""
     stages = [s for s in top_stages(site.program) if not isinstance(s, Check)]
     found = reduction_of(stages[0]) if len(stages) == 1 else None
     if found is None or analyze(site.program) != LoopPattern.OUT_FUSIBLE:
@@ -69,11 +69,11 @@ def _product(site: Site) -> tuple[Var, int] | None:
     steps = perfect_nest(found.inner).loops
     terms = as_int(steps[0].extent)
     args = dict(zip(site.program.inputs, site.call.args, strict=True))
-    read = {args[load.buffer] for load in loads(found.update)}
-    operands = [x for x in read if isinstance(x, Var)]
-    if len(steps) != 1 or terms is None or len(read) != 2 or len(operands) != 1:
+    read = dict.fromkeys(args[load.buffer] for load in loads(found.update))
+    operands = tuple(x for x in read if isinstance(x, Var))
+    if len(steps) != 1 or terms is None or not operands or len(operands) == len(read):
         return None
-    return operands[0], terms
+    return operands, terms
 
 
 def _copies(sites: list[Site]) -> Iterator[list[Var]]:

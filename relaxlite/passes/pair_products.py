@@ -59,9 +59,12 @@ def _pair(first: Site, second: Site, table: ProgramTable, context: PassContext) 
     stages = [s for site in (first, second) for s in parts.stages(site)]
     checks = [s for s in stages if isinstance(s, Check)]
     found = [reduction_of(s) for s in stages if not isinstance(s, Check)]
+    between = parts.buffers[first.var]
     if len(found) != 2 or found[0] is None or found[1] is None:
         return None
-    made = _paired(found[0], found[1], parts.buffers[first.var], context.target)
+    if any(load.buffer is between for load in loads(found[1].update)):
+        return None  # one product after another
+    made = _paired(found[0], found[1], between, context.target)
     subject = f"{first.var.name} and {second.var.name}"
     if isinstance(made, str):
         context.decide("pair_products", subject, False, made)
@@ -99,9 +102,7 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     places = tuple(loop.var for loop in second.spatial)
     if not isinstance(final, Store) or final.buffer is not between or final.indices != places:
         return "the first result is not one element per sum"
-    if any(load.buffer is between for load in loads(second.update)) or any(
-        load.buffer is between and load.indices != places for load in loads(second.final)
-    ):
+    if any(load.buffer is between and load.indices != places for load in loads(second.final)):
         return "the second reads the first one's result elsewhere than at its own element"
     steps = nest([b for _, b in loops[len(first.spatial) :]], update)
     last = ReplaceLoads(between, final.value).stmt(second.final)

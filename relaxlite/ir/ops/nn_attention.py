@@ -54,8 +54,8 @@ class Attention(Op):
     does; None: not at all), which costs nothing. The leading dimensions broadcast, and so does bias to (..., m, n).
     `group`: so many matrices of q in a row, along the dimension before the last two, share one of k and v, which have
     that many times fewer (grouped-query attention). A mask of bool, which broadcasts as the bias does, replaces scores
-    by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0.
-    Half-precision floats are computed in float32.
+    by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0, and with
+    `zero_nan` also where weights would be NaN. Half-precision floats are computed in float32.
     """
 
     name = "attention"
@@ -64,6 +64,7 @@ class Attention(Op):
         "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
         "v_axes": Attr("ints", None), "out_axes": Attr("ints", None), "group": Attr("int", 1),
         "masked": Attr("float", 0.0), "masked_where": Attr("bool", False),
+        "zero_nan": Attr("bool", False),
     }  # fmt: skip
 
     def infer(self, q: Expr, k: Expr, v: Expr, *added: Expr, **attrs: Any) -> Type:
@@ -129,7 +130,10 @@ class Attention(Op):
                 scores = emit_op(bb, "where", x, *branches)
             else:
                 scores = emit_op(bb, "add", scores, emit_op(bb, "cast", x, dtype=wide))
-        made = emit_op(bb, "matmul", emit_op(bb, "softmax", scores, axis=-1), operand(2, "v_axes"))
+        weights = emit_op(bb, "softmax", scores, axis=-1)
+        if call.attrs["zero_nan"]:
+            weights = emit_op(bb, "where", emit_op(bb, "isnan", weights), np.zeros((), dtypes.to_numpy(wide)), weights)
+        made = emit_op(bb, "matmul", weights, operand(2, "v_axes"))
         turned = emit_op(bb, "transpose", made, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
         return get_op("cast")(turned, dtype=self.tensor(call.args[0]).dtype)
 
@@ -151,7 +155,7 @@ class Attention(Op):
             (views[0].shape[-1], views[1].shape[-1]),
             (views[1].shape[-2], views[2].shape[-2]),
         )
-        parts = _Parts(*views, result, bias, mask, scale, accumulator(out.dtype))
+        parts = _Parts(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype))
         large, small = BLOCKS
         start, left = parts.rows // large * large, parts.rows % large
         few = smin(FEW + 1 - smin(left, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
@@ -176,7 +180,10 @@ class Attention(Op):
             else:
                 scores = scores + in_accumulator(x)
         weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-np.inf))
-        made = np.matmul(weights / np.sum(weights, axis=-1, keepdims=True), vs)
+        weights = weights / np.sum(weights, axis=-1, keepdims=True)
+        if attrs.get("zero_nan"):
+            weights = np.where(np.isnan(weights), weights.dtype.type(0), weights)
+        made = np.matmul(weights, vs)
         return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(q.dtype)
 
     def samples(self) -> Iterable[Sample]:
@@ -196,6 +203,8 @@ class Attention(Op):
         yield Sample((("b", "m", 8), ("b", "n", 8), ("b", "n", 8), ("b", 1, "n"), ("m", "n")), {"masked": -1e9}, masked)
         attrs = {"masked": -3.0, "masked_where": True}
         yield Sample((("m", "d"), ("n", "d"), ("n", "e"), (1, "n")), attrs, (*masked[:3], "bool"))
+        attrs = {"masked": float("-inf"), "zero_nan": True}
+        yield Sample((("m", 8), ("n", 8), ("n", 8), ("m", "n")), attrs, (*masked[:3], "bool"))
 
 
 def _order(axes: Axes | None, rank: int) -> Axes:
@@ -254,6 +263,7 @@ class _Parts:
     out: _View
     bias: Buffer | None
     mask: _Mask | None
+    zero_nan: bool
     scale: float
     dtype: str  # of all that is computed
 
@@ -415,11 +425,16 @@ class _Block:
         some = index(self.keys) > 0
 
         def scale(i: SymExpr) -> Stmt:
-            return Store(self.total, (i,), select(some, 1.0 / Scalar(self.total[(i,)]), 0.0).value)
+            total = Scalar(self.total[(i,)])
+            known = (some & (total > 0.0)) if self.parts.zero_nan else some
+            return Store(self.total, (i,), select(known, 1.0 / total, 0.0).value)
 
         def element(i: SymExpr, e: SymExpr) -> Stmt:
             out = self.parts.out
-            value = Scalar(self.sums[e, i]) * Scalar(self.total[(i,)])
+            factor = Scalar(self.total[(i,)])
+            value = Scalar(self.sums[e, i]) * factor
+            if self.parts.zero_nan:  # the sums may be NaN, as the scores are
+                value = select(factor > 0.0, value, 0.0)
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
         return seq(_nest("i", (self.size,), scale), self._over_queries(self.depth, element))
