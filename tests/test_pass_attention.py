@@ -360,3 +360,30 @@ def test_sums_over_a_block_of_queries_are_register_tiles() -> None:
     steps = program.attrs[SCHEDULE]
     assert isinstance(steps, tuple)
     assert sum(str(step).startswith("register_tile") for step in steps) == 4
+
+
+def as_torch_writes_it(bb: rl.BlockBuilder, q: Var, k: Var, v: Var, mask: Var) -> Expr:
+    """Scaled operands; weights of queries that see nothing become 0."""
+    root = np.float32(0.4**0.5)
+    keys = bb.emit(ops.multiply(bb.emit(ops.transpose(k, axes=(0, 1, 3, 2))), root))
+    scores = bb.emit(ops.add(bb.emit(ops.matmul(bb.emit(ops.multiply(root, q)), keys)), mask))
+    weights = bb.emit(ops.softmax(scores, axis=-1))
+    weights = bb.emit(ops.where(bb.emit(ops.isnan(weights)), np.float32(0), weights))
+    return bb.emit(ops.matmul(weights, v))
+
+
+def test_queries_that_see_nothing_get_zeros_where_the_graph_says_so() -> None:
+    module = module_of(as_torch_writes_it, ("m", "n"))
+    made, notes = fused(module)
+    assert op_names(made) == ["attention"], notes
+    exe = rl.compile(module)
+    for m, n in [(7, 5), (67, 50), (3, 300)]:
+        q, k, v = (rng.standard_normal((2, HEADS, x, WIDTH)).astype(np.float32) for x in (m, n, n))
+        mask = np.where(rng.random((m, n)) < 0.3, -np.inf, 0).astype(np.float32)
+        mask[1] = -np.inf
+        mask[2, 0] = np.nan
+        with np.errstate(invalid="ignore"):
+            want = Interpreter(module).run("main", q, k, v, mask)
+        got = exe(q, k, v, mask)
+        assert not got[:, :, 1:3].any()
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
