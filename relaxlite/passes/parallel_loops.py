@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, reduce
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import Allocate, Binary, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, seq
+from relaxlite.ir.program import Allocate, For, IfThenElse, LetIndex, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symbols, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import accesses
-from relaxlite.passes.schedule import fuse, less, nest
+from relaxlite.passes.schedule import fuse, nest
 
 
 def mark_parallel(stmt: Stmt) -> Stmt:
@@ -63,58 +62,6 @@ def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
         stmt = fuse(stmt, stmt.body)
     assert isinstance(stmt, For)
     return replace(stmt, kind="parallel")
-
-
-def joined_loops(stmts: Sequence[Stmt]) -> list[Stmt]:
-    """Parallel loops that follow each other and touch nothing that another of them writes as one parallel loop over all
-    of their iterations, so that threads are started once. Where one of them has a variant that stores past the caches,
-    that condition is asked for all of them first, and the loops run one after another if it holds."""
-    made: list[Stmt] = []
-    group: list[Stmt] = []
-    for stmt in stmts:
-        if group and (_loop_of(stmt) is None or not all(_independent(stmt, other) for other in group)):
-            made.append(_joined(group))
-            group = []
-        if _loop_of(stmt) is None:
-            made.append(stmt)
-        else:
-            group.append(stmt)
-    return [*made, _joined(group)] if group else made
-
-
-def _loop_of(stmt: Stmt) -> For | None:
-    """The parallel loop that a stage is, or is in the usual case."""
-    if isinstance(stmt, IfThenElse) and any(store.nontemporal for store in stores(stmt.then)):
-        return None if stmt.other is None else _loop_of(stmt.other)
-    return stmt if isinstance(stmt, For) and stmt.kind == "parallel" else None
-
-
-def _independent(a: Stmt, b: Stmt) -> bool:
-    written = [{store.buffer for store in stores(s) if store.buffer.scope == "global"} for s in (a, b)]
-    touched = [{access.buffer for access in accesses(s)} for s in (a, b)]
-    return not (written[0] & touched[1] or written[1] & touched[0])
-
-
-def _joined(stmts: Sequence[Stmt]) -> Stmt:
-    """Independent stages as one loop."""
-    if len(stmts) == 1:
-        return stmts[0]
-    found = [loop for s in stmts if (loop := _loop_of(s)) is not None]
-    point = SymVar("part")
-    joined = For(point, sum((loop.extent for loop in found), sym(0)), _pick(found, point), "parallel")
-    conds = [s.cond for s in stmts if isinstance(s, IfThenElse)]
-    if not conds:
-        return joined
-    return IfThenElse(reduce(partial(Binary, "or"), conds), seq(*stmts), Substitute(fresh=True).stmt(joined))
-
-
-def _pick(found: Sequence[For], number: SymExpr) -> Stmt:
-    """Iteration `number` of all of these loops."""
-    loop, *others = found
-    body = LetIndex(loop.var, IndexValue(number), loop.body)
-    if not others:
-        return body
-    return IfThenElse(less(number, loop.extent), body, _pick(others, number - loop.extent))
 
 
 def writes_apart(loop: For) -> bool:

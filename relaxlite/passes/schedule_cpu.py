@@ -40,9 +40,10 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
+from relaxlite.passes.join_loops import joined_loops
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.parallel_loops import joined_loops, mark_parallel, outermost_parallel, parallel_nest, serial
+from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     fuse,
