@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,11 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, If, Let, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
+from relaxlite.ir.program import Buffer, For, Stmt, compute
+from relaxlite.ir.program_visitor import stores
+from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
+from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
@@ -255,3 +260,34 @@ def test_random_layers(given_layer: tuple[IRModule, int], size: tuple[int, int])
     module, depth = given_layer
     exe = rl.compile(module, context=PassContext(Target.host(), verify=True))
     assert_right(exe, module, (*size, depth), 1e-3)
+
+
+def copies(count: int, sources: int) -> tuple[list[Stmt], list[Buffer], list[Buffer]]:
+    """out_k[i, j] = x_k[i, j], the operands taken in turn."""
+    n = SymVar("n")
+    xs = [Buffer.of(f"x{k}", (n, 4), "float32") for k in range(sources)]
+    outs = [Buffer.of(f"out{k}", (n, 4), "float32") for k in range(count)]
+    stages = [compute(out, lambda *i, k=k: xs[k % sources][i]) for k, out in enumerate(outs)]
+    return [replace(s, kind="parallel") for s in stages if isinstance(s, For)], xs, outs
+
+
+def test_independent_parallel_loops_become_one() -> None:
+    stages, _, outs = copies(3, 1)
+    (joined,) = joined_loops(stages)
+    assert isinstance(joined, For) and joined.kind == "parallel"
+    assert {store.buffer for store in stores(joined)} == set(outs)
+
+
+def test_a_loop_that_reads_what_another_writes_stays_behind_it() -> None:
+    stages, _, outs = copies(2, 1)
+    after = compute(Buffer.of("last", outs[0].shape, "float32"), lambda *i: outs[0][i])
+    assert isinstance(after, For)
+    assert len(joined_loops([*stages, replace(after, kind="parallel")])) == 2
+    assert len(joined_loops([stages[0], after])) == 2, "a serial loop is not joined"
+
+
+def test_memory_is_taken_over_only_where_no_joined_stage_still_reads_it() -> None:
+    stages, xs, outs = copies(2, 1)
+    assert not reads_only_where_written(stages, xs[0], outs[1])
+    stages, xs, outs = copies(2, 2)
+    assert reads_only_where_written(stages, xs[1], outs[1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial, reduce
 
-from relaxlite.ir.program import Binary, For, IfThenElse, IndexValue, LetIndex, Stmt, seq
-from relaxlite.ir.program_visitor import Substitute, stores
+from relaxlite.ir.program import Binary, Buffer, For, IfThenElse, IndexValue, LetIndex, Stmt, seq
+from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.access import accesses
 from relaxlite.passes.schedule import less
@@ -62,3 +62,10 @@ def _pick(found: Sequence[For], number: SymExpr) -> Stmt:
     if not others:
         return body
     return IfThenElse(less(number, loop.extent), body, _pick(others, number - loop.extent))
+
+
+def reads_only_where_written(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
+    """Whether no stage reads x but those that write `out`. Stages whose loops are joined run side by side, whatever
+    their order in the text, so only then may `out` take over the memory of x."""
+    reading = [s for s in stages if any(load.buffer is x for load in loads(s))]
+    return all(any(store.buffer is out for store in stores(s)) for s in reading)
