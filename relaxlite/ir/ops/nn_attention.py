@@ -295,6 +295,7 @@ class _Block:
         self.most_keys = KEYS_OF_ONE if size == 1 else KEYS
         self.scores = self._local("scores", sym(self.most_keys))
         self.sums = self._local("sums", self.depth)
+        self.stages_bias = size > 1 and parts.bias is not None and self._has_rows(parts.bias)  # along its rows
         self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
 
     def _local(self, name: str, *rows: SymExpr) -> Buffer:
@@ -302,7 +303,9 @@ class _Block:
 
     def stmt(self) -> Stmt:
         lowest = float(np.finfo(dtypes.to_numpy(self.parts.dtype)).min)  # -inf - -inf would be NaN
-        starts = ((self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest))
+        starts = [(self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest)]
+        if self.stages_bias:
+            starts.append((self.scores, 0.0))  # of the columns beyond the last query
         first = [self._filled(buffer, value) for buffer, value in starts]
         blocks = (self.keys + self.most_keys - 1) // self.most_keys
         over_keys = loops("j", (blocks,), lambda j: self._keys(j * self.most_keys))
@@ -343,7 +346,8 @@ class _Block:
 
         def keep_score(j: SymExpr, i: SymExpr, found: Scalar) -> Stmt:
             masked = self._masked(found, i, start + j)
-            return Store(scores, (j, i), (masked + self._bias(i, start + j)).value)
+            bias = Scalar(scores[j, i]) if self.stages_bias else self._bias(i, start + j)
+            return Store(scores, (j, i), (masked + bias).value)
 
         def raise_top(i: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(i,)])
@@ -359,7 +363,11 @@ class _Block:
         def value(e: SymExpr, i: SymExpr, j: SymExpr) -> Scalar:
             return self._read(self.parts.v, start + j, e) * Scalar(scores[j, i])
 
+        def take_bias(i: SymExpr, j: SymExpr) -> Stmt:
+            return Store(scores, (j, i), self._bias(i, start + j).value)
+
         return seq(
+            *([self._over_queries(count, take_bias)] if self.stages_bias else []),
             self._fold("add", (count, self.size), self.width, score, keep_score),
             self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
             _nest("ji", (count, self.size), weight),
@@ -379,7 +387,7 @@ class _Block:
         if bias is None:
             return Scalar(literal(0.0, self.parts.dtype))
         found = self._of_score(bias, i, j).cast(self.parts.dtype)
-        return select(index(i) < self.count, found, 0.0) if self._moves_beyond(bias) else found
+        return select(index(i) < self.count, found, 0.0) if self._moves_beyond(bias) and not self.stages_bias else found
 
     def _masked(self, found: Scalar, i: SymExpr, j: SymExpr) -> Scalar:
         """A score of query start + i and key j, or what stands for it."""
@@ -400,7 +408,10 @@ class _Block:
 
     def _moves_beyond(self, buffer: Buffer) -> bool:
         """Whether such a tensor has rows of its own for the queries, of which a block may have fewer than columns."""
-        return len(buffer.shape) > 1 and as_int(buffer.shape[-2]) != 1 and self.count is not self.size
+        return self._has_rows(buffer) and self.count is not self.size
+
+    def _has_rows(self, buffer: Buffer) -> bool:
+        return len(buffer.shape) > 1 and as_int(buffer.shape[-2]) != 1
 
     def _fold(
         self,
