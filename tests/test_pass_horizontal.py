@@ -182,6 +182,21 @@ def test_a_product_of_another_result_stays_apart_and_says_why() -> None:
     run_at_all_sizes(module, 16)
 
 
+def test_products_that_many_others_stand_between_are_not_held_at_once() -> None:
+    """Keys and values of each layer, all of one memory."""
+
+    def body(layer: Layer, x: Expr) -> Expr:
+        for _ in range(3):
+            x = layer.op("attention", x, layer.linear(layer.y, 16), layer.linear(layer.y, 16))
+            for _ in range(4):
+                x = layer.op("tanh", layer.linear(x, 16))
+        return x
+
+    made, context = lowered(Layer(16).module(body))
+    assert [made.programs()[name].num_outputs for name in calls(made) if "joined" in name] == [2, 2, 2]
+    assert any("reductions in between" in note for note in context.notes)
+
+
 def test_products_of_different_operands_stay_apart() -> None:
     made, _ = lowered(Layer(16).module(lambda layer, x: Tuple((layer.linear(x, 24), layer.linear(layer.y, 24)))))
     assert len(calls(made)) == 2

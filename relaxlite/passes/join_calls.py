@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 from relaxlite.ir.expr import Binding, Block, Let, TupleGetItem, Var
@@ -29,6 +30,7 @@ from relaxlite.passes.manager import PassContext
 from relaxlite.passes.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
 
 MOST_CALLS = 8  # of a group: bounds the size of the code
+MOST_BETWEEN = 3  # reductions between two calls of a group
 MOST_OPERATIONS = 12  # per element of what counts as a copy
 LONGEST_NAME = 60
 
@@ -37,7 +39,7 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
     """Products of one operand, and copies for one call, become one kernel each."""
 
     def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
-        for groups in (_products, _copies):
+        for groups in (partial(_products, context=context), _copies):
             for names in list(groups(sites_of(block, module))):
                 sites = {site.var: site for site in sites_of(block, module)}  # at their present places
                 block = _joined(block, [sites[name] for name in names], table, context)
@@ -46,18 +48,24 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
     return map_blocks(module, change)
 
 
-def _products(sites: list[Site]) -> Iterator[list[Var]]:
-    """Groups of products that read the same operands beside their weights, and sum over equally many terms."""
-    groups: dict[tuple[tuple[Var, ...], int], list[Var]] = {}
+def _products(sites: list[Site], context: PassContext) -> Iterator[list[Var]]:
+    """Groups of products that read the same operands beside their weights, and sum over equally many terms. Those far
+    apart stay so: the keys and values of all layers that attend to one memory would otherwise be held at once."""
+    groups: dict[tuple[tuple[Var, ...], int], list[list[Var]]] = {}
+    last: dict[Var, int] = {}  # of a member, how many calls with reductions come before it
+    count = 0
     for site in sites:
         found = _product(site)
         if found is not None:
-            groups.setdefault(found, []).append(site.var)
-    yield from groups.values()
-
-
-"""
-"""
+            runs = groups.setdefault(found, [[]])
+            if runs[-1] and count - last[runs[-1][-1]] > MOST_BETWEEN:
+                reason = f"there are more than {MOST_BETWEEN} reductions in between"
+                context.decide("join_calls", f"{site.var.name} beside {runs[-1][-1].name}", False, reason)
+                runs.append([])
+            runs[-1].append(site.var)
+            last[site.var] = count + 1
+        count += found is not None or analyze(site.program) >= LoopPattern.REDUCTION
+    yield from (run for runs in groups.values() for run in runs)
 
 
 def _product(site: Site) -> tuple[tuple[Var, ...], int] | None:

@@ -47,7 +47,7 @@ def default_pipeline() -> tuple[Pass, ...]:
 
     A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
                           and those that exporters took apart are put together; convolutions get their channels last
-    C  lower and fuse     ops become loop nests; nests that belong together become one
+    C  lower and fuse     ops become loop nests; nests that belong together, or read one operand, become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
     """
