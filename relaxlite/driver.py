@@ -39,8 +39,8 @@ from relaxlite.runtime.executable import (
     TargetInfo,
     TensorSpec,
 )
+from relaxlite.runtime.libraries import registered_functions
 from relaxlite.runtime.module import Executable
-from relaxlite.runtime.vm import registered_externs
 from relaxlite.target import Target
 from relaxlite.validation import Validator
 
@@ -148,7 +148,7 @@ def _validator(module: IRModule, context: PassContext, validate: bool | Sequence
         return None
     inputs = None if validate is True else validate
     validator = Validator(
-        module, inputs=inputs, externs=registered_externs(), folder=str(context.dump_dir or "") or None
+        module, inputs=inputs, externs=registered_functions(), folder=str(context.dump_dir or "") or None
     )
     context.check = validator.check
     return validator

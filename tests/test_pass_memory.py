@@ -112,9 +112,8 @@ t0: f32[n] = memory.alloc_tensor(shape(n), dtype="float32")
 t1: i64[2] = memory.alloc_tensor(shape(2), dtype="int64")
 call(two, x, t0, t1, sym=(n,))
 t: Tuple(f32[n], i64[2]) = (t0, t1)
-a: i64[2] = t[1]
 """,
-            "(a, a)",
+            "(t1, t1)",
         )
         + TWO,
         stage="lowered",

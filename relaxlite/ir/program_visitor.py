@@ -267,3 +267,14 @@ class Substitute(ProgramRewriter):
 
 def _renewed(var: SymVar) -> SymVar:
     return SymVar(var.name, lower=var.lower, upper=var.upper, divisor=var.divisor)
+
+
+class ReplaceLoads(ProgramRewriter):
+    """Replaces every load of a buffer by one value, whatever its indices."""
+
+    def __init__(self, buffer: Buffer, by: Value) -> None:
+        super().__init__()
+        self._buffer, self._by = buffer, by
+
+    def _value(self, value: Value) -> Value:
+        return self._by if isinstance(value, Load) and value.buffer is self._buffer else super()._value(value)

@@ -6,7 +6,7 @@ y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
 from __future__ import annotations
 
 from relaxlite.errors import PassError
-from relaxlite.ir.expr import Call, Expr, ExternFunction, GlobalVar, ShapeValue, Tuple, Var
+from relaxlite.ir.expr import Call, Expr, ExternFunction, GlobalVar, ShapeValue, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.program import TensorProgram
@@ -22,8 +22,11 @@ class _LowerDps(Rewriter):
     def __init__(self, module: IRModule) -> None:
         super().__init__()
         self._module = module
+        self._outputs: dict[Expr, tuple[Var, ...]] = {}  # of calls with several
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if isinstance(value, TupleGetItem) and value.value in self._outputs:
+            return self._outputs[value.value][value.index]  # so that each output lives as long as it is used itself
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar) or value.ty == UNIT:
             return None
         if not isinstance(self._module[value.callee.name], TensorProgram | ExternFunction):
@@ -33,7 +36,10 @@ class _LowerDps(Rewriter):
         outs = [self._allocate(ty, name) for ty, name in zip(fields, names, strict=True)]
         call = Call(value.callee, (*value.args, *outs), value.attrs, value.sym_args, UNIT, value.loc)
         self.bb.emit(call, "_")
-        return Tuple(tuple(outs)) if isinstance(value.ty, TupleType) else outs[0]
+        if not isinstance(value.ty, TupleType):
+            return outs[0]
+        self._outputs[var] = tuple(outs)
+        return Tuple(tuple(outs))
 
     def _allocate(self, ty: Type, name: str) -> Var:
         if not isinstance(ty, TensorType) or ty.shape is None:

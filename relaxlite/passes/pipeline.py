@@ -15,6 +15,7 @@ from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.join_calls import join_calls
 from relaxlite.passes.join_parts import join_parts
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lift_workspaces import lift_workspaces
@@ -24,6 +25,7 @@ from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.make_views import make_views
 from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
+from relaxlite.passes.pair_products import pair_products
 from relaxlite.passes.plan_memory import plan_memory
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
@@ -32,6 +34,7 @@ from relaxlite.passes.reuse_operands import reuse_operands
 from relaxlite.passes.schedule_cpu import schedule_cpu
 from relaxlite.passes.simplify_algebra import simplify_algebra
 from relaxlite.passes.sink_into_branches import sink_into_branches
+from relaxlite.passes.split_products import split_products
 from relaxlite.passes.winograd import winograd
 
 
@@ -52,7 +55,7 @@ def default_pipeline() -> tuple[Pass, ...]:
     A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
                           and those that exporters took apart are put together; convolutions get their channels last
     B  dispatch           library calls where they pay, with loops beside them for where they do not
-    C  lower and fuse     ops become loop nests; nests that belong together become one
+    C  lower and fuse     ops become loop nests; nests that belong together, or read one operand, become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
     """
@@ -65,6 +68,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_constants_again", fold_constants, "graph"),
         _pure("channels_last", channels_last, "graph"),
         _pure("simplify_algebra_again", simplify_algebra, "graph"),
+        Pass("split_products", split_products, "graph"),
         Pass("lower_precision", lower_precision, "graph"),
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("recognize", recognize, "graph"),
@@ -80,6 +84,8 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
         Pass("make_views", make_views, "lowered"),
+        Pass("pair_products", pair_products, "lowered"),
+        Pass("join_calls", join_calls, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
         Pass("estimate_costs", _note_costs, "lowered"),
         # D

@@ -5,6 +5,7 @@
     exp(x - max(x)) / sum(exp(x - max(x)))                     softmax; log_softmax
     0.5 * x * (1 + erf(x / sqrt(2))), the tanh form            gelu
     1 / (1 + exp(-x)), x * sigmoid(x), x * relu6(x + 3) / 6    sigmoid, silu, hard_swish
+    x * cos + concat(-x[h:], x[:h]) * sin, and other forms     rotary (recognize_rotary.py)
 
 A rule is a pattern, and a function that builds the op from a match or says why it cannot. What matches but is refused
 leaves a note. Scale and bias are rules of their own, on the norm found before them.
@@ -26,6 +27,7 @@ from relaxlite.ir.pattern import Match, Matcher, Pattern, is_const, is_op, wildc
 from relaxlite.ir.symbolic import SymExpr, as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
+from relaxlite.passes import recognize_rotary
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.manager import PassContext
 
@@ -369,6 +371,8 @@ RULES = (
     Rule("silu", _mul(_X, is_op("sigmoid")(_X)) | _div(_X, _EXP_OF_NEGATIVE), _unary(_op("silu"))),
     Rule("hard_swish", _product(_X, _RELU6, 1 / 6), _unary(_op("hard_swish"))),
     Rule("hard_swish", _mul(_X, is_op("hard_sigmoid")(_X).named("gate")), _hard_swish_of),
+    Rule("rotary", recognize_rotary.ROTATED, recognize_rotary.rotary),
+    Rule("rotary", recognize_rotary.TURNED, recognize_rotary.rotary),
 )
 _BY_ROOT: dict[str, tuple[Rule, ...]] = {
     root: tuple(rule for rule in RULES if root in rule.roots) for rule in RULES for root in rule.roots

@@ -43,6 +43,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
+from relaxlite.passes.join_loops import joined_loops
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
@@ -110,7 +111,8 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     pairs, _ = in_place_pairs(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     rules = _Rules(program, target, choice, {}, {}, [], in_place)
-    body = seq(*(rules.stage(hoist_lets(s)) for s in top_stages(program)))
+    stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
+    body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
     packing = {name: value for name, value in (("panels", panels), ("groups", groups)) if value}
@@ -278,12 +280,12 @@ class _Rules:
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
         lanes, registers, packs = self.lanes(block.body), self.target.num_vector_registers, packs and self.packs
-        window = window_of(block, lanes)
+        window = None if block.is_pair else window_of(block, lanes)
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
-        tile = filter_tile(block, lanes, registers, self.choice)
+        tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:
                 self.panels.update(tile.panels)
@@ -296,9 +298,10 @@ class _Rules:
             if packs:
                 self.panels.update(panel_widths(block, column, lanes, registers, self.choice))
             if dots is not None:
-                self.panels[dots.operand] = panel_width(block, column, lanes, registers, self.choice)
-                self.groups[dots.operand] = dots.group
-                self.note("dot_products", dots.operand.name, length=dots.group)
+                for operand in dots.operands:
+                    self.panels[operand] = panel_width(block, column, lanes, registers, self.choice)
+                    self.groups[operand] = dots.group
+                    self.note("dot_products", operand.name, length=dots.group)
             row, rows, vectors = tile_size(block, column, lanes, registers, self.choice)
             down = None if row is None else row.var.name
             self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)

@@ -15,6 +15,7 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.access import stride
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.pair_tile import apart, together
 from relaxlite.passes.schedule import split
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.scheduling.tensorize import tensorize
@@ -26,12 +27,21 @@ _FEATURES = {"dot2_bf16": "avx512bf16"}  # of x86 processors
 @dataclass(frozen=True, slots=True)
 class Dots:
     body: Allocate  # the block's, with the dot product
-    operand: Buffer  # that has to be packed in groups
+    operands: tuple[Buffer, ...]  # that have to be packed in groups
     group: int
 
 
 def dot_products(block: Block, column: For, target: Target) -> Dots | None:
     """The block, its innermost reduced loop in steps of a dot product; None: none fits or the target has none."""
+    if not block.is_pair:
+        return _dot_product(block, column, target)
+    first, second = (_dot_product(Block(block.spatial, body), column, target) for body in apart(block.body))
+    if first is None or second is None or first.group != second.group:
+        return None
+    return Dots(together(first.body, second.body), (*first.operands, *second.operands), first.group)
+
+
+def _dot_product(block: Block, column: For, target: Target) -> Dots | None:
     update, reduced = block.update, perfect_nest(block.stmts[1]).loops
     value, loop = update.value, reduced[-1]
     if not isinstance(value, Binary) or value.op != "mul" or update.combine != "add":
@@ -50,7 +60,7 @@ def dot_products(block: Block, column: For, target: Target) -> Dots | None:
             length = as_int(loop.extent)
             kinds = (a.dtype, b.dtype, update.buffer.dtype) == (dot.a, dot.b, dot.total)
             if kinds and length and length % dot.length == 0 and target.has(feature):
-                return Dots(_tensorized(block, loop, name, dot.length), b.buffer, dot.length)
+                return Dots(_tensorized(block, loop, name, dot.length), (b.buffer,), dot.length)
     return None
 
 

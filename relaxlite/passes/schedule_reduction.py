@@ -13,13 +13,15 @@ chosen; register_tile.py makes their code. Every shape is exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, Buffer, For, Seq, Stmt, Store, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, seq
 from relaxlite.ir.program_visitor import loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
+from relaxlite.passes.pair_tile import PairTile, pair_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.register_tile import ENOUGH_SUMS, Tile, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import fuse
@@ -41,7 +43,8 @@ def tiled(
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-    tile = Tile(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
+    kind = PairTile.of if block.is_pair else Tile
+    tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -67,13 +70,13 @@ def tile_size(
 ) -> tuple[For | None, int, int]:
     """(the loop down the tile or None, the rows of a tile at most, its vectors)"""
     row = block.row_loop(column)
-    vectors = _vectors(column, lanes, registers, choice)
-    return row, 1 if row is None else _rows(row, vectors, registers, choice), vectors
+    vectors = _vectors(block, column, lanes, registers, choice)
+    return row, 1 if row is None else _rows(row, vectors * len(block.updates), registers, choice), vectors
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
     """How many columns a tile has."""
-    return _vectors(column, lanes, registers, choice) * lanes
+    return _vectors(block, column, lanes, registers, choice) * lanes
 
 
 def panel_widths(
@@ -87,7 +90,7 @@ def panel_widths(
     if columns is None or (columns <= width and columns % lanes == 0):
         return {}
     found: dict[Buffer, int] = {}
-    for load in loads(block.update):
+    for load in block.loads():
         is_last = len(load.indices) > 1 and load.indices[-1] is column.var
         if is_last and not any(column.var in index.free_vars() for index in load.indices[:-1]):
             found[load.buffer] = width
@@ -99,9 +102,9 @@ def _accumulators(registers: int) -> int:
     return registers * 3 // 4
 
 
-def _vectors(column: For, lanes: int, registers: int, choice: ScheduleChoice) -> int:
+def _vectors(block: Block, column: For, lanes: int, registers: int, choice: ScheduleChoice) -> int:
     """How many vectors wide a tile is: as many as leave accumulators for six rows."""
-    most = choice.vectors or max(1, _accumulators(registers) // 6)
+    most = choice.vectors or max(1, _accumulators(registers) // 6 // len(block.updates))
     width = as_int(column.extent)
     return most if width is None else max(1, min(most, -(-width // lanes)))
 
@@ -119,7 +122,10 @@ def _counter(name: str, count: SymExpr) -> tuple[SymVar, SymExpr]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """for spatial: { element[]; init; reduced loops: combine; epilogue }"""
+    """for spatial: { element[]; init; reduced loops: combine; epilogue }
+
+    The epilogue may be such a block itself: a pair of reductions over the same loops (pair_products.py).
+    """
 
     spatial: tuple[For, ...]
     body: Allocate
@@ -129,9 +135,23 @@ class Block:
         return self.body.body.stmts if isinstance(self.body.body, Seq) else (self.body.body,)
 
     @property
+    def updates(self) -> tuple[Store, ...]:
+        """The combining stores, two of a pair."""
+        found = [s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None]
+        return tuple(found[: 2 if self.is_pair else 1])
+
+    @property
     def update(self) -> Store:
-        """The combining store."""
-        return next(s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None)
+        return self.updates[0]
+
+    @property
+    def is_pair(self) -> bool:
+        return isinstance(self.stmts[-1], Allocate)
+
+    def loads(self) -> Iterator[Load]:
+        """What the reductions combine."""
+        elements = {update.buffer for update in self.updates}
+        return (load for update in self.updates for load in loads(update) if load.buffer not in elements)
 
     def fused(self) -> Block:
         """Fuse adjacent spatial loops, and adjacent reduced loops, whose accesses stay linear."""
@@ -153,7 +173,7 @@ class Block:
         for loop in reversed(self.spatial):
             if as_int(loop.extent) == 1:
                 continue
-            read = [stride(load, loop.var) for load in loads(self.update) if load.buffer is not self.body.buffer]
+            read = [stride(load, loop.var) for load in self.loads()]
             written = [stride(s, loop.var) for s in stores(self.body) if s.buffer.scope == "global"]
             near = all(s is not None and abs(s) <= MAX_SMALL_STRIDE for s in read)
             if near and any(read) and all(s == 1 for s in written):
@@ -162,7 +182,7 @@ class Block:
 
     def row_loop(self, column: For) -> For | None:
         """A spatial loop that the contiguous operand does not depend on, so that a vector of it serves several rows."""
-        moving = [load for load in loads(self.update) if stride(load, column.var)]
+        moving = [load for load in self.loads() if stride(load, column.var)]
         for loop in reversed(self.spatial):
             if (
                 loop is not column
@@ -177,6 +197,8 @@ class Block:
 def _fuse_reduced(stmt: Stmt) -> Stmt:
     if isinstance(stmt, Seq):
         return seq(*(_fuse_reduced(s) for s in stmt.stmts))
+    if isinstance(stmt, Allocate):
+        return replace(stmt, body=_fuse_reduced(stmt.body))
     if not isinstance(stmt, For):
         return stmt
     inner = _fuse_reduced(stmt.body)
@@ -187,13 +209,14 @@ def _fuse_reduced(stmt: Stmt) -> Stmt:
 
 
 def reduction_block(stage: Stmt) -> Block | None:
-    """The stage as a reduction whose loops may change places: each element is computed apart from the others, and no
-    extent depends on another loop. None: it is no such reduction."""
-    reduction = reduction_of(stage)
-    if reduction is None or not all(map(writes_apart, reduction.spatial)):
+    """The stage as a reduction, or a pair, whose loops may change places: each element is computed apart from the
+    others, and no extent depends on another loop. None: it is no such reduction."""
+    found = pair_of(stage) or reduction_of(stage)
+    reductions = found if isinstance(found, tuple) else (found,) if found is not None else ()
+    if not reductions or not all(map(writes_apart, reductions[0].spatial)):
         return None
-    loops = (*reduction.spatial, *perfect_nest(reduction.inner).loops)
+    loops = [*reductions[0].spatial, *(loop for r in reductions for loop in perfect_nest(r.inner).loops)]
     variables = {loop.var for loop in loops}
     if any(variables & set(loop.extent.free_vars()) for loop in loops):
         return None
-    return Block(reduction.spatial, reduction.block)
+    return Block(reductions[0].spatial, reductions[0].block)

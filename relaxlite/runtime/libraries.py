@@ -44,6 +44,11 @@ def unregister_function(name: str) -> None:
     _functions.pop(name, None)
 
 
+def registered_functions() -> dict[str, Callable[..., None]]:
+    """Those that `register_function` has made known, by name."""
+    return dict(_functions)
+
+
 def registered_function(name: str) -> Callable[..., None] | None:
     return _functions.get(name)
 

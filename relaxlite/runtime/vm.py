@@ -55,11 +55,6 @@ _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 register_extern = libraries.register_function  # what `extern:SYMBOL` calls may also take plain immediates
 
 
-def registered_externs() -> dict[str, Callable[..., None]]:
-    """The Python functions that `register_extern` has made known, by symbol."""
-    return dict(_externs)
-
-
 @dataclass(slots=True)
 class Block:
     """Steps without jumps; then return `register` (then = -1), go to `then`, or choose by the bool in `register`."""

@@ -21,6 +21,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     nn_norm_channel,
     nn_pool,
     nn_resize,
+    nn_rotary,
     nn_sample,
     quantize,
     recurrent,

@@ -23,7 +23,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
-from relaxlite.ir.op import Attr, Op, Sample, get_op, register
+from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
 from relaxlite.ir.ops.nn_norm import LOG2_E
@@ -52,17 +52,22 @@ class Attention(Op):
 
     The operands are transposed by q_axes, k_axes and v_axes first, the result (..., m, e) by out_axes (as `transpose`
     does; None: not at all), which costs nothing. The leading dimensions broadcast, and so does bias to (..., m, n).
-    Without keys (n = 0) the result is 0. Half-precision floats are computed in float32.
+    `group`: so many matrices of q in a row, along the dimension before the last two, share one of k and v, which have
+    that many times fewer (grouped-query attention). A mask of bool, which broadcasts as the bias does, replaces scores
+    by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0, and with
+    `zero_nan` also where weights would be NaN. Half-precision floats are computed in float32.
     """
 
     name = "attention"
-    operands = ("q", "k", "v", "bias?")
+    operands = ("q", "k", "v", "bias_or_mask?", "mask?")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
-        "v_axes": Attr("ints", None), "out_axes": Attr("ints", None),
+        "v_axes": Attr("ints", None), "out_axes": Attr("ints", None), "group": Attr("int", 1),
+        "masked": Attr("float", 0.0), "masked_where": Attr("bool", False),
+        "zero_nan": Attr("bool", False),
     }  # fmt: skip
 
-    def infer(self, q: Expr, k: Expr, v: Expr, bias: Expr | None = None, **attrs: Any) -> Type:
+    def infer(self, q: Expr, k: Expr, v: Expr, *added: Expr, **attrs: Any) -> Type:
         types = [self.tensor(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
         if len({t.dtype for t in types}) > 1 or not dtypes.is_float(types[0].dtype):
             self.fail(f"q, k and v must have one float dtype, got {', '.join(t.dtype for t in types)}")
@@ -73,24 +78,35 @@ class Attention(Op):
             shapes = ", ".join(map(format_shape, (qs, ks, vs)))
             self.fail(f"q, k and v must be (..., m, d), (..., n, d) and (..., n, e) once transposed, got {shapes}")
         batch = broadcast_shapes(broadcast_shapes(qs[:-2], ks[:-2]), vs[:-2])
-        if bias is not None:
-            found, scores = self.tensor(bias, "bias"), (*batch, qs[-2], ks[-2])
-            if found.dtype != types[0].dtype or len(found.shape or ()) > len(scores):
-                self.fail(f"bias must broadcast to the scores {format_shape(scores)} of {types[0].dtype}, got {found}")
+        if len({self.tensor(x).dtype == "bool" for x in added}) < len(added):
+            self.fail(f"there may be one bias and one mask, got {', '.join(str(x.ty) for x in added)}")
+        scores = (*batch, qs[-2], ks[-2])
+        for x in added:
+            found = self.tensor(x)
+            name = "mask" if found.dtype == "bool" else "bias"
+            if found.dtype not in ("bool", types[0].dtype) or len(found.shape or ()) > len(scores):
+                shape = format_shape(scores)
+                self.fail(f"{name} must broadcast to the scores {shape} of {types[0].dtype}, got {found}")
             for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
                 if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
-                    self.fail(f"bias {found} is not known to broadcast to the scores {format_shape(scores)}")
+                    self.fail(f"{name} {found} is not known to broadcast to the scores {format_shape(scores)}")
         out = (*batch, qs[-2], vs[-1])
         return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), types[0].dtype)
 
     def _views(self, shapes: list[Shape], attrs: Mapping[str, Any]) -> list[Shape]:
-        """The shapes of the transposed q, k and v."""
-        rank = len(shapes[0])
+        """The shapes of the transposed q, k and v, each matrix of k and v counted `group` times."""
+        rank, group = len(shapes[0]), attrs["group"]
         for name in ("q_axes", "k_axes", "v_axes", "out_axes"):
             if sorted(_order(attrs[name], rank)) != list(range(rank)):
                 self.fail(f"{name} {attrs[name]} is no permutation of the {rank} dimensions")
         orders = [_order(attrs[name], rank) for name in ("q_axes", "k_axes", "v_axes")]
-        return [tuple(shape[a] for a in order) for shape, order in zip(shapes, orders, strict=True)]
+        qs, ks, vs = (tuple(shape[a] for a in order) for shape, order in zip(shapes, orders, strict=True))
+        if group < 1 or (group > 1 and rank < 3):
+            self.fail(f"group {group} of operands of rank {rank}: it has to be positive, and 1 for matrices")
+        shared = [s if group == 1 else (*s[:-3], s[-3] * group, *s[-2:]) for s in (ks, vs)]
+        if group > 1 and not all(PROVER.can_prove_equal(qs[-3], s[-3]) for s in shared):
+            self.fail(f"q has {qs[-3]} matrices, which are not {group} times those of k, {ks[-3]}, and v, {vs[-3]}")
+        return [qs, *shared]
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         shapes = [self.tensor(x).shape or () for x in call.args[:3]]
@@ -98,30 +114,39 @@ class Attention(Op):
         if has_blocks(qs, vs):
             return None
         rank, wide = len(qs), accumulator(self.tensor(call.args[0]).dtype)
+        group: Any = call.attrs["group"]
 
         def operand(k: int, axes: str) -> Expr:
             turned = emit_op(bb, "transpose", call.args[k], axes=_order(call.attrs[axes], rank))  # type: ignore[arg-type]
-            return emit_op(bb, "cast", turned, dtype=wide)
+            return emit_op(bb, "cast", turned if k == 0 else _repeated(bb, turned, group), dtype=wide)
 
         keys = emit_op(bb, "transpose", operand(1, "k_axes"), axes=(*range(rank - 2), rank - 1, rank - 2))
         scores = emit_op(bb, "matmul", operand(0, "q_axes"), keys)
         scores = emit_op(bb, "multiply", scores, np.asarray(call.attrs["scale"], dtypes.to_numpy(wide)))
-        if len(call.args) > 3:
-            scores = emit_op(bb, "add", scores, emit_op(bb, "cast", call.args[3], dtype=wide))
-        made = emit_op(bb, "matmul", emit_op(bb, "softmax", scores, axis=-1), operand(2, "v_axes"))
+        for x in sorted(call.args[3:], key=lambda x: self.tensor(x).dtype != "bool"):
+            if self.tensor(x).dtype == "bool":
+                masked = np.asarray(call.attrs["masked"], dtypes.to_numpy(wide))
+                branches = (masked, scores) if call.attrs["masked_where"] else (scores, masked)
+                scores = emit_op(bb, "where", x, *branches)
+            else:
+                scores = emit_op(bb, "add", scores, emit_op(bb, "cast", x, dtype=wide))
+        weights = emit_op(bb, "softmax", scores, axis=-1)
+        if call.attrs["zero_nan"]:
+            weights = emit_op(bb, "where", emit_op(bb, "isnan", weights), np.zeros((), dtypes.to_numpy(wide)), weights)
+        made = emit_op(bb, "matmul", weights, operand(2, "v_axes"))
         turned = emit_op(bb, "transpose", made, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
         return get_op("cast")(turned, dtype=self.tensor(call.args[0]).dtype)
 
-    def lower(
-        self, q: Buffer, k: Buffer, v: Buffer, bias: Buffer | None = None, *, out: Buffer, scale: float, **axes: Any
-    ) -> Stmt:
+    def lower(self, q: Buffer, k: Buffer, v: Buffer, *added: Buffer, out: Buffer, scale: float, **attrs: Any) -> Stmt:
         rank = len(q.shape)
+        bias = next((x for x in added if x.dtype != "bool"), None)
+        mask = next((_Mask(x, attrs["masked"], attrs["masked_where"]) for x in added if x.dtype == "bool"), None)
         views = (
-            _View(q, _order(axes["q_axes"], rank)),
-            _View(k, _order(axes["k_axes"], rank)),
-            _View(v, _order(axes["v_axes"], rank)),
+            _View(q, _order(attrs["q_axes"], rank)),
+            _View(k, _order(attrs["k_axes"], rank), attrs["group"]),
+            _View(v, _order(attrs["v_axes"], rank), attrs["group"]),
         )
-        back = _order(axes["out_axes"], rank)
+        back = _order(attrs["out_axes"], rank)
         result = _View(out, tuple(back.index(a) for a in range(rank)))
         batch = result.shape[:-2]
         checks = equality_checks(
@@ -130,7 +155,7 @@ class Attention(Op):
             (views[0].shape[-1], views[1].shape[-1]),
             (views[1].shape[-2], views[2].shape[-2]),
         )
-        parts = _Parts(*views, result, bias, scale, accumulator(out.dtype))
+        parts = _Parts(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype))
         large, small = BLOCKS
         start, left = parts.rows // large * large, parts.rows % large
         few = smin(FEW + 1 - smin(left, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
@@ -142,14 +167,23 @@ class Attention(Op):
         stages = [_over_blocks(parts, batch, *piece) for piece in pieces if as_int(piece[1]) != 0]
         return seq(*checks, *stages)
 
-    def reference(self, q: Any, k: Any, v: Any, bias: Any = None, *, scale: float, **axes: Any) -> Any:
+    def reference(self, q: Any, k: Any, v: Any, *added: Any, **attrs: Any) -> Any:
+        axes, group = attrs, attrs.get("group", 1)
         views = [np.transpose(x, _order(axes[f"{n}_axes"], x.ndim)) for n, x in (("q", q), ("k", k), ("v", v))]
         qs, ks, vs = map(in_accumulator, views)
-        scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(scale)
-        if bias is not None:
-            scores = scores + in_accumulator(bias)
+        if group > 1:
+            ks, vs = (np.repeat(x, group, axis=-3) for x in (ks, vs))
+        scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(attrs["scale"])
+        for x in sorted(added, key=lambda x: x.dtype != np.bool_):
+            if x.dtype == np.bool_:
+                scores = np.where(x == attrs["masked_where"], scores.dtype.type(attrs["masked"]), scores)
+            else:
+                scores = scores + in_accumulator(x)
         weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-np.inf))
-        made = np.matmul(weights / np.sum(weights, axis=-1, keepdims=True), vs)
+        weights = weights / np.sum(weights, axis=-1, keepdims=True)
+        if attrs.get("zero_nan"):
+            weights = np.where(np.isnan(weights), weights.dtype.type(0), weights)
+        made = np.matmul(weights, vs)
         return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(q.dtype)
 
     def samples(self) -> Iterable[Sample]:
@@ -160,6 +194,17 @@ class Attention(Op):
         yield Sample((("b", "m", 8), ("b", 8, "n"), (1, "n", 20), ("m", "n")), {"k_axes": (0, 2, 1)})
         yield Sample((("m", "d"), ("n", "d"), ("n", "e")))
         yield Sample((("m", 16), ("n", 16), ("n", 16)), dtypes=("float16",) * 3, tolerance=5e-3)
+        yield Sample(
+            (("b", "m", 6, 8), ("b", 2, "n", 8), ("b", 2, "n", 4), ("m", "n")),
+            {"scale": 0.3, "group": 3, "q_axes": (0, 2, 1, 3), "out_axes": (0, 2, 1, 3)},
+        )
+        yield Sample(((4, "m", "d"), (2, "n", "d"), (2, "n", "e")), {"group": 2})
+        masked = ("float32",) * 4 + ("bool",)
+        yield Sample((("b", "m", 8), ("b", "n", 8), ("b", "n", 8), ("b", 1, "n"), ("m", "n")), {"masked": -1e9}, masked)
+        attrs = {"masked": -3.0, "masked_where": True}
+        yield Sample((("m", "d"), ("n", "d"), ("n", "e"), (1, "n")), attrs, (*masked[:3], "bool"))
+        attrs = {"masked": float("-inf"), "zero_nan": True}
+        yield Sample((("m", 8), ("n", 8), ("n", 8), ("m", "n")), attrs, (*masked[:3], "bool"))
 
 
 def _order(axes: Axes | None, rank: int) -> Axes:
@@ -167,21 +212,47 @@ def _order(axes: Axes | None, rank: int) -> Axes:
     return tuple(range(rank)) if axes is None else tuple(a % rank for a in axes)
 
 
+def _repeated(bb: BlockBuilder, x: Expr, group: int) -> Expr:
+    """Each matrix of x (..., h, n, d) `group` times in a row."""
+    if group == 1:
+        return x
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+    *batch, heads, length, width = x.ty.shape
+    wide = emit_op(bb, "expand_dims", x, axes=(len(batch) + 1,))
+    wide = emit_op(bb, "broadcast_to", wide, shape_value((*batch, heads, group, length, width)))
+    return emit_op(bb, "reshape", wide, shape_value((*batch, heads * group, length, width)))
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A buffer seen through a permutation: dimension p of the view is dimension axes[p] of the buffer."""
+    """A buffer seen through a permutation: dimension p of the view is dimension axes[p] of the buffer, and each matrix
+    stands there `group` times."""
 
     buffer: Buffer
     axes: Axes
+    group: int = 1
 
     @property
     def shape(self) -> Shape:
-        return tuple(self.buffer.shape[a] for a in self.axes)
+        dims = [self.buffer.shape[a] for a in self.axes]
+        if self.group > 1:
+            dims[-3] = dims[-3] * self.group
+        return tuple(dims)
 
     def at(self, *indices: SymExpr) -> Shape:
         """Where the buffer holds an element of the view; dimensions of one are not moved along."""
-        moved = [sym(0) if as_int(dim) == 1 else i for dim, i in zip(self.shape, indices, strict=True)]
+        places = list(indices)
+        if self.group > 1:
+            places[-3] = places[-3] // self.group
+        moved = [sym(0) if as_int(self.buffer.shape[a]) == 1 else i for a, i in zip(self.axes, places, strict=True)]
         return tuple(moved[self.axes.index(d)] for d in range(len(moved)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    buffer: Buffer
+    value: float  # of scores where the mask is `where`
+    where: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +262,8 @@ class _Parts:
     v: _View
     out: _View
     bias: Buffer | None
+    mask: _Mask | None
+    zero_nan: bool
     scale: float
     dtype: str  # of all that is computed
 
@@ -222,6 +295,7 @@ class _Block:
         self.most_keys = KEYS_OF_ONE if size == 1 else KEYS
         self.scores = self._local("scores", sym(self.most_keys))
         self.sums = self._local("sums", self.depth)
+        self.stages_bias = size > 1 and parts.bias is not None and self._has_rows(parts.bias)  # along its rows
         self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
 
     def _local(self, name: str, *rows: SymExpr) -> Buffer:
@@ -229,7 +303,9 @@ class _Block:
 
     def stmt(self) -> Stmt:
         lowest = float(np.finfo(dtypes.to_numpy(self.parts.dtype)).min)  # -inf - -inf would be NaN
-        starts = ((self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest))
+        starts = [(self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest)]
+        if self.stages_bias:
+            starts.append((self.scores, 0.0))  # of the columns beyond the last query
         first = [self._filled(buffer, value) for buffer, value in starts]
         blocks = (self.keys + self.most_keys - 1) // self.most_keys
         over_keys = loops("j", (blocks,), lambda j: self._keys(j * self.most_keys))
@@ -269,7 +345,9 @@ class _Block:
             return self._read(self.parts.k, start + j, d) * Scalar(self.queries[d, i])
 
         def keep_score(j: SymExpr, i: SymExpr, found: Scalar) -> Stmt:
-            return Store(scores, (j, i), (found + self._bias(i, start + j)).value)
+            masked = self._masked(found, i, start + j)
+            bias = Scalar(scores[j, i]) if self.stages_bias else self._bias(i, start + j)
+            return Store(scores, (j, i), (masked + bias).value)
 
         def raise_top(i: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(i,)])
@@ -285,7 +363,11 @@ class _Block:
         def value(e: SymExpr, i: SymExpr, j: SymExpr) -> Scalar:
             return self._read(self.parts.v, start + j, e) * Scalar(scores[j, i])
 
+        def take_bias(i: SymExpr, j: SymExpr) -> Stmt:
+            return Store(scores, (j, i), self._bias(i, start + j).value)
+
         return seq(
+            *([self._over_queries(count, take_bias)] if self.stages_bias else []),
             self._fold("add", (count, self.size), self.width, score, keep_score),
             self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
             _nest("ji", (count, self.size), weight),
@@ -304,12 +386,32 @@ class _Block:
         bias = self.parts.bias
         if bias is None:
             return Scalar(literal(0.0, self.parts.dtype))
-        at = (*self.batch, self.start + i, j)[len(self.batch) + 2 - len(bias.shape) :]
-        where = tuple(sym(0) if as_int(dim) == 1 else index for dim, index in zip(bias.shape, at, strict=True))
-        found = Scalar(bias[where]).cast(self.parts.dtype)
-        if len(bias.shape) < 2 or as_int(bias.shape[-2]) == 1 or self.count is self.size:
+        found = self._of_score(bias, i, j).cast(self.parts.dtype)
+        return select(index(i) < self.count, found, 0.0) if self._moves_beyond(bias) and not self.stages_bias else found
+
+    def _masked(self, found: Scalar, i: SymExpr, j: SymExpr) -> Scalar:
+        """A score of query start + i and key j, or what stands for it."""
+        mask = self.parts.mask
+        if mask is None:
             return found
-        return select(index(i) < self.count, found, 0.0)
+        taken = self._of_score(mask.buffer, i, j)
+        replaced = literal(mask.value, self.parts.dtype)
+        branches = (Scalar(replaced), found) if mask.where else (found, Scalar(replaced))
+        chosen = select(taken, *branches)
+        return select(index(i) < self.count, chosen, 0.0) if self._moves_beyond(mask.buffer) else chosen
+
+    def _of_score(self, buffer: Buffer, i: SymExpr, j: SymExpr) -> Scalar:
+        """What a tensor that broadcasts to the scores holds for query start + i and key j."""
+        at = (*self.batch, self.start + i, j)[len(self.batch) + 2 - len(buffer.shape) :]
+        where = tuple(sym(0) if as_int(dim) == 1 else index for dim, index in zip(buffer.shape, at, strict=True))
+        return Scalar(buffer[where])
+
+    def _moves_beyond(self, buffer: Buffer) -> bool:
+        """Whether such a tensor has rows of its own for the queries, of which a block may have fewer than columns."""
+        return self._has_rows(buffer) and self.count is not self.size
+
+    def _has_rows(self, buffer: Buffer) -> bool:
+        return len(buffer.shape) > 1 and as_int(buffer.shape[-2]) != 1
 
     def _fold(
         self,
@@ -334,11 +436,16 @@ class _Block:
         some = index(self.keys) > 0
 
         def scale(i: SymExpr) -> Stmt:
-            return Store(self.total, (i,), select(some, 1.0 / Scalar(self.total[(i,)]), 0.0).value)
+            total = Scalar(self.total[(i,)])
+            known = (some & (total > 0.0)) if self.parts.zero_nan else some
+            return Store(self.total, (i,), select(known, 1.0 / total, 0.0).value)
 
         def element(i: SymExpr, e: SymExpr) -> Stmt:
             out = self.parts.out
-            value = Scalar(self.sums[e, i]) * Scalar(self.total[(i,)])
+            factor = Scalar(self.total[(i,)])
+            value = Scalar(self.sums[e, i]) * factor
+            if self.parts.zero_nan:  # the sums may be NaN, as the scores are
+                value = select(factor > 0.0, value, 0.0)
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
         return seq(_nest("i", (self.size,), scale), self._over_queries(self.depth, element))

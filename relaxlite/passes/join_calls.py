@@ -1,0 +1,158 @@
+"""Horizontal fusion: calls that do not need each other become one call of a program with several outputs.
+
+    q = x @ a + u;  k = x @ b + v;  w = x @ c        =>        q, k, w = joined(x, a, u, b, v, c)
+
+The stages of the programs stand one after another in the joined one, each with its own weights, epilogue and layout, so
+sizes may differ and weights may be used elsewhere too; schedule_cpu.py runs what is left as parallel loops in one
+parallel loop over all of their tiles. Joined are
+
+    products that read one operand (the projections of attention, heads of a detector, gates)
+    copies that one call reads (keys and values that are appended to a cache, rotated queries)
+
+A call moves to the place of the first of its group; one that needs something computed after that place stays alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+
+from relaxlite.ir.expr import Binding, Block, Let, TupleGetItem, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import Binary, Check, Store, TensorProgram, Unary, seq
+from relaxlite.ir.program_visitor import all_values, loads
+from relaxlite.ir.symbolic import as_int, sym
+from relaxlite.passes.legalize import ProgramTable
+from relaxlite.passes.loop_pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
+from relaxlite.passes.manager import PassContext
+from relaxlite.passes.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
+
+MOST_CALLS = 8  # of a group: bounds the size of the code
+MOST_BETWEEN = 3  # reductions between two calls of a group
+MOST_OPERATIONS = 12  # per element of what counts as a copy
+LONGEST_NAME = 60
+
+
+def join_calls(module: IRModule, context: PassContext) -> IRModule:
+    """Products of one operand, and copies for one call, become one kernel each."""
+
+    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
+        for groups in (partial(_products, context=context), _copies):
+            for names in list(groups(sites_of(block, module))):
+                sites = {site.var: site for site in sites_of(block, module)}  # at their present places
+                block = _joined(block, [sites[name] for name in names], table, context)
+        return block.bindings
+
+    return map_blocks(module, change)
+
+
+def _products(sites: list[Site], context: PassContext) -> Iterator[list[Var]]:
+    """Groups of products that read the same operands beside their weights, and sum over equally many terms. Those far
+    apart stay so: the keys and values of all layers that attend to one memory would otherwise be held at once."""
+    groups: dict[tuple[tuple[Var, ...], int], list[list[Var]]] = {}
+    last: dict[Var, int] = {}  # of a member, how many calls with reductions come before it
+    count = 0
+    for site in sites:
+        found = _product(site)
+        if found is not None:
+            runs = groups.setdefault(found, [[]])
+            if runs[-1] and count - last[runs[-1][-1]] > MOST_BETWEEN:
+                reason = f"there are more than {MOST_BETWEEN} reductions in between"
+                context.decide("join_calls", f"{site.var.name} beside {runs[-1][-1].name}", False, reason)
+                runs.append([])
+            runs[-1].append(site.var)
+            last[site.var] = count + 1
+        count += found is not None or analyze(site.program) >= LoopPattern.REDUCTION
+    yield from (run for runs in groups.values() for run in runs)
+
+
+def _product(site: Site) -> tuple[tuple[Var, ...], int] | None:
+    """(the operands that are no constants: x, and its zero point; the terms of a sum) of a product with weights."""
+    stages = [s for s in top_stages(site.program) if not isinstance(s, Check)]
+    found = reduction_of(stages[0]) if len(stages) == 1 else None
+    if found is None or analyze(site.program) != LoopPattern.OUT_FUSIBLE:
+        return None
+    steps = perfect_nest(found.inner).loops
+    terms = as_int(steps[0].extent)
+    args = dict(zip(site.program.inputs, site.call.args, strict=True))
+    read = dict.fromkeys(args[load.buffer] for load in loads(found.update))
+    operands = tuple(x for x in read if isinstance(x, Var))
+    if len(steps) != 1 or terms is None or not operands or len(operands) == len(read):
+        return None
+    return operands, terms
+
+
+def _copies(sites: list[Site]) -> Iterator[list[Var]]:
+    """For each call, the copies that it reads."""
+    by_var = {site.var: site for site in sites}
+    taken: set[Var] = set()
+    for site in sites:
+        found = [a for a in dict.fromkeys(site.call.args) if isinstance(a, Var) and a in by_var and a not in taken]
+        group = [var for var in found if _is_copy(by_var[var].program)]
+        taken.update(group)
+        yield group
+
+
+def _is_copy(program: TensorProgram) -> bool:
+    """Whether the program only moves elements, with little arithmetic: plain nests, each writing its part."""
+    for stage in top_stages(program):
+        if isinstance(stage, Check):
+            continue
+        body = perfect_nest(stage).body
+        if not isinstance(body, Store) or body.combine is not None or body.buffer not in program.outputs:
+            return False
+    return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MOST_OPERATIONS
+
+
+def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassContext) -> Block:
+    """The block with the calls of a group as one call; as it was where fewer than two can meet in one place."""
+    if len(group) < 2:
+        return block
+    group = sorted(group, key=lambda site: site.position)
+    members, place = _meeting(group, Places(block))
+    members = members[:MOST_CALLS]
+    for site in group:
+        if site not in members:
+            reason = "too many calls" if len(members) == MOST_CALLS else "what one needs is computed from another"
+            context.decide("join_calls", f"{site.var.name} beside {group[0].var.name}", False, reason)
+    if len(members) < 2:
+        return block
+    parts = Instances()
+    stages = [parts.stages(site) for site in members]
+    checks = [s for own in stages for s in own if isinstance(s, Check)]
+    nests = [[s for s in own if not isinstance(s, Check)] for own in stages]
+    order = [s for row in zip_longest(*nests) for s in row if s is not None]  # first stages beside each other, ...
+    inputs = dict.fromkeys(a for site in members for a in site.call.args)
+    outputs = [site.var for site in members]
+    call = parts.call(_name(members), seq(*checks, *order), tuple(inputs), outputs, table)
+    names, shared = ", ".join(v.name for v in outputs), sum(len(s.call.args) for s in members) - len(inputs)
+    context.decide(
+        "join_calls", names, True, "they do not need each other, so that one kernel shares out their tiles",
+        kernels_saved=sym(len(members) - 1), operands_shared=sym(shared),
+    )  # fmt: skip
+    result = Var(f"{outputs[0].name}_joined", call.ty)
+    made = [Let(result, replace(call, loc=members[0].call.loc))]
+    made += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
+    moved = set(outputs)
+    bindings: list[Binding] = []
+    for position, binding in enumerate(block.bindings):
+        if position == place:
+            bindings += made
+        if binding.var not in moved:
+            bindings.append(binding)
+    return replace(block, bindings=tuple(bindings))
+
+
+def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
+    """The calls of a group that can move to one position: up to that of the first, or down to that of the last."""
+    first, last = group[0].position, group[-1].position
+    up = [site for site in group if places.defined(site) < first]
+    down = [site for site in group if places.used(site.var) > last]
+    return (up, first) if len(up) >= len(down) else (down, last)
+
+
+def _name(members: list[Site]) -> str:
+    stems = list(dict.fromkeys(stem(site) for site in members))
+    return f"joined_{len(members)}_{'_'.join(stems)}"[:LONGEST_NAME]
