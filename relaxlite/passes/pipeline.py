@@ -14,6 +14,7 @@ from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.fuse_prologues import fuse_prologues
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_precision import lower_precision
@@ -65,6 +66,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("eliminate_dead", eliminate_dead, "graph"),
         # C
         _pure("legalize", legalize, "lowered"),
+        Pass("fuse_prologues", fuse_prologues, "lowered"),
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),

@@ -29,6 +29,7 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
+    Scope,
     Seq,
     Stmt,
     Store,
@@ -38,6 +39,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.prologue import Instead, Prologue, Stream, fill
 from relaxlite.passes.schedule import distribute, less, nest
 
 _Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
@@ -53,6 +55,7 @@ class RowSplit:
 
     extent: SymExpr
     most: int
+    least: int = 1  # the extent is known to be no less, or 0
 
     @property
     def count(self) -> SymExpr:
@@ -69,7 +72,8 @@ class RowSplit:
     def heights(self) -> tuple[int, ...]:
         """Every height that can occur, greatest first."""
         lower, upper = Analyzer().bounds(self.extent)
-        first, window = max(lower or 0, 1), self.most * (self.most + 1)
+        first, window = max(lower or 0, self.least), self.most * (self.most + 1)
+        upper = None if upper is None else max(upper, first)
         if upper is None or upper > first + window:  # from most*most rows on, only `most` and `most - 1` occur
             first = min(first, self.most * self.most)
         found: set[int] = set()
@@ -111,10 +115,12 @@ class Tile:
     lanes: int
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
+    least_rows: int = 1  # where the tiles run, there are no fewer
+    stream: Stream | None = None  # how an operand is taken in that is more than a load
 
     @property
     def rows(self) -> RowSplit:
-        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows)
+        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows, self.least_rows)
 
     @property
     def _stmts(self) -> tuple[Stmt, ...]:
@@ -124,13 +130,30 @@ class Tile:
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
-        first = piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
+        first = self._first(piece, number)
         make = self._staged if self._is_long() or self._parts() is not None else self._direct
         if self.row is None:
             return make(piece, first, sym(0), sym(1))
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
         body = LetIndex(height, IndexValue(self.rows.height(block)), make(piece, first, top, height))
         return LetIndex(top, IndexValue(self.rows.start(block)), body)
+
+    def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
+        """The first column of a tile."""
+        return piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
+
+    def with_panel(self, found: Prologue, piece: ColumnPiece, number: SymExpr, run: Callable[[Tile], Stmt]) -> Stmt:
+        """An operand's columns of a tile, made once, and what `run` does with tiles that read them there."""
+        first, depth = self._first(piece, number), found.loop.extent
+        scope: Scope = "local" if depth.is_const else "global"
+        panel = Buffer("panel", (depth, sym(piece.vectors * self.lanes)), found.operand.dtype, scope)
+        (_, *across), at = self._loops(piece, 1, first, sym(0))
+        guard = self._guard(at) if piece.masked else None
+        made = fill(found, panel, {self.column.var: at[self.column.var]}, (across[0], across[1]), guard)
+        load = Load(panel, (found.loop.var, self.column.var - first))
+        block = Instead({id(found.operand): load}).stmt(self.block)
+        assert isinstance(block, Allocate)
+        return Allocate(panel, seq(made, run(replace(self, block=block))))
 
     def _is_long(self) -> bool:
         """Whether the epilogue is more than a few operations."""
@@ -177,6 +200,10 @@ class Tile:
     def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool) -> tuple[Allocate, Load]:
         """The reduction of a tile by these reduced loops, and one of its sums in the tile's loops."""
         init = self._stmts[0]
+        if self.stream is not None:
+            assert isinstance(init, Store)
+            guard = self._guard(at) if masked else None
+            return self.stream.sums(self.block.buffer, init, update, loops, at, guard)
         times = self._interleaved(loops)
         copy = SymVar("s", upper=times - 1)
         if times > 1:
@@ -195,6 +222,8 @@ class Tile:
 
     def _interleaved(self, loops: _Loops) -> int:
         """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
+        if self.stream is not None:
+            return 1
         innermost = perfect_nest(self._stmts[1]).loops[-1]
         own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
         times = max(1, self.enough_sums // own)
@@ -212,7 +241,8 @@ class Tile:
         count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
         if count < 2 or length < 2:
             return None
-        size = -(-length // count)
+        period = 1 if self.stream is None else self.stream.period
+        size = -(-length // (count * period)) * period
         part, step = SymVar(f"{outer.var.name}o"), SymVar(outer.var.name, upper=size - 1)
         body = Substitute({outer.var: part * size + step}).stmt(outer.body)
         extent = sym(size) if length % size == 0 else smin(size, length - part * size)

@@ -13,20 +13,23 @@ chosen; register_tile.py makes their code. Every shape is exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, Buffer, For, Seq, Stmt, Store, seq
-from relaxlite.ir.program_visitor import loads, stores, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, LetIndex, Literal, Seq, Stmt, Store, seq
+from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.parallel_loops import writes_apart
-from relaxlite.passes.register_tile import ENOUGH_SUMS, Tile, by_piece, column_pieces, grid
-from relaxlite.passes.schedule import fuse
+from relaxlite.passes.prologue import Prologue, Stream, find_prologue
+from relaxlite.passes.register_tile import ENOUGH_SUMS, ColumnPiece, Tile, by_piece, column_pieces, grid
+from relaxlite.passes.schedule import fuse, less, with_variant
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
+BLOCKS_OF_A_PANEL = 48  # row blocks that share a staged panel: more are shared out among threads
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
@@ -42,6 +45,9 @@ def tiled(
     the block's, where that does not add term by term any more."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     tile = Tile(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
+    found = prologue_of(block, column) if body is None else None
+    if found is not None:
+        return tiled_prologue(tile, found, block.spatial, vectors, registers)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -53,6 +59,49 @@ def tiled(
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     return grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+
+
+def prologue_of(block: Block, column: For) -> Prologue | None:
+    """What an operand that moves along the column goes through before it is multiplied; None: nothing."""
+    init, row = block.stmts[0], block.row_loop(column)
+    if not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
+        return None
+    return find_prologue(block.stmts[1], column.var, None if row is None else row.var)
+
+
+def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors: int, registers: int) -> Stmt:
+    """Tiles of a block with a prologue: streamed where one block holds all rows, else staged."""
+    row, column = tile.row, tile.column
+    pieces = column_pieces(column.extent, tile.lanes, vectors)
+    across = _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0)))
+    others = [(loop.var, loop.extent) for loop in spatial if loop is not column and loop is not row]
+    if not pieces:
+        return Seq(())
+
+    streaming = Stream(registers, column.var, None if row is None else row.var, found.period)
+    low = replace(tile, stream=streaming)
+    down = _counter("row" if row is None else f"{row.var.name}o", low.rows.count)
+    tiles = by_piece(pieces, across[0], lambda piece, number: low(piece, number, down[0]))
+    streamed = grid([*others, across, down], tiles)
+    if row is None:
+        return streamed
+
+    high = replace(tile, least_rows=tile.most_rows + 1)
+    blocks = high.rows.count
+    share, step = SymVar(f"{row.var.name}s", lower=0), SymVar(f"{row.var.name}i", lower=0)
+    place, shares = SymVar(f"{row.var.name}o", lower=0), ceildiv(blocks, BLOCKS_OF_A_PANEL)
+    first, last = share * blocks // shares, (share + 1) * blocks // shares
+
+    def panel(piece: ColumnPiece, number: SymExpr) -> Stmt:
+        def run(over_panel: Tile) -> Stmt:
+            body = LetIndex(place, IndexValue(first + step), over_panel(piece, number, place))
+            return For(step, last - first, body)
+
+        return high.with_panel(found, piece, number, run)
+
+    panels = by_piece(pieces, across[0], panel)
+    staged = grid([*others, (share, shares), across], panels)
+    return with_variant(less(row.extent, tile.most_rows + 1), streamed, Substitute(fresh=True).stmt(staged))
 
 
 def _rows_first(block: Block, row: For) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.expr import Array, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.elementwise import cast_array
@@ -176,6 +176,65 @@ class DequantizeLinear(_Scaled):
         yield Sample((("n", 3, 2), (3,), (3,)), {"axis": 1}, kinds)
         yield Sample((("n", "m"), ("m",)), {"axis": -1}, ("int32", "float16"), tolerance=1e-3)
         yield Sample((("n", 7), ("n", 3), ("n", 3)), {"axis": 1, "block_size": 3}, ("uint8", "float32", "uint8"))
+
+
+NIBBLES = 8  # signed numbers of 4 bits in a word of 32
+
+
+@register
+class UnpackInt4(Op):
+    """Signed numbers of 4 bits out of words: x[k, ...] is number k % 8 of words[k // 8, ...], the lowest bits first.
+
+    `rows` is the size of the first dimension of the result. Constants in this form are not folded: they are read from
+    memory as they are (passes/quantized_weights.py).
+    """
+
+    name = "unpack_int4"
+    operands = ("words",)
+    attrs: ClassVar[Mapping[str, Attr]] = {"rows": Attr("int")}
+
+    def infer(self, words: Expr, *, rows: int) -> Type:
+        ty = self.tensor(words, "words")
+        shape = ty.shape or ()
+        if ty.dtype != "int32" or not shape:
+            self.fail(f"words must be int32 with at least one dimension, got {ty}")
+        if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), NIBBLES)):
+            self.fail(f"{rows} rows take {-(-rows // NIBBLES)} rows of words, got {format_shape(shape)}")
+        return TensorType.of((rows, *shape[1:]), "int8")
+
+    def lower(self, words: Buffer, *, out: Buffer, rows: int) -> Stmt:
+        def value(k: SymVar, *i: SymVar) -> Value:
+            word = Scalar(words[(k // NIBBLES, *i)])
+            top = word.binary("shift_left", sym(28) - k % NIBBLES * 4)
+            return top.binary("shift_right", 28).cast("int8").value
+
+        return compute(out, value)
+
+    def reference(self, words: Any, *, rows: int) -> Any:
+        shifts = np.arange(28, -1, -4, dtype=np.int32).reshape(1, -1, *(1,) * (words.ndim - 1))
+        parts = np.left_shift(words[:, None], shifts) >> np.int32(28)
+        return parts.reshape(-1, *words.shape[1:])[:rows].astype(np.int8)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(((2, "n"),), {"rows": 13}, ("int32",), {0: _words})
+        yield Sample(((1,),), {"rows": 8}, ("int32",), {0: _words})
+        yield Sample(((0, "n"),), {"rows": 0}, ("int32",), {0: _words})
+
+
+def pack_int4(values: Array) -> Array:
+    """Numbers in [-8, 7] as the words that `unpack_int4` takes apart, along the first dimension; zeros fill it up."""
+    rows = -(-values.shape[0] // NIBBLES)
+    padded = np.zeros((rows * NIBBLES, *values.shape[1:]), np.uint32)
+    padded[: values.shape[0]] = values.astype(np.int32).astype(np.uint32) & 15
+    parts = padded.reshape(rows, NIBBLES, *values.shape[1:])
+    words = np.zeros((rows, *values.shape[1:]), np.uint32)
+    for k in range(NIBBLES):
+        words |= parts[:, k] << np.uint32(4 * k)
+    return words.view(np.int32)
+
+
+def _words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
 
 
 @register
