@@ -28,6 +28,7 @@ from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.schedule import GuardLoads, nest, when_positive
 
+UNROLLED = 4  # steps at least whose operands are made together
 MOST_SHARED = 8  # steps that are unrolled as they share an element of memory
 
 
@@ -285,25 +286,27 @@ class Instead(ProgramRewriter):
 
 
 def fill(
-    found: Prologue, panel: Buffer, at: dict[SymVar, SymExpr], loops: tuple[For, For], guard: Value | None
+    found: Prologue,
+    operand: Value,
+    loop: For,
+    panel: Buffer,
+    at: dict[SymVar, SymExpr],
+    loops: tuple[For, For],
+    guard: Value | None,
 ) -> Stmt:
-    """panel[k, column] = operand, for the columns of `loops` (over vectors and lanes); `at` says which
-    column."""
+    """panel[k, column] = operand, for k of `loop` and the columns of `loops`, over vectors and lanes; `at` says which
+    column that is."""
     part, lane = loops
-    lanes = lane.extent
-    value = Substitute(at).value(found.operand)
+    value = Substitute(at).value(operand)
     if guard is not None:
         value = GuardLoads(guard, {part.var, lane.var}).value(value)
-    width, step = found.shared, SymVar(found.loop.var.name, lower=0)
 
     def store(k: SymExpr) -> Stmt:
-        body = nest(loops, Store(panel, (k, part.var * lanes + lane.var), value))
-        return Substitute({found.loop.var: k}, fresh=True).stmt(body)
+        body = nest(loops, Store(panel, (k, part.var * lane.extent + lane.var), value))
+        return Substitute({loop.var: k}, fresh=True).stmt(body)
 
-    extent = found.loop.extent
-    if width == 1:
-        return For(step, extent, store(step))
-    inner, rest = SymVar("t", lower=0, upper=width - 1), SymVar("t", lower=0, upper=width - 1)
-    main = For(step, extent // width, For(inner, sym(width), store(step * width + inner), "unrolled"))
+    extent, width = loop.extent, max(found.shared, UNROLLED)
+    outer, inner, rest = SymVar(f"{loop.var.name}o", lower=0), SymVar("t", lower=0, upper=width - 1), SymVar("rest", lower=0)
+    main = For(outer, extent // width, For(inner, sym(width), store(outer * width + inner), "unrolled"))
     last = For(rest, extent % width, store(extent // width * width + rest))
     return seq(*when_positive(extent // width, main), *when_positive(extent % width, last))

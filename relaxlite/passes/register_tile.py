@@ -29,7 +29,6 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
-    Scope,
     Seq,
     Stmt,
     Store,
@@ -46,6 +45,8 @@ _Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of 
 
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
+PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
+MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 
 
@@ -142,18 +143,62 @@ class Tile:
         """The first column of a tile."""
         return piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
 
-    def with_panel(self, found: Prologue, piece: ColumnPiece, number: SymExpr, run: Callable[[Tile], Stmt]) -> Stmt:
-        """An operand's columns of a tile, made once, and what `run` does with tiles that read them there."""
-        first, depth = self._first(piece, number), found.loop.extent
-        scope: Scope = "local" if depth.is_const else "global"
-        panel = Buffer("panel", (depth, sym(piece.vectors * self.lanes)), found.operand.dtype, scope)
-        (_, *across), at = self._loops(piece, 1, first, sym(0))
-        guard = self._guard(at) if piece.masked else None
-        made = fill(found, panel, {self.column.var: at[self.column.var]}, (across[0], across[1]), guard)
-        load = Load(panel, (found.loop.var, self.column.var - first))
-        block = Instead({id(found.operand): load}).stmt(self.block)
-        assert isinstance(block, Allocate)
-        return Allocate(panel, seq(made, run(replace(self, block=block))))
+    def over_panels(
+        self, piece: ColumnPiece, number: SymExpr, blocks: tuple[SymExpr, SymExpr], found: Prologue | None
+    ) -> Stmt:
+        """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
+        loop before the next, while what they read of their columns' operand is in the cache; with a prologue, after it
+        has been made there. Their sums wait in memory in between."""
+        first, element, (begin, end) = self._first(piece, number), self.block.buffer, blocks
+        width, outer = sym(piece.vectors * self.lanes), self._stmts[1]
+        assert isinstance(outer, For) and isinstance(outer.body, Store)
+        part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=PANEL_STEPS - 1)
+        start, depth = part * PANEL_STEPS, as_int(outer.extent)
+        is_whole = depth is not None and depth % PANEL_STEPS == 0
+        extent = sym(PANEL_STEPS) if is_whole else smin(PANEL_STEPS, outer.extent - start)
+        totals = Buffer(f"{element.name}_tile", (sym(self.most_rows * MOST_BLOCKS), width), element.dtype, "local")
+        panel = Buffer("panel", (sym(PANEL_STEPS), width), element.dtype, "local")
+        base, index = SymVar(f"{self._row.var.name}b", lower=0), SymVar(f"{self._row.var.name}i", lower=0)
+
+        fresh = Substitute({outer.var: start + step})
+        store, made = fresh.stmt(outer.body), Seq(())
+        if found is not None:
+            (_, *across), at = self._loops(piece, 1, first, sym(0))
+            guard = self._guard(at) if piece.masked else None
+            operand = fresh.value(found.operand)
+            made = fill(found, operand, For(step, extent, Seq(())), panel, at, (across[0], across[1]), guard)
+            load = Load(panel, (step, self.column.var - first))
+            store = Instead({id(operand): load}).stmt(store)
+        update = For(step, extent, store)
+        top, height = SymVar(f"{self._row.var.name}0", lower=0), SymVar("rows", upper=self.most_rows)
+
+        def body(rows: int) -> Stmt:
+            loops, at = self._loops(piece, rows, first, top)
+            row, vector, lane = (loop.var for loop in loops)
+            sums, load = self._sums(loops, at, update, masked=piece.masked and found is None)
+            add = Store(totals, (top - base + row, vector * self.lanes + lane), load, _combination(update))
+            return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(nest(loops, add))))
+
+        block = begin + index
+        tile = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
+        tiles = For(index, end - begin, LetIndex(top, IndexValue(self.rows.start(block)), tile))
+        loops, at = self._loops(piece, self.most_rows, first, base)
+        row, vector, lane = loops
+        place = row.var, vector.var * self.lanes + lane.var
+        count = self.rows.start(end) - base
+        loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
+        clear = nest(loops, Store(totals, place, identity(_combination(update), element.dtype)))
+        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), seq(made, tiles))
+        if found is not None:
+            steps = replace(steps, body=Allocate(panel, steps.body))
+        epilogue = self._epilogue(loops, at, Load(totals, place), masked=piece.masked)
+        code = Allocate(totals, seq(Substitute(fresh=True).stmt(clear), steps, epilogue))
+        return LetIndex(base, IndexValue(self.rows.start(begin)), code)
+
+    @property
+    def _row(self) -> For:
+        assert self.row is not None
+        return self.row
 
     def _is_long(self) -> bool:
         """Whether the epilogue is more than a few operations."""

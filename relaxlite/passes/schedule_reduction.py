@@ -16,20 +16,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, LetIndex, Literal, Seq, Stmt, Store, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Literal, Seq, Stmt, Store, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.prologue import Prologue, Stream, find_prologue
-from relaxlite.passes.register_tile import ENOUGH_SUMS, ColumnPiece, Tile, by_piece, column_pieces, grid
+from relaxlite.passes.register_tile import ENOUGH_SUMS, MOST_BLOCKS, ColumnPiece, Tile, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import fuse, less, with_variant
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
-BLOCKS_OF_A_PANEL = 48  # row blocks that share a staged panel: more are shared out among threads
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
@@ -87,21 +86,24 @@ def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors:
         return streamed
 
     high = replace(tile, least_rows=tile.most_rows + 1)
-    blocks = high.rows.count
-    share, step = SymVar(f"{row.var.name}s", lower=0), SymVar(f"{row.var.name}i", lower=0)
-    place, shares = SymVar(f"{row.var.name}o", lower=0), ceildiv(blocks, BLOCKS_OF_A_PANEL)
-    first, last = share * blocks // shares, (share + 1) * blocks // shares
+    return with_variant(
+        less(row.extent, tile.most_rows + 1), streamed, over_panels(high, found, pieces, others, across)
+    )
 
-    def panel(piece: ColumnPiece, number: SymExpr) -> Stmt:
-        def run(over_panel: Tile) -> Stmt:
-            body = LetIndex(place, IndexValue(first + step), over_panel(piece, number, place))
-            return For(step, last - first, body)
 
-        return high.with_panel(found, piece, number, run)
-
-    panels = by_piece(pieces, across[0], panel)
-    staged = grid([*others, (share, shares), across], panels)
-    return with_variant(less(row.extent, tile.most_rows + 1), streamed, Substitute(fresh=True).stmt(staged))
+def over_panels(
+    tile: Tile,
+    found: Prologue | None,
+    pieces: Sequence[ColumnPiece],
+    others: Sequence[tuple[SymVar, SymExpr]],
+    across: tuple[SymVar, SymExpr],
+) -> Stmt:
+    """Tiles whose row blocks share what they read of the columns' operand; many blocks are shared out."""
+    blocks = tile.rows.count
+    share, shares = SymVar("share", lower=0), ceildiv(blocks, MOST_BLOCKS)
+    run = share * blocks // shares, (share + 1) * blocks // shares
+    tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, found))
+    return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
 
 
 def _rows_first(block: Block, row: For) -> bool:
