@@ -12,6 +12,7 @@ from typing import Any
 from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.dots import emit_dot
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.indices import split_lane
@@ -51,6 +52,9 @@ def _binary(k: Kernel, value: Binary) -> Val:
 
 
 def _cast(k: Kernel, value: Cast) -> Val:
+    field = bit_field(k, value.x) if value.dtype == "float32" else None
+    if field is not None:
+        return field_to_float(k.e, emit_value(k, field.word), field)
     return convert(k.e, emit_value(k, value.x), value.x.dtype, value.dtype)
 
 

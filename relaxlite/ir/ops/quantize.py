@@ -157,10 +157,11 @@ class DequantizeLinear(_Scaled):
     ) -> Stmt:
         def value(*i: SymVar) -> Value:
             at = self.at(scale, i, axis, block_size)
-            centered = Scalar(x[i]).cast("int32")
-            if zero_point is not None:
-                centered = centered - Scalar(zero_point[at]).cast("int32")
             wide = "float64" if out.dtype == "float64" else "float32"
+            exact = wide if dtypes.itemsize(x.dtype) < 4 else "int32"  # so are differences of integers of 16 bits
+            centered = Scalar(x[i]).cast(exact)
+            if zero_point is not None:
+                centered = centered - Scalar(zero_point[at]).cast(exact)
             return (centered.cast(wide) * Scalar(scale[at]).cast(wide)).cast(out.dtype).value
 
         return seq(*self.scale_checks(x, scale, axis, block_size), compute(out, value))
@@ -178,58 +179,64 @@ class DequantizeLinear(_Scaled):
         yield Sample((("n", 7), ("n", 3), ("n", 3)), {"axis": 1, "block_size": 3}, ("uint8", "float32", "uint8"))
 
 
-NIBBLES = 8  # signed numbers of 4 bits in a word of 32
+WORD = 32  # bits
 
 
 @register
-class UnpackInt4(Op):
-    """Signed numbers of 4 bits out of words: x[k, ...] is number k % 8 of words[k // 8, ...], the lowest bits first.
+class UnpackIntegers(Op):
+    """Signed numbers of 2, 4 or 8 bits out of words: with c = 32 / bits numbers in a word,
+
+    x[k, ...] = (words[k // c, ...] >> k % c * bits & (2**bits - 1)) - 2**(bits - 1)
 
     `rows` is the size of the first dimension of the result. Constants in this form are not folded: they are read from
     memory as they are (passes/quantized_weights.py).
     """
 
-    name = "unpack_int4"
+    name = "unpack_integers"
     operands = ("words",)
-    attrs: ClassVar[Mapping[str, Attr]] = {"rows": Attr("int")}
+    attrs: ClassVar[Mapping[str, Attr]] = {"rows": Attr("int"), "bits": Attr("int", choices=(2, 4, 8))}
 
-    def infer(self, words: Expr, *, rows: int) -> Type:
+    def infer(self, words: Expr, *, rows: int, bits: int) -> Type:
         ty = self.tensor(words, "words")
-        shape = ty.shape or ()
+        shape, count = ty.shape or (), WORD // bits
         if ty.dtype != "int32" or not shape:
             self.fail(f"words must be int32 with at least one dimension, got {ty}")
-        if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), NIBBLES)):
-            self.fail(f"{rows} rows take {-(-rows // NIBBLES)} rows of words, got {format_shape(shape)}")
+        if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), count)):
+            self.fail(f"{rows} rows of {bits} bits take {-(-rows // count)} rows of words, got {format_shape(shape)}")
         return TensorType.of((rows, *shape[1:]), "int8")
 
-    def lower(self, words: Buffer, *, out: Buffer, rows: int) -> Stmt:
+    def lower(self, words: Buffer, *, out: Buffer, rows: int, bits: int) -> Stmt:
+        count = WORD // bits
+
         def value(k: SymVar, *i: SymVar) -> Value:
-            word = Scalar(words[(k // NIBBLES, *i)])
-            top = word.binary("shift_left", sym(28) - k % NIBBLES * 4)
-            return top.binary("shift_right", 28).cast("int8").value
+            field = Scalar(words[(k // count, *i)]).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
+            return (field - (1 << bits - 1)).cast("int8").value
 
         return compute(out, value)
 
-    def reference(self, words: Any, *, rows: int) -> Any:
-        shifts = np.arange(28, -1, -4, dtype=np.int32).reshape(1, -1, *(1,) * (words.ndim - 1))
-        parts = np.left_shift(words[:, None], shifts) >> np.int32(28)
-        return parts.reshape(-1, *words.shape[1:])[:rows].astype(np.int8)
+    def reference(self, words: Any, *, rows: int, bits: int) -> Any:
+        shifts = np.arange(0, WORD, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
+        fields = words.view(np.uint32)[:, None] >> shifts & np.uint32((1 << bits) - 1)
+        numbers = fields.astype(np.int16) - np.int16(1 << bits - 1)
+        return numbers.reshape(-1, *words.shape[1:])[:rows].astype(np.int8)
 
     def samples(self) -> Iterable[Sample]:
-        yield Sample(((2, "n"),), {"rows": 13}, ("int32",), {0: _words})
-        yield Sample(((1,),), {"rows": 8}, ("int32",), {0: _words})
-        yield Sample(((0, "n"),), {"rows": 0}, ("int32",), {0: _words})
+        yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})
+        yield Sample(((3, "n"),), {"rows": 12, "bits": 8}, ("int32",), {0: _words})
+        yield Sample(((1,),), {"rows": 16, "bits": 2}, ("int32",), {0: _words})
+        yield Sample(((0, "n"),), {"rows": 0, "bits": 4}, ("int32",), {0: _words})
 
 
-def pack_int4(values: Array) -> Array:
-    """Numbers in [-8, 7] as the words that `unpack_int4` takes apart, along the first dimension; zeros fill it up."""
-    rows = -(-values.shape[0] // NIBBLES)
-    padded = np.zeros((rows * NIBBLES, *values.shape[1:]), np.uint32)
-    padded[: values.shape[0]] = values.astype(np.int32).astype(np.uint32) & 15
-    parts = padded.reshape(rows, NIBBLES, *values.shape[1:])
+def pack_integers(values: Array, bits: int) -> Array:
+    """Numbers from -2**(bits - 1) on as the words that `unpack_integers` takes apart; zeros fill up the last ones."""
+    count, half = WORD // bits, 1 << bits - 1
+    rows = -(-values.shape[0] // count)
+    fields = np.full((rows * count, *values.shape[1:]), half, np.uint8)
+    fields[: values.shape[0]] = values.astype(np.int16) + half
+    fields = fields.reshape(rows, count, *values.shape[1:])
     words = np.zeros((rows, *values.shape[1:]), np.uint32)
-    for k in range(NIBBLES):
-        words |= parts[:, k] << np.uint32(4 * k)
+    for k in range(count):
+        words |= fields[:, k].astype(np.uint32) << np.uint32(bits * k)
     return words.view(np.int32)
 
 
