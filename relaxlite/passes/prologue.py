@@ -16,7 +16,6 @@ the tiles run over that.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaxlite import dtypes
@@ -29,6 +28,7 @@ from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.schedule import GuardLoads, nest, when_positive
 
 UNROLLED = 4  # steps at least whose operands are made together
+ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
 MOST_SHARED = 8  # steps that are unrolled as they share an element of memory
 
 
@@ -166,66 +166,74 @@ class _StreamedTile:
         rows, vectors = (as_int(loop.extent) or 1 for loop in self.loops[:2])
         return rows * vectors, vectors
 
-    def _local(self, name: str, loops: Sequence[For]) -> Buffer:
-        return Buffer(name, tuple(loop.extent for loop in loops), self.element.dtype, "local")
+    @property
+    def _copies(self) -> int:
+        """How many sums each element has, of every so many steps, for the latency of the additions."""
+        vectors, _ = self._counts
+        return max(1, ENOUGH_SUMS // vectors)
 
     def code(self) -> tuple[Allocate, Load]:
         found, (count, wide) = self.found, self._counts
-        total = self._local(self.element.name, self.loops)
+        shape = tuple(loop.extent for loop in self.loops)
+        total = Buffer(self.element.name, shape, self.element.dtype, "local")
+        part = Buffer(f"{self.element.name}_part", (sym(self._copies), *shape), self.element.dtype, "local")
         place = tuple(loop.var for loop in self.loops)
-        begin = Store(total, place, self.init.value)
-        factored = found.scale is not None and (not found.group or 2 * count + wide + 2 <= self.stream.registers)
-        if not factored:
-            body = self._groups(total, found.operand)
-            return Allocate(total, seq(self._each(begin), body)), Load(total, place)
-        assert found.scale is not None
-        scale = self._guarded(found.scale)
-        if not found.group:
-            scaled = Store(total, place, Binary("mul", Load(total, place), scale))
-            body = seq(self._groups(total, found.inner), self._each(scaled))
-            return Allocate(total, seq(self._each(begin), body)), Load(total, place)
-        part = self._local(f"{self.element.name}_part", self.loops)
-        clear = self._each(Store(part, place, identity("add", part.dtype)))
-        body = self._groups(
-            part, found.inner, clear, Store(total, place, Binary("mul", Load(part, place), scale), "add")
-        )
-        return Allocate(total, seq(self._each(begin), Allocate(part, body))), Load(total, place)
+        sum_of_part: Value = Load(part, (sym(0), *place))
+        by_group = found.group > 0 and (1 + self._copies) * count + wide + 2 <= self.stream.registers
+        factored = found.scale is not None and (by_group or not found.group)
+        if factored and found.scale is not None:
+            sum_of_part = Binary("mul", sum_of_part, self._guarded(found.scale))
+        operand = found.inner if factored else found.operand
+        if factored and found.group:
+            begin = self._each(Store(total, place, self.init.value))
+            body = self._groups(part, operand, Store(total, place, sum_of_part, "add"))
+        else:
+            begin = Seq(())
+            body = seq(self._clear(part), self._groups(part, operand), self._fold(part))
+            body = seq(body, self._each(Store(total, place, sum_of_part)))
+        return Allocate(total, seq(begin, Allocate(part, body))), Load(total, place)
 
-    def _groups(self, sums: Buffer, operand: Value, before: Stmt | None = None, after: Store | None = None) -> Stmt:
-        """All steps, group by group."""
+    def _clear(self, part: Buffer) -> Stmt:
+        place, copy = tuple(loop.var for loop in self.loops), SymVar("s", lower=0)
+        clear = Store(part, (copy, *place), identity("add", part.dtype))
+        return For(copy, part.shape[0], self._each(clear), "unrolled")
+
+    def _fold(self, part: Buffer) -> Stmt:
+        """The copies of each sum added to the first."""
+        place, copy = tuple(loop.var for loop in self.loops), SymVar("s", lower=0)
+        add = Store(part, (sym(0), *place), Load(part, (copy + 1, *place)), "add")
+        return For(copy, part.shape[0] - 1, self._each(add), "unrolled")
+
+    def _groups(self, part: Buffer, operand: Value, after: Store | None = None) -> Stmt:
+        """All steps, group by group; each begins with sums of nothing if something comes after it."""
         found = self.found
         if not found.group:
-            return self._steps(sums, operand, sym(0), found.loop.extent)
+            return self._steps(part, operand, sym(0), found.loop.extent)
 
         def group(start: SymExpr, count: SymExpr) -> Stmt:
-            steps = self._steps(sums, operand, start, count)
-            begin = Seq(()) if before is None else before
-            end = Seq(()) if after is None else self._each(after, {found.loop.var: start})
-            return Substitute(fresh=True).stmt(seq(begin, steps, end))
+            steps = self._steps(part, operand, start, count)
+            if after is not None:
+                end = self._each(after, {found.loop.var: start})
+                steps = seq(self._clear(part), steps, self._fold(part), end)
+            return Substitute(fresh=True).stmt(steps)
 
         number, size = SymVar("group", lower=0), sym(found.group)
         whole, rest = found.loop.extent // size, found.loop.extent % size
         main = For(number, whole, group(number * size, size))
-        last = group(whole * size, rest)
-        return seq(*when_positive(whole, main), *when_positive(rest, last))
+        return seq(*when_positive(whole, main), *when_positive(rest, group(whole * size, rest)))
 
-    def _steps(self, sums: Buffer, operand: Value, start: SymExpr, count: SymExpr) -> Stmt:
+    def _steps(self, part: Buffer, operand: Value, start: SymExpr, count: SymExpr) -> Stmt:
         """`count` steps from `start` on, within one group if there are groups."""
         found, (vectors, wide) = self.found, self._counts
-        used = vectors * (1 if sums.name == self.element.name else 2) + wide
+        used = vectors * (1 + self._copies if found.group else self._copies) + wide
         operand, kept = self._kept(operand, (self.stream.registers - used - 1) // wide)
-        width, step = found.shared, SymVar(found.loop.var.name, lower=0)
-        if width == 1:
-            steps: Stmt = For(step, count, self._step(sums, operand, start + step))
-        else:
-            inner = SymVar("t", lower=0, upper=width - 1)
-            unrolled = For(inner, sym(width), self._step(sums, operand, start + step * width + inner), "unrolled")
-            rest = For(inner, count % width, self._step(sums, operand, start + count // width * width + inner))
-            main = For(step, count // width, unrolled)
-            steps = seq(*when_positive(count // width, main), *when_positive(count % width, rest))
-        made = Substitute({found.loop.var: start}, fresh=True).stmt(
-            seq(*(self._each(Store(b, self._across, v), wide=True) for b, v in kept), Seq(()))
-        )
+        width, step = max(found.shared, self._copies), SymVar(found.loop.var.name, lower=0)
+        inner, rest = SymVar("t", lower=0, upper=width - 1), SymVar("t", lower=0, upper=width - 1)
+        first = self._step(part, operand, start + step * width + inner, inner % self._copies)
+        main = For(step, count // width, For(inner, sym(width), first, "unrolled"))
+        last = For(rest, count % width, self._step(part, operand, start + count // width * width + rest, sym(0)))
+        steps = seq(*when_positive(count // width, main), *when_positive(count % width, last))
+        made = seq(*(self._each(Store(b, self._across, v), {found.loop.var: start}, wide=True) for b, v in kept))
         steps = seq(made, Substitute(fresh=True).stmt(steps))
         for buffer, _ in kept:
             steps = Allocate(buffer, steps)
@@ -245,13 +253,13 @@ class _StreamedTile:
         instead = {key: Load(buffer, self._across) for key, (buffer, _) in found.items()}
         return Instead(instead).value(operand), list(found.values())
 
-    def _step(self, sums: Buffer, operand: Value, k: SymExpr) -> Stmt:
+    def _step(self, part: Buffer, operand: Value, k: SymExpr, copy: SymExpr) -> Stmt:
         """Makes the operand's vectors and adds the products."""
         vector = Buffer("wide", tuple(loop.extent for loop in self.loops[1:]), operand.dtype, "local")
-        place = tuple(loop.var for loop in self.loops)
+        place = (copy, *(loop.var for loop in self.loops))
         make = self._each(Store(vector, self._across, self._guarded(operand)), {self.found.loop.var: k}, wide=True)
         product = Binary("mul", self._at(self.found.other), Load(vector, self._across))
-        add = self._each(Store(sums, place, product, "add"), {self.found.loop.var: k})
+        add = self._each(Store(part, place, product, "add"), {self.found.loop.var: k})
         return Allocate(vector, seq(make, add))
 
     def _each(self, store: Store, at: dict[SymVar, SymExpr] | None = None, *, wide: bool = False) -> Stmt:
@@ -306,7 +314,11 @@ def fill(
         return Substitute({loop.var: k}, fresh=True).stmt(body)
 
     extent, width = loop.extent, max(found.shared, UNROLLED)
-    outer, inner, rest = SymVar(f"{loop.var.name}o", lower=0), SymVar("t", lower=0, upper=width - 1), SymVar("rest", lower=0)
+    outer, inner, rest = (
+        SymVar(f"{loop.var.name}o", lower=0),
+        SymVar("t", lower=0, upper=width - 1),
+        SymVar("rest", lower=0),
+    )
     main = For(outer, extent // width, For(inner, sym(width), store(outer * width + inner), "unrolled"))
     last = For(rest, extent % width, store(extent // width * width + rest))
     return seq(*when_positive(extent // width, main), *when_positive(extent % width, last))

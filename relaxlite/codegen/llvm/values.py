@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxlite.codegen.llvm import memory, scalars
+from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
-from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.dots import emit_dot
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.indices import split_lane
