@@ -22,6 +22,7 @@ from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.plan_memory import plan_memory
+from relaxlite.passes.quantized_weights import keep_quantized
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
 from relaxlite.passes.schedule_cpu import schedule_cpu
@@ -43,8 +44,9 @@ def _note_costs(module: IRModule, context: PassContext) -> IRModule:
 def default_pipeline() -> tuple[Pass, ...]:
     """From graph operators to what codegen takes.
 
-    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
-                          and those that exporters took apart are put together; convolutions get their channels last
+    A  canonicalize       small and equal things disappear; shapes become symbols; quantized weights keep to few bits;
+                          ops made of others are taken apart, and those that exporters took apart are put together;
+                          convolutions get their channels last
     C  lower and fuse     ops become loop nests; nests that belong together become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
@@ -53,6 +55,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # A
         _pure("fold_shapes", fold_shapes, "graph"),
         _pure("decompose", decompose, "graph"),
+        Pass("keep_quantized", keep_quantized, "graph"),
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),
         _pure("fold_constants_again", fold_constants, "graph"),

@@ -272,7 +272,11 @@ class _StreamedTile:
 
     def _guarded(self, value: Value) -> Value:
         value = self._at(value)
-        return value if self.guard is None else GuardLoads(self.guard, set(self._across)).value(value)
+        return (
+            value
+            if self.guard is None
+            else GuardLoads(self.guard, set(loop.var for loop in self.loops[1:])).value(value)
+        )
 
 
 def _staying(value: Value, var: SymVar, group: int) -> list[Value]:

@@ -161,7 +161,7 @@ class Tile:
         base, index = SymVar(f"{self._row.var.name}b", lower=0), SymVar(f"{self._row.var.name}i", lower=0)
 
         fresh = Substitute({outer.var: start + step})
-        store, made = fresh.stmt(outer.body), Seq(())
+        store, made = fresh.stmt(outer.body), seq()
         if found is not None:
             (_, *across), at = self._loops(piece, 1, first, sym(0))
             guard = self._guard(at) if piece.masked else None

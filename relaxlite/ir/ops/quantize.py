@@ -21,7 +21,7 @@ from relaxlite.ir.ops.linalg import emit_op, emit_reshape, equality_checks, in_a
 from relaxlite.ir.ops.nn_conv import Convolution
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, Stmt, Store, Value, compute, reduce, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, Load, Stmt, Store, Value, compute, reduce, seq
 from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
@@ -194,35 +194,39 @@ class UnpackIntegers(Op):
 
     name = "unpack_integers"
     operands = ("words",)
-    attrs: ClassVar[Mapping[str, Attr]] = {"rows": Attr("int"), "bits": Attr("int", choices=(2, 4, 8))}
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "rows": Attr("int"),
+        "bits": Attr("int", choices=(2, 4, 8)),
+        "dtype": Attr("dtype", "int8", ("int8", "int16")),
+    }
 
-    def infer(self, words: Expr, *, rows: int, bits: int) -> Type:
+    def infer(self, words: Expr, *, rows: int, bits: int, dtype: str) -> Type:
         ty = self.tensor(words, "words")
         shape, count = ty.shape or (), WORD // bits
         if ty.dtype != "int32" or not shape:
             self.fail(f"words must be int32 with at least one dimension, got {ty}")
         if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), count)):
             self.fail(f"{rows} rows of {bits} bits take {-(-rows // count)} rows of words, got {format_shape(shape)}")
-        return TensorType.of((rows, *shape[1:]), "int8")
+        return TensorType.of((rows, *shape[1:]), dtype)
 
-    def lower(self, words: Buffer, *, out: Buffer, rows: int, bits: int) -> Stmt:
+    def lower(self, words: Buffer, *, out: Buffer, rows: int, bits: int, dtype: str) -> Stmt:
         count = WORD // bits
 
         def value(k: SymVar, *i: SymVar) -> Value:
-            field = Scalar(words[(k // count, *i)]).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
-            return (field - (1 << bits - 1)).cast("int8").value
+            field = Scalar(Load(words, (k // count, *i))).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
+            return (field - (1 << bits - 1)).cast(dtype).value
 
         return compute(out, value)
 
-    def reference(self, words: Any, *, rows: int, bits: int) -> Any:
+    def reference(self, words: Any, *, rows: int, bits: int, dtype: str) -> Any:
         shifts = np.arange(0, WORD, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
-        fields = words.view(np.uint32)[:, None] >> shifts & np.uint32((1 << bits) - 1)
+        fields = np.expand_dims(words.view(np.uint32), 1) >> shifts & np.uint32((1 << bits) - 1)
         numbers = fields.astype(np.int16) - np.int16(1 << bits - 1)
-        return numbers.reshape(-1, *words.shape[1:])[:rows].astype(np.int8)
+        return numbers.reshape(-1, *words.shape[1:])[:rows].astype(dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})
-        yield Sample(((3, "n"),), {"rows": 12, "bits": 8}, ("int32",), {0: _words})
+        yield Sample(((3, "n"),), {"rows": 12, "bits": 8, "dtype": "int16"}, ("int32",), {0: _words})
         yield Sample(((1,),), {"rows": 16, "bits": 2}, ("int32",), {0: _words})
         yield Sample(((0, "n"),), {"rows": 0, "bits": 4}, ("int32",), {0: _words})
 
