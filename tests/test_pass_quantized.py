@@ -104,6 +104,7 @@ WEIGHTS: Mapping[str, tuple[int, Weight, int]] = {  # depth, weight, bits that i
     "int8 per tensor": (70, dequantized(70, 130, group=None), 8),
     "int8 per column": (129, dequantized(129, 64), 8),
     "uint8 per column, zero points": (64, dequantized(64, 100, dtype="uint8", zero=True), 8),
+    "uint8 without zero points": (64, dequantized(64, 100, dtype="uint8"), 8),
     "int8 in groups, zero points": (300, dequantized(300, 48, group=64, zero=True), 8),
     "int8 turned": (96, dequantized(96, 80, turned=True), 8),
     "4 bits per column": (150, dequantized(150, 70, bits=4), 4),
@@ -128,7 +129,7 @@ def test_weights_stay_in_their_bits_and_products_the_same(name: str) -> None:
     (kept,) = [d for d in context.decisions if d.step == "keep_quantized"]
     assert kept.taken, kept
     columns = int(given["main"].body.result.ty.shape[1].const)  # type: ignore[union-attr]
-    numbers = -(-depth // (32 // bits)) * 4 if bits < 16 else 2 * depth
+    numbers = -(-depth // (32 // bits)) * 4 if bits < 8 else bits // 8 * depth
     assert int(kept.figures["bytes stored"].const) <= numbers * columns + 6 * (depth // 16 + 2) * columns
     assert_one_kernel(exe)
     assert_same(exe, given, depth)
@@ -218,7 +219,7 @@ def test_what_is_no_zero_point_stays(number: float) -> None:
         return bb.emit(ops.subtract(wide, np.float32(number)))
 
     found, _ = kept(module(weight, 64))
-    assert ("unpack_integers" in found) is bool(number == 3)
+    assert ("subtract" not in found) is bool(number == 3)
 
 
 def test_a_computed_operand_stays_as_it_is() -> None:
@@ -237,7 +238,7 @@ def test_half_precision_weights_are_not_folded_into_floats_that_only_products_re
     assert [v.callee.name for v in values if isinstance(v, Call)] == ["cast", "matmul"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 33])
 def test_packing_and_unpacking(bits: int, rows: int) -> None:
     values = integers((rows, 3), bits)

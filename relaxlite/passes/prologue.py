@@ -29,6 +29,7 @@ from relaxlite.passes.schedule import GuardLoads, nest, when_positive
 
 UNROLLED = 4  # steps at least whose operands are made together
 ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
+UNROLLED_SUMS = 20  # vectors of sums at most where those steps are unrolled: with more, registers run out
 MOST_SHARED = 8  # steps that are unrolled as they share an element of memory
 
 
@@ -227,7 +228,8 @@ class _StreamedTile:
         found, (vectors, wide) = self.found, self._counts
         used = vectors * (1 + self._copies if found.group else self._copies) + wide
         operand, kept = self._kept(operand, (self.stream.registers - used - 1) // wide)
-        width, step = max(found.shared, self._copies), SymVar(found.loop.var.name, lower=0)
+        shared = found.shared if vectors <= UNROLLED_SUMS else 1
+        width, step = max(shared, self._copies), SymVar(found.loop.var.name, lower=0)
         inner, rest = SymVar("t", lower=0, upper=width - 1), SymVar("t", lower=0, upper=width - 1)
         first = self._step(part, operand, start + step * width + inner, inner % self._copies)
         main = For(step, count // width, For(inner, sym(width), first, "unrolled"))

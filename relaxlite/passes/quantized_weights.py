@@ -4,9 +4,9 @@
 
 A weight counts as quantized if its values, whatever ops compute them, are integers times a scale that many rows share:
 DequantizeLinear in all its forms, or plain casts, shifts, subtractions and a multiplication. The integers are
-evaluated, and stored in as few bits as their values need: 2, 4 or 8 in words of 32. Where no such width holds all of
-them, but a zero point for each column of a group of rows makes it do, they get one. The values stay the same to the
-last bit. Weights in half precision stay as they are, too.
+evaluated, and stored in as few bits as their values need: 2 or 4 in words of 32, or bytes. Where no such width holds
+all of them, but a zero point for each column of a group of rows makes it do, they get one. The values stay the same to
+the last bit. Weights in half precision stay as they are, too.
 
 Weights that as float32 fit into the L2 cache become float32: they are read from there, and there is nothing to unpack.
 """
@@ -238,8 +238,10 @@ class _Stored:
 
     @property
     def num_bytes(self) -> int:
-        rows = -(-self.values.shape[0] * self.bits // 32) * 4 if self.bits else 2 * self.values.shape[0]
-        return int(rows * self.values.shape[1] + sum(a.nbytes for a in (self.scale, self.zero) if a is not None))
+        bits = self.values.size * 8 * self.values.itemsize
+        if 0 < self.bits < 8:
+            bits = -(-self.values.shape[0] * self.bits // 32) * 32 * self.values.shape[1]
+        return int(bits // 8 + sum(a.nbytes for a in (self.scale, self.zero) if a is not None))
 
     @property
     def form(self) -> str:
@@ -253,10 +255,11 @@ class _Stored:
         emit = rewriter.bb.emit
         if not self.bits:
             return emit(get_op("cast")(Constant.of(np.ascontiguousarray(self.values)), dtype="float32"))
-        dtype = "int8" if self.zero is None else dtypes.from_numpy(self.zero.dtype) or "int16"
-        words = Constant.of(pack_integers(self.values, self.bits))
-        rows = self.values.shape[0]
-        integers = emit(get_op("unpack_integers")(words, rows=rows, bits=self.bits, dtype=dtype))
+        integers: Expr = Constant.of(np.ascontiguousarray(self.values))
+        if self.bits < 8:
+            rows, dtype = self.values.shape[0], dtypes.from_numpy(self.values.dtype) or "int8"
+            words = Constant.of(pack_integers(self.values, self.bits))
+            integers = emit(get_op("unpack_integers")(words, rows=rows, bits=self.bits, dtype=dtype))
         if self.scale is None:
             return emit(get_op("cast")(integers, dtype="float32"))
         zero = None if self.zero is None else Constant.of(self.zero)
@@ -273,19 +276,29 @@ def _stored(found: Scaled | Half) -> _Stored | None:
     if group and group < LEAST_GROUP:
         return None
     scales = None if scale is None else np.ascontiguousarray(scale[::group] if group else scale[0])
-    low, high = int(integers.min()), int(integers.max())
+    low, high = int(integers.min(initial=0)), int(integers.max(initial=0))
     least: Any = _by_group(integers, group, np.minimum)
     greatest: Any = _by_group(integers, group, np.maximum)
-    for bits in (2, 4, 8):
+    for bits in (2, 4):
         half = 1 << bits - 1
         if -half <= low and high < half:
-            return _Stored(integers, bits, group, scales)
-        if scales is not None and int((greatest - least).max()) < 2 * half:
+            return _Stored(integers.astype(np.int8), bits, group, scales)
+        if scales is not None and int((greatest - least).max(initial=0)) < 2 * half:
             zero = -half - least
-            values = integers + (np.repeat(zero, group, 0)[: len(integers)] if group else zero)
             narrow = np.int8 if zero.min() >= -128 and zero.max() <= 127 else np.int16
-            return _Stored(values, bits, group, scales, zero.astype(narrow))
-    return None
+            return _Stored(_added(integers, zero, group).astype(narrow), bits, group, scales, zero.astype(narrow))
+    for narrow in (np.int8, np.uint8):
+        if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
+            return _Stored(integers.astype(narrow), 8, group, scales)
+    zero = -np.minimum(least, 0)
+    if scales is None or int((greatest + zero).max()) > 255 or int(zero.max()) > 255:
+        return None
+    return _Stored(_added(integers, zero, group).astype(np.uint8), 8, group, scales, zero.astype(np.uint8))
+
+
+def _added(integers: Array, zero: Array, group: int) -> Array:
+    """integers + zero, of which there is one for each column of a group."""
+    return np.add(integers, np.repeat(zero, group, 0)[: len(integers)] if group else zero)
 
 
 def _group(scale: Array) -> int:

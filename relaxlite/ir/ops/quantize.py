@@ -184,7 +184,7 @@ WORD = 32  # bits
 
 @register
 class UnpackIntegers(Op):
-    """Signed numbers of 2, 4 or 8 bits out of words: with c = 32 / bits numbers in a word,
+    """Signed numbers of 2 or 4 bits out of words: with c = 32 / bits numbers in a word,
 
     x[k, ...] = (words[k // c, ...] >> k % c * bits & (2**bits - 1)) - 2**(bits - 1)
 
@@ -196,7 +196,7 @@ class UnpackIntegers(Op):
     operands = ("words",)
     attrs: ClassVar[Mapping[str, Attr]] = {
         "rows": Attr("int"),
-        "bits": Attr("int", choices=(2, 4, 8)),
+        "bits": Attr("int", choices=(2, 4)),
         "dtype": Attr("dtype", "int8", ("int8", "int16")),
     }
 
@@ -226,7 +226,7 @@ class UnpackIntegers(Op):
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})
-        yield Sample(((3, "n"),), {"rows": 12, "bits": 8, "dtype": "int16"}, ("int32",), {0: _words})
+        yield Sample(((3, "n"),), {"rows": 24, "bits": 4, "dtype": "int16"}, ("int32",), {0: _words})
         yield Sample(((1,),), {"rows": 16, "bits": 2}, ("int32",), {0: _words})
         yield Sample(((0, "n"),), {"rows": 0, "bits": 4}, ("int32",), {0: _words})
 
