@@ -9,14 +9,14 @@ come in. A scale that stays for some steps is taken out of their sum, which is t
 registers hold a second set of sums; values that stay, as zero points, are made before the steps. Steps that share an
 element of memory (the eight numbers of a word of 4-bit numbers) are unrolled, so that it is loaded once.
 
-**Staged**, for many rows: the columns of a tile are made once for all rows, into a panel of float32 in the cache, and
-the tiles run over that.
+**Staged**, for many rows: the first block of rows does the same and also stores what it makes to a panel of float32 in
+the cache, which the other blocks read (register_tile.py).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -27,7 +27,6 @@ from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.schedule import GuardLoads, nest, when_positive
 
-UNROLLED = 4  # steps at least whose operands are made together
 ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
 UNROLLED_SUMS = 20  # vectors of sums at most where those steps are unrolled: with more, registers run out
 MOST_SHARED = 8  # steps that are unrolled as they share an element of memory
@@ -133,7 +132,8 @@ class Stream:
     registers: int
     column: SymVar
     row: SymVar | None
-    period: int
+    period: int = 1
+    panel: Buffer | None = None  # [steps, columns of a tile]: where the operand is kept as well, for other rows
 
     def sums(
         self,
@@ -148,6 +148,8 @@ class Stream:
         and row are in these; `guard` masks columns."""
         found = find_prologue(update, self.column, self.row)
         assert found is not None
+        if self.panel is not None:  # the whole operand, and all steps alike
+            found = replace(found, inner=found.operand, scale=None, group=0)
         return _StreamedTile(self, found, element, init, loops, at, guard).code()
 
 
@@ -262,7 +264,15 @@ class _StreamedTile:
         make = self._each(Store(vector, self._across, self._guarded(operand)), {self.found.loop.var: k}, wide=True)
         product = Binary("mul", self._at(self.found.other), Load(vector, self._across))
         add = self._each(Store(part, place, product, "add"), {self.found.loop.var: k})
-        return Allocate(vector, seq(make, add))
+        return Allocate(vector, seq(make, self._keep(vector, k), add))
+
+    def _keep(self, vector: Buffer, k: SymExpr) -> Stmt:
+        """The operand's vectors into the panel."""
+        if self.stream.panel is None:
+            return Seq(())
+        part, lane = self._across
+        place = (k, part * self.loops[2].extent + lane)
+        return self._each(Store(self.stream.panel, place, Load(vector, self._across)), wide=True)
 
     def _each(self, store: Store, at: dict[SymVar, SymExpr] | None = None, *, wide: bool = False) -> Stmt:
         """The store for every element of a tile, or of its columns (`wide`)."""
@@ -297,34 +307,3 @@ class Instead(ProgramRewriter):
 
     def _value(self, value: Value) -> Value:
         return self._instead.get(id(value)) or super()._value(value)
-
-
-def fill(
-    found: Prologue,
-    operand: Value,
-    loop: For,
-    panel: Buffer,
-    at: dict[SymVar, SymExpr],
-    loops: tuple[For, For],
-    guard: Value | None,
-) -> Stmt:
-    """panel[k, column] = operand, for k of `loop` and the columns of `loops`, over vectors and lanes; `at` says which
-    column that is."""
-    part, lane = loops
-    value = Substitute(at).value(operand)
-    if guard is not None:
-        value = GuardLoads(guard, {part.var, lane.var}).value(value)
-
-    def store(k: SymExpr) -> Stmt:
-        body = nest(loops, Store(panel, (k, part.var * lane.extent + lane.var), value))
-        return Substitute({loop.var: k}, fresh=True).stmt(body)
-
-    extent, width = loop.extent, max(found.shared, UNROLLED)
-    outer, inner, rest = (
-        SymVar(f"{loop.var.name}o", lower=0),
-        SymVar("t", lower=0, upper=width - 1),
-        SymVar("rest", lower=0),
-    )
-    main = For(outer, extent // width, For(inner, sym(width), store(outer * width + inner), "unrolled"))
-    last = For(rest, extent % width, store(extent // width * width + rest))
-    return seq(*when_positive(extent // width, main), *when_positive(extent % width, last))

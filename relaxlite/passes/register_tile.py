@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
-from relaxlite.passes.prologue import Instead, Prologue, Stream, fill
+from relaxlite.passes.prologue import Instead, Prologue, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
 _Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
@@ -161,34 +161,37 @@ class Tile:
         base, index = SymVar(f"{self._row.var.name}b", lower=0), SymVar(f"{self._row.var.name}i", lower=0)
 
         fresh = Substitute({outer.var: start + step})
-        store, made = fresh.stmt(outer.body), seq()
+        update = For(step, extent, fresh.stmt(outer.body))
+        from_panel, makes_panel = update, self
         if found is not None:
-            (_, *across), at = self._loops(piece, 1, first, sym(0))
-            guard = self._guard(at) if piece.masked else None
-            operand = fresh.value(found.operand)
-            made = fill(found, operand, For(step, extent, Seq(())), panel, at, (across[0], across[1]), guard)
             load = Load(panel, (step, self.column.var - first))
-            store = Instead({id(operand): load}).stmt(store)
-        update = For(step, extent, store)
+            from_panel = For(step, extent, fresh.stmt(Instead({id(found.operand): load}).stmt(outer.body)))
+            makes_panel = replace(self, stream=Stream(0, self.column.var, self._row.var, panel=panel))
         top, height = SymVar(f"{self._row.var.name}0", lower=0), SymVar("rows", upper=self.most_rows)
 
-        def body(rows: int) -> Stmt:
-            loops, at = self._loops(piece, rows, first, top)
-            row, vector, lane = (loop.var for loop in loops)
-            sums, load = self._sums(loops, at, update, masked=piece.masked and found is None)
-            add = Store(totals, (top - base + row, vector * self.lanes + lane), load, _combination(update))
-            return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(nest(loops, add))))
+        def tile(block: SymExpr, maker: Tile, update: Stmt, *, masked: bool) -> Stmt:
+            def body(rows: int) -> Stmt:
+                loops, at = self._loops(piece, rows, first, top)
+                row, vector, lane = (loop.var for loop in loops)
+                sums, load = maker._sums(loops, at, update, masked=masked)
+                add = Store(totals, (top - base + row, vector * self.lanes + lane), load, _combination(update))
+                return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(nest(loops, add))))
 
-        block = begin + index
-        tile = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
-        tiles = For(index, end - begin, LetIndex(top, IndexValue(self.rows.start(block)), tile))
+            code = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
+            return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
+
+        if found is None:
+            tiles: Stmt = For(index, end - begin, tile(begin + index, self, update, masked=piece.masked))
+        else:
+            others = For(index, end - begin - 1, tile(begin + 1 + index, self, from_panel, masked=False))
+            tiles = seq(tile(begin, makes_panel, update, masked=piece.masked), others)
         loops, at = self._loops(piece, self.most_rows, first, base)
         row, vector, lane = loops
         place = row.var, vector.var * self.lanes + lane.var
         count = self.rows.start(end) - base
         loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
         clear = nest(loops, Store(totals, place, identity(_combination(update), element.dtype)))
-        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), seq(made, tiles))
+        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), tiles)
         if found is not None:
             steps = replace(steps, body=Allocate(panel, steps.body))
         epilogue = self._epilogue(loops, at, Load(totals, place), masked=piece.masked)
