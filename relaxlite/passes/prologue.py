@@ -9,7 +9,7 @@ come in. A scale that stays for some steps is taken out of their sum, which is t
 registers hold a second set of sums; values that stay, as zero points, are made before the steps. Steps that share an
 element of memory (the eight numbers of a word of 4-bit numbers) are unrolled, so that it is loaded once.
 
-**Staged**, for many rows: the first block of rows does the same and also stores what it makes to a panel of float32 in
+**Staged**, for many rows, where more than a conversion is to be done: the first block of rows does the same and also stores what it makes to a panel of float32 in
 the cache, which the other blocks read (register_tile.py).
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import identity
-from relaxlite.ir.program import Allocate, Binary, Buffer, For, IndexValue, Load, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, IndexValue, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, value_children, walk_values
 from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import perfect_nest
@@ -48,6 +48,11 @@ class Prologue:
     def period(self) -> int:
         """Where the steps are split, it is best at multiples of this."""
         return math.lcm(max(self.group, 1), self.shared)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether one conversion is all that each step needs: the products of a full tile hide it."""
+        return not self.group and isinstance(self.inner, Cast) and isinstance(self.inner.x, Load)
 
 
 def find_prologue(update: Stmt, column: SymVar, row: SymVar | None) -> Prologue | None:

@@ -69,7 +69,8 @@ def prologue_of(block: Block, column: For) -> Prologue | None:
 
 
 def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors: int, registers: int) -> Stmt:
-    """Tiles of a block with a prologue: streamed where one block holds all rows, else staged."""
+    """Tiles of a block with a prologue: streamed where one block holds all rows or there is little to do, else
+    staged."""
     row, column = tile.row, tile.column
     pieces = column_pieces(column.extent, tile.lanes, vectors)
     across = _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0)))
@@ -82,9 +83,8 @@ def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors:
     down = _counter("row" if row is None else f"{row.var.name}o", low.rows.count)
     tiles = by_piece(pieces, across[0], lambda piece, number: low(piece, number, down[0]))
     streamed = grid([*others, across, down], tiles)
-    if row is None:
+    if row is None or found.is_cheap:
         return streamed
-
     high = replace(tile, least_rows=tile.most_rows + 1)
     return with_variant(
         less(row.extent, tile.most_rows + 1), streamed, over_panels(high, found, pieces, others, across)
