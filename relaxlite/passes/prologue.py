@@ -9,8 +9,8 @@ come in. A scale that stays for some steps is taken out of their sum, which is t
 registers hold a second set of sums; values that stay, as zero points, are made before the steps. Steps that share an
 element of memory (the eight numbers of a word of 4-bit numbers) are unrolled, so that it is loaded once.
 
-**Staged**, for many rows, where more than a conversion is to be done: the first block of rows does the same and also stores what it makes to a panel of float32 in
-the cache, which the other blocks read (register_tile.py).
+**Staged**, for many rows, where more than a conversion is to be done: the first block of rows does the same and also
+stores what it makes to a panel of float32 in the cache, which the other blocks read (register_tile.py).
 """
 
 from __future__ import annotations
