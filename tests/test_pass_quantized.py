@@ -95,6 +95,19 @@ def from_plain_ops(depth: int, columns: int, group: int) -> Weight:
     return make
 
 
+def with_offsets(depth: int, columns: int, group: int) -> Weight:
+    """scale * code + offset with codes from 0 on, as GGUF writes them: the offset is -8 scales."""
+    codes = RNG.integers(0, 16, (columns, depth // group, group)).astype(np.uint8)
+    s = scales((columns, depth // group, 1)).astype(np.float16).astype(np.float32)
+
+    def make(bb: BlockBuilder) -> Expr:
+        wide = bb.emit(ops.multiply(bb.emit(ops.cast(Constant.of(codes), dtype="float32")), Constant.of(s)))
+        whole = bb.emit(ops.add(wide, Constant.of(np.float32(-8) * s)))
+        return bb.emit(ops.transpose(bb.emit(ops.reshape(whole, (columns, depth))), axes=(1, 0)))
+
+    return make
+
+
 def half(depth: int, columns: int, dtype: Any) -> Weight:
     stored = RNG.standard_normal((depth, columns), np.float32).astype(dtype)
     return lambda bb: bb.emit(ops.cast(Constant.of(stored), dtype="float32"))
@@ -113,6 +126,7 @@ WEIGHTS: Mapping[str, tuple[int, Weight, int]] = {  # depth, weight, bits that i
     "4 bits in groups of 20, turned": (90, dequantized(90, 65, bits=4, group=20, turned=True), 4),
     "2 bits in groups": (160, dequantized(160, 33, bits=2, group=16, zero=True), 2),
     "4 bits by shifts and masks": (128, from_plain_ops(128, 66, 32), 4),
+    "4 bits with offsets": (96, with_offsets(96, 40, 32), 4),
     "float16": (77, half(77, 90, np.float16), 16),
     "bfloat16": (77, half(77, 90, ml_dtypes.bfloat16), 16),
     "longer than a sum in one register": (4100, dequantized(4100, 40, bits=4, group=32, zero=True), 4),

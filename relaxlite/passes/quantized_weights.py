@@ -197,6 +197,20 @@ def _subtract(attrs: Mapping[str, Any], a: Known, b: Known) -> Known | None:
     return Scaled(a.integers.astype(np.int32) - zero) if np.array_equal(zero, b) and _is_exact(zero) else None
 
 
+def _add(attrs: Mapping[str, Any], a: Known, b: Known) -> Known | None:
+    """integers * scale + offset, where the offset is a whole number of scales and nothing is rounded."""
+    for x, offset in ((a, b), (b, a)):
+        if not isinstance(x, Scaled) or x.scale is None or not isinstance(offset, np.ndarray):
+            continue
+        with np.errstate(all="ignore"):
+            zero = np.broadcast_to(np.nan_to_num(np.rint(np.divide(offset, x.scale))), x.integers.shape)
+        integers: Array = np.add(x.integers, zero.clip(-_LARGEST, _LARGEST).astype(np.int32))
+        found = Scaled(integers, x.scale)
+        if _is_exact(integers) and np.array_equal(_as_floats(found), np.add(_as_floats(x), offset)):
+            return found
+    return None
+
+
 def _transpose(attrs: Mapping[str, Any], x: Known) -> Known | None:
     return x.moved(lambda v: np.transpose(v, attrs["axes"])) if isinstance(x, Scaled | Half) else None
 
@@ -210,6 +224,7 @@ _RULES: Mapping[str, Callable[..., Known | None]] = {
     "dequantize_linear": _dequantize,
     "multiply": _multiply,
     "subtract": _subtract,
+    "add": _add,
     "transpose": _transpose,
     "reshape": _reshape,
 }
