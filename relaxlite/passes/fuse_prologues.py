@@ -4,11 +4,19 @@
     for i, j, k: e += x[i, k] * w[k, j]     =>
 
 Here `q` and `scale` are constants, and what computes w from them is a chain of injective programs. The product then
-moves the bytes of q instead of those of w; the schedule decides how often an element is widened
-(schedule_prologue.py). A chain that other calls read too is computed in each of them: its operands never change.
+moves the bytes of q instead of those of w; the schedule decides how often an element is widened (prologue.py). A chain
+that other calls read too is computed in each of them: its operands never change.
+
+A computed operand whose last two dimensions a transposition swaps is read where it lies, if nothing else reads the
+transposed copy (schedule_turned.py):
+
+    for i, j, k: e += x[i, k] * t[k, j],  t = y.T    =>    for i, j, k: e += x[i, k] * y[j, k]
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Attrs, Block, Body, Call, Constant, Expr, Function, GlobalVar, Let, Var
@@ -17,11 +25,11 @@ from relaxlite.ir.program import Allocate, Binary, Cast, Load, TensorProgram, Va
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
-from relaxlite.ir.visitor import Rewriter, expr_symbols
+from relaxlite.ir.visitor import Rewriter, bodies, expr_symbols, operands
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.fuse_programs import merge
 from relaxlite.passes.legalize import ProgramTable
-from relaxlite.passes.loop_pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
+from relaxlite.passes.loop_pattern import LoopPattern, analyze, injective_store, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.manager import PassContext
 
 MAX_CHAIN = 12  # calls between a constant and the product: bounds the size of what is inlined
@@ -34,18 +42,36 @@ def fuse_prologues(module: IRModule, context: PassContext) -> IRModule:
     table = ProgramTable(definitions)
     changed = False
     for name, function in module.functions().items():
-        fused = _FusePrologues(module, patterns, table, context).function(function)
+        uses = Counter(v for body in bodies(function) for v in _own_uses(body))
+        fused = _FusePrologues(module, patterns, table, context, uses).function(function)
         changed = changed or fused is not function
         definitions[name] = fused
     return eliminate_dead(module.updated(definitions)) if changed else module
 
 
+def _own_uses(body: Body) -> Iterator[Var]:
+    """Each use of a variable in a body, without those in the bodies inside."""
+    for binding in body.bindings():
+        value = binding.value if isinstance(binding, Let) else binding.source
+        yield from (v for v in (value, *operands(value)) if isinstance(v, Var))
+    if isinstance(body.result, Var):
+        yield body.result
+    yield from (v for v in operands(body.result) if isinstance(v, Var))
+
+
 class _FusePrologues(Rewriter):
     def __init__(
-        self, module: IRModule, patterns: dict[str, LoopPattern], table: ProgramTable, context: PassContext
+        self,
+        module: IRModule,
+        patterns: dict[str, LoopPattern],
+        table: ProgramTable,
+        context: PassContext,
+        uses: Mapping[Var, int],
     ) -> None:
         super().__init__()
         self._module, self._patterns, self._table, self._context = module, patterns, table, context
+        self._uses = uses
+        self._turned: dict[Var, Call] = {}  # transposed copies that are read once
         self._chains: dict[Var, tuple[tuple[Var, Call], ...]] = {}  # constants as programs compute them
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
@@ -57,8 +83,15 @@ class _FusePrologues(Rewriter):
         pattern = self._patterns[value.callee.name]
         if pattern <= LoopPattern.INJECTIVE:
             self._note_chain(var, value, found)
+            if self._uses[var] == 1 and _swaps_last(program) and isinstance(value.args[0], Var):
+                self._turned[var] = value
             return None
-        if not found or not is_matrix_product(program):
+        if not is_matrix_product(program):
+            return None
+        turned = {a: self._turned[a] for a in value.args if isinstance(a, Var) and a in self._turned}
+        if turned and not found:
+            return self._merged_turned(turned, var, value)
+        if not found:
             return None
         chain = dict(step for steps in found for step in steps)
         stored = sum((_bytes(a.ty) for a in _constants(chain)), start=product(()) * 0)
@@ -67,6 +100,13 @@ class _FusePrologues(Rewriter):
         reason = "the product reads the constant as it is stored"
         self._context.decide("fuse_prologues", subject, True, reason, bytes_stored=stored, bytes_widened=widened)
         return self._merged(chain, var, value)
+
+    def _merged_turned(self, turned: dict[Var, Call], var: Var, call: Call) -> Call:
+        copied = sum((2 * _bytes(a.ty) for a in turned), start=product(()) * 0)
+        for copy in turned:
+            reason = "the product reads the operand as it lies, and there is no copy to write and read"
+            self._context.decide("fuse_prologues", f"{copy.name} into {var.name}", True, reason, bytes_saved=copied)
+        return self._merged(turned, var, call)
 
     def _program(self, value: Expr) -> TensorProgram | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
@@ -98,10 +138,20 @@ class _FusePrologues(Rewriter):
         shape = Var("symbols", ShapeType(symbols, len(symbols)))
         body = Body((Block(tuple(bindings)),), bindings[-1].var)
         program = merge(Function((*params.values(), shape), body, Attrs({"composite": True})), self._module)
-        callee = self._table.add(f"{call.callee.name}_of_stored", program)
+        kind = "stored" if all(isinstance(a, Constant) for c in chain.values() for a in c.args[:1]) else "turned"
+        callee = self._table.add(f"{call.callee.name}_of_{kind}", program)
         self._patterns[callee.name] = analyze(program)
         assert set(program.symbols) <= set(symbols)
         return Call(callee, inputs, call.attrs, program.symbols, call.ty, call.loc)
+
+
+def _swaps_last(program: TensorProgram) -> bool:
+    """Whether it is the transposition of the last two dimensions."""
+    store = injective_store(perfect_nest(top_stages(program)[-1]))
+    if store is None or not isinstance(store.value, Load) or len(program.inputs) != 1 or len(store.indices) < 2:
+        return False
+    *outer, a, b = store.indices
+    return store.value.indices == (*outer, b, a)
 
 
 def _constants(chain: dict[Var, Call]) -> list[Constant]:

@@ -76,7 +76,8 @@ def find_prologue(update: Stmt, column: SymVar, row: SymVar | None) -> Prologue 
     return None
 
 
-def _symbols(value: Value) -> set[SymVar]:
+def symbols_of(value: Value) -> set[SymVar]:
+    """The symbols that the value's indices depend on."""
     found: set[SymVar] = set()
     for part in walk_values(value):
         indices = part.indices if isinstance(part, Load) else (part.index,) if isinstance(part, IndexValue) else ()
@@ -85,7 +86,7 @@ def _symbols(value: Value) -> set[SymVar]:
 
 
 def _moves(value: Value, var: SymVar) -> bool:
-    return var in _symbols(value)
+    return var in symbols_of(value)
 
 
 def _divisors(value: Value, var: SymVar) -> list[int]:

@@ -38,10 +38,12 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
-from relaxlite.passes.prologue import Instead, Prologue, Stream
+from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
 _Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
+# (panel, (first step, number of steps), first column) -> what fills panel[step, column]
+Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
@@ -144,11 +146,16 @@ class Tile:
         return piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
 
     def over_panels(
-        self, piece: ColumnPiece, number: SymExpr, blocks: tuple[SymExpr, SymExpr], found: Prologue | None
+        self,
+        piece: ColumnPiece,
+        number: SymExpr,
+        blocks: tuple[SymExpr, SymExpr],
+        operand: Value,
+        fill: Fill | None = None,
     ) -> Stmt:
         """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
-        loop before the next, while what they read of their columns' operand is in the cache; with a prologue, after it
-        has been made there. Their sums wait in memory in between."""
+        loop before the next, and read their columns' operand from a panel in the cache. `fill` makes it, or the first
+        block while it is summed. Sums wait in memory in between."""
         first, element, (begin, end) = self._first(piece, number), self.block.buffer, blocks
         width, outer = sym(piece.vectors * self.lanes), self._stmts[1]
         assert isinstance(outer, For) and isinstance(outer.body, Store)
@@ -162,11 +169,9 @@ class Tile:
 
         fresh = Substitute({outer.var: start + step})
         update = For(step, extent, fresh.stmt(outer.body))
-        from_panel, makes_panel = update, self
-        if found is not None:
-            load = Load(panel, (step, self.column.var - first))
-            from_panel = For(step, extent, fresh.stmt(Instead({id(found.operand): load}).stmt(outer.body)))
-            makes_panel = replace(self, stream=Stream(0, self.column.var, self._row.var, panel=panel))
+        load = Load(panel, (step, self.column.var - first))
+        from_panel = For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(outer.body)))
+        makes_panel = replace(self, stream=Stream(0, self.column.var, self._row.var, panel=panel))
         top, height = SymVar(f"{self._row.var.name}0", lower=0), SymVar("rows", upper=self.most_rows)
 
         def tile(block: SymExpr, maker: Tile, update: Stmt, *, masked: bool) -> Stmt:
@@ -180,20 +185,18 @@ class Tile:
             code = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
             return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
 
-        if found is None:
-            tiles: Stmt = For(index, end - begin, tile(begin + index, self, update, masked=piece.masked))
+        if fill is not None:
+            made, rest = fill(panel, (start, extent), first), begin
         else:
-            others = For(index, end - begin - 1, tile(begin + 1 + index, self, from_panel, masked=False))
-            tiles = seq(tile(begin, makes_panel, update, masked=piece.masked), others)
+            made, rest = tile(begin, makes_panel, update, masked=piece.masked), begin + 1
+        tiles = For(index, end - rest, tile(rest + index, self, from_panel, masked=False))
         loops, at = self._loops(piece, self.most_rows, first, base)
         row, vector, lane = loops
         place = row.var, vector.var * self.lanes + lane.var
         count = self.rows.start(end) - base
         loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
         clear = nest(loops, Store(totals, place, identity(_combination(update), element.dtype)))
-        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), tiles)
-        if found is not None:
-            steps = replace(steps, body=Allocate(panel, steps.body))
+        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), Allocate(panel, seq(made, tiles)))
         epilogue = self._epilogue(loops, at, Load(totals, place), masked=piece.masked)
         code = Allocate(totals, seq(Substitute(fresh=True).stmt(clear), steps, epilogue))
         return LetIndex(base, IndexValue(self.rows.start(begin)), code)

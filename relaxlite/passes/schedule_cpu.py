@@ -70,6 +70,7 @@ from relaxlite.passes.schedule_reduction import (
 )
 from relaxlite.passes.schedule_rows import schedule_rows
 from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
+from relaxlite.passes.schedule_turned import find_turned, tiled_turned
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
@@ -253,7 +254,12 @@ class _Rules:
                 self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
             return tiled(block, column, lanes, registers, None if dots is None else dots.body, self.choice)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
-        return parallel_nest(block.spatial, body)
+        usual = parallel_nest(block.spatial, body)
+        turned = find_turned(block) if lanes > 1 else None
+        if turned is None:
+            return usual
+        self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
+        return tiled_turned(block, turned, lanes, registers, usual)
 
     def step_reduction(self, block: Block) -> Stmt:
         """A reduction that runs many times in a row: starting threads has to be worth its while each time. Its operands

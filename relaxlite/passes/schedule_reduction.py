@@ -16,14 +16,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, Buffer, For, Literal, Seq, Stmt, Store, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Literal, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.prologue import Prologue, Stream, find_prologue
-from relaxlite.passes.register_tile import ENOUGH_SUMS, MOST_BLOCKS, ColumnPiece, Tile, by_piece, column_pieces, grid
+from relaxlite.passes.register_tile import (
+    ENOUGH_SUMS,
+    MOST_BLOCKS,
+    ColumnPiece,
+    Fill,
+    Tile,
+    by_piece,
+    column_pieces,
+    grid,
+)
 from relaxlite.passes.schedule import fuse, less, with_variant
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
@@ -86,23 +95,23 @@ def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors:
     if row is None or found.is_cheap:
         return streamed
     high = replace(tile, least_rows=tile.most_rows + 1)
-    return with_variant(
-        less(row.extent, tile.most_rows + 1), streamed, over_panels(high, found, pieces, others, across)
-    )
+    staged = over_panels(high, found.operand, pieces, others)
+    return with_variant(less(row.extent, tile.most_rows + 1), streamed, staged)
 
 
 def over_panels(
     tile: Tile,
-    found: Prologue | None,
+    operand: Value,
     pieces: Sequence[ColumnPiece],
     others: Sequence[tuple[SymVar, SymExpr]],
-    across: tuple[SymVar, SymExpr],
+    fill: Fill | None = None,
 ) -> Stmt:
-    """Tiles whose row blocks share what they read of the columns' operand; many blocks are shared out."""
+    """Tiles whose row blocks share panels of the columns' operand; many blocks are shared out."""
     blocks = tile.rows.count
+    across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
     share, shares = SymVar("share", lower=0), ceildiv(blocks, MOST_BLOCKS)
     run = share * blocks // shares, (share + 1) * blocks // shares
-    tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, found))
+    tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, operand, fill))
     return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
 
 
@@ -118,8 +127,15 @@ def tile_size(
 ) -> tuple[For | None, int, int]:
     """(the loop down the tile or None, the rows of a tile at most, its vectors)"""
     row = block.row_loop(column)
+    return row, *tile_shape(row, column, lanes, registers, choice)
+
+
+def tile_shape(
+    row: For | None, column: For, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT
+) -> tuple[int, int]:
+    """(the rows of a tile at most, its vectors)"""
     vectors = _vectors(column, lanes, registers, choice)
-    return row, 1 if row is None else _rows(row, vectors, registers, choice), vectors
+    return 1 if row is None else _rows(row, vectors, registers, choice), vectors
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:

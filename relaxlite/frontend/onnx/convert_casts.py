@@ -12,7 +12,6 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 
-
 SMALL_BYTES = 1 << 16  # larger floats may be weights that stay in the bits that they have
 
 
