@@ -2,13 +2,14 @@
 
     for i, j: { e[]; e = 0; for k: e += x[i, k] * y[j, k]; out[i, j] = e }
 
-Few rows are sums along vectors of k, as both operands lie there (schedule_cpu.py). For more rows, a part of the columns
-of a tile is turned in registers, square by square, into a panel in the cache, over which register tiles run.
+Few rows of long sums are sums along vectors of k, as both operands lie there (schedule_cpu.py). Else a part of the
+columns of a tile is turned in registers, square by square, into a panel in the cache, over which register tiles run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 from relaxlite.ir.program import (
     Allocate,
@@ -16,6 +17,7 @@ from relaxlite.ir.program import (
     Buffer,
     Cast,
     For,
+    IfThenElse,
     Literal,
     Load,
     Select,
@@ -31,10 +33,10 @@ from relaxlite.passes.access import coefficient, offset, stride
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.prologue import symbols_of
 from relaxlite.passes.register_tile import Tile, column_pieces
-from relaxlite.passes.schedule import less, when_positive, with_variant
+from relaxlite.passes.schedule import less, when_positive
 from relaxlite.passes.schedule_reduction import Block, over_panels, tile_shape
 
-FEW_ROWS = 4  # for which sums along vectors are as fast as turning the operand
+FEW_ROWS, LONG = 4, 256  # rows at most and steps at least for which sums along vectors are faster than panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,9 @@ def find_turned(block: Block) -> Turned | None:
 
 
 def tiled_turned(block: Block, found: Turned, lanes: int, registers: int, few: Stmt) -> Stmt:
-    """`few` for few rows, else tiles over panels."""
+    """`few` for few rows of long sums, else tiles over panels."""
     rows, vectors = tile_shape(found.row, found.column, lanes, registers)
-    tile = Tile(block.body, found.row, found.column, lanes, rows, least_rows=FEW_ROWS + 1)
+    tile = Tile(block.body, found.row, found.column, lanes, rows)
     pieces = column_pieces(found.column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -82,7 +84,11 @@ def tiled_turned(block: Block, found: Turned, lanes: int, registers: int, few: S
 
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not found.column and loop is not found.row]
     many = over_panels(tile, found.operand, pieces, others, fill)
-    return with_variant(less(found.row.extent, FEW_ROWS + 1), few, many)
+    sizes = [(found.row.extent, sym(FEW_ROWS + 1)), (sym(LONG - 1), found.loop.extent)]
+    if any(a.is_const and b.is_const and a.const >= b.const for a, b in sizes):
+        return many
+    unknown = [less(a, b) for a, b in sizes if not (a.is_const and b.is_const)]
+    return IfThenElse(reduce(lambda a, b: Binary("and", a, b), unknown), few, many) if unknown else few
 
 
 def _turned(found: Turned, panel: Buffer, steps: tuple[SymExpr, SymExpr], first: SymExpr, lanes: int) -> Stmt:
