@@ -23,7 +23,7 @@ from bench.cpu.worker import PeerError, Worker, timed_runs
 from relaxlite.target import Target
 from tests.native_kernel import run
 
-MADE_HERE = ("matmul", "rows", "attention", "conv", "overhead")  # groups that fetch nothing
+MADE_HERE = ("matmul", "quantized", "rows", "attention", "conv", "overhead")  # groups that fetch nothing
 MIB = 1 << 20
 
 
@@ -223,6 +223,18 @@ def test_matmuls_are_judged_by_threads_and_rows() -> None:
     ]
     goal = _goal("matmul, m = 1", *read)
     assert goal.holds is True and "1 of 1" in goal.measured, "weights that fit into L3 are another matter"
+
+
+def test_quantized_weights_are_judged_by_their_bytes_and_against_floats() -> None:
+    fma = {"kind": "fma", "amount": 1e9}
+    floats = _result("quantized", "m=64", {"relaxlite-kernels": 1.0}, work=fma, workload="float32-2048x5632", layers=2)
+    for seconds, holds in ((2.1, True), (2.3, False)):
+        times = {"relaxlite-kernels": seconds, "onnxruntime": 3.0}
+        four = _result("quantized", "m=64", times, work=fma, workload="int4-2048x5632", layers=4)
+        assert _goal("quantized weights, m >= 64", floats, four).holds is holds
+        assert _goal("quantized weights: at no m slower", floats, four).holds is True
+    read = _result("quantized", "m=1", {"relaxlite-kernels": 1.0, "machine": 0.8}, work={"kind": "read", "amount": 1e8})
+    assert _goal("quantized weights, m = 1", read).holds is False
 
 
 def test_the_sweep_counts_loading_and_names_the_best_peer() -> None:

@@ -27,6 +27,7 @@ from relaxlite.ir.program import (
     Allocate,
     Binary,
     Buffer,
+    Cast,
     Check,
     Compare,
     IfThenElse,
@@ -38,6 +39,7 @@ from relaxlite.ir.program import (
     Store,
     TensorProgram,
     Unary,
+    Value,
     compute,
     loops,
     reduce,
@@ -382,3 +384,17 @@ def test_costs_of_fused_programs_are_upper_bounds(drawn: IRModule, n: int, m: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "run_program", run_counting)
         Interpreter(module).run("main", *arguments(n, m))
+
+
+def test_a_dequantized_weight_counts_once_per_element_of_the_weight() -> None:
+    m, k, n = SymVar("m"), SymVar("k"), SymVar("n")
+    x, q, s = Buffer.of("x", (m, k), "float32"), Buffer.of("q", (k, n), "int8"), Buffer.of("s", (n,), "float32")
+    out = Buffer.of("out", (m, n), "float32")
+
+    def term(i: SymVar, j: SymVar, r: SymVar) -> Value:
+        return Binary("mul", x[i, r], Binary("mul", Cast(q[r, j], "float32"), s[j]))
+
+    body = reduce(out, (k,), "add", Literal(0.0, "float32"), term)
+    cost = cost_of(TensorProgram((x, q, s, out), (m, k, n), body))
+    assert cost.flops is 2 * m * k * n + k * n
+    assert cost.bytes_read is 4 * m * k + k * n + 4 * n

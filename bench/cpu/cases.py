@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -157,6 +158,25 @@ def _matmul(options: Options) -> Iterator[Workload]:
         yield Workload(f"matmul{epilogue}", name, path, cases, MATMUL_PEERS, threads, f"linear{epilogue}", layers, True)
 
 
+def _quantized(options: Options) -> Iterator[Workload]:
+    """Weights in fewer bits, many times the L3 cache: at m = 1 their bytes limit, at large m the arithmetic."""
+    (k, n), rows = ((512, 512), (1, 16)) if options.quick else ((2048, 5632), (1, 4, 16, 64, 512))
+    for kind, threads in product(onnx_models.STORED_BITS, _thread_counts(options)):
+        size = k * n * onnx_models.STORED_BITS[kind] / 8
+        layers = 1 if options.quick else max(2, math.ceil(2 * L3_BYTES / size))
+        path = onnx_models.save(options.folder, f"{kind}-{k}x{n}", onnx_models.stored_matmul(kind, k, n, layers))
+        cases = tuple(
+            Case(
+                f"m={m}",
+                (Input("x", (m, k)),),
+                Work("read", size * layers) if m == 1 else Work("fma", 2.0 * m * k * n * layers),
+            )
+            for m in rows
+        )
+        peers = ("machine", "relaxlite-kernels", "onnxruntime")
+        yield Workload("quantized", f"{kind}-{k}x{n}", path, cases, peers, threads, "", layers, True)
+
+
 def _thread_counts(options: Options) -> list[int]:
     return sorted({1, options.threads})
 
@@ -223,6 +243,7 @@ GROUPS: dict[str, Group] = {
     "rec": partial(_pictures, "rec", "ppocrv4-rec", [(1, 48, 320), (1, 48, 100), (1, 48, 640)]),
     "resnet50": _resnet,
     "matmul": _matmul,
+    "quantized": _quantized,
     "rows": _rows,
     "attention": _attention,
     "conv": _conv,

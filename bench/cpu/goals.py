@@ -73,6 +73,7 @@ def check_goals(results: Sequence[Result], sweep: Mapping[str, SweepTiming]) -> 
     ]
     for group, what in (("matmul", "matmul"), ("matmul-gelu", "matmul + bias + GELU")):
         goals += _matmul_goals(what, by_group[group])
+    goals += _quantized_goals(by_group["quantized"])
     goals += _bf16_goals(minilm)
     goals += _row_goals(by_group["rows"])
     goals.append(_overhead_goal(by_group["overhead"]))
@@ -166,6 +167,27 @@ def _matmul_goals(what: str, results: Sequence[Result]) -> list[Goal]:
         goals.append(_least(f"{what}: 1.0x {peer} in geometric mean at every m", means, 1.0))
     beyond = [r for r in results if _m(r) == 1 and r.work and r.work["amount"] / r.layers > L3_BYTES]
     goals.append(_least(f"{what}, m = 1, weights beyond L3: 90% of the read bandwidth", _shares(beyond), 0.9, "%"))
+    return goals
+
+
+def _quantized_goals(results: Sequence[Result]) -> list[Goal]:
+    """Against the bytes that the weights are stored in, and against the same product of float32 weights."""
+    single = [r for r in results if _m(r) == 1]
+    text = "quantized weights, m = 1: 85% of the read bandwidth over the stored bytes"
+    goals = [_least(text, _shares(single), 0.85, "%")]
+    floats = {(r.case, r.threads): r for r in results if r.workload.startswith("float32")}
+    ratios = []
+    for result in results:
+        base = floats.get((result.case, result.threads))
+        own = ours(result)
+        if base is None or base is result or own is None or own not in base.peers or _m(result) < 64:
+            continue
+        seconds = [r.peers[own].median for r in (base, result)]
+        if all(seconds):
+            value = (seconds[0] or 0) / base.layers / ((seconds[1] or 1) / result.layers)
+            ratios.append(Ratio(value, f"{result.workload} {result.case}, {_threads(result.threads)}"))
+    goals.append(_least("quantized weights, m >= 64: 0.9x the speed of float32 weights", ratios, 0.9))
+    goals.append(_each("quantized weights: at no m slower than onnxruntime", results, ["onnxruntime"], 1.0))
     return goals
 
 

@@ -13,6 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 Dims = Sequence["int | str"]
 Model = onnx.ModelProto
+MICROSOFT = "com.microsoft"
+GROUP = 32  # rows that share a scale where weights have 4 bits
 
 
 def save(folder: Path, name: str, model: Model) -> Path:
@@ -31,7 +33,8 @@ def _model(
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in outputs.items()],
         [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(MICROSOFT, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     onnx.checker.check_model(model)
     return model
 
@@ -55,6 +58,34 @@ def matmul(k: int, n: int, layers: int, epilogue: str = "") -> Model:
             _node("Add", f"product{i} b{i}", f"sum{i}"),
             _node("Gelu", f"sum{i}", f"y{i}"),
         ]
+    return _model(nodes, {"x": ("m", k)}, {f"y{i}": ("m", n) for i in range(layers)}, weights)
+
+
+STORED_BITS = {"float32": 32, "float16": 16, "int8": 8, "int4": 4 + 32 / GROUP}  # of a weight, with its scales
+
+
+def stored_matmul(kind: str, k: int, n: int, layers: int) -> Model:
+    """y_i = x W_i for weights as they are stored: float32, float16, int8 with a scale per column, or int4 in groups (as
+    MatMulNBits, which onnxruntime has a kernel for)."""
+    rng = np.random.default_rng(0)
+    nodes, weights = [], dict[str, np.ndarray]()
+    for i in range(layers):
+        if kind == "int4":
+            weights[f"q{i}"] = rng.integers(0, 256, (n, k // GROUP, GROUP // 2)).astype(np.uint8)
+            weights[f"s{i}"] = rng.uniform(0.5, 1, n * k // GROUP).astype(np.float32) * np.float32(0.2 * k**-0.5)
+            sizes = {"K": k, "N": n, "bits": 4, "block_size": GROUP}
+            nodes.append(helper.make_node("MatMulNBits", ["x", f"q{i}", f"s{i}"], [f"y{i}"], domain=MICROSOFT, **sizes))
+            continue
+        if kind == "int8":
+            weights[f"q{i}"] = rng.integers(-128, 128, (k, n)).astype(np.int8)
+            weights[f"s{i}"] = rng.uniform(0.5, 1, n).astype(np.float32) * np.float32(0.01 * k**-0.5)
+            nodes.append(_node("DequantizeLinear", f"q{i} s{i}", f"w{i}", axis=1))
+        else:
+            values = rng.standard_normal((k, n), np.float32) * np.float32(k**-0.5)
+            weights[f"q{i}" if kind == "float16" else f"w{i}"] = values.astype(kind)
+            if kind == "float16":
+                nodes.append(_node("Cast", f"q{i}", f"w{i}", to=TensorProto.FLOAT))
+        nodes.append(_node("MatMul", f"x w{i}", f"y{i}"))
     return _model(nodes, {"x": ("m", k)}, {f"y{i}": ("m", n) for i in range(layers)}, weights)
 
 

@@ -30,6 +30,7 @@ from relaxlite.ir.program import (
     IfThenElse,
     IndexValue,
     LetIndex,
+    Literal,
     Load,
     Seq,
     Stmt,
@@ -76,7 +77,7 @@ def estimate_costs(module: IRModule) -> dict[str, Cost]:
 def cost_of(program: TensorProgram) -> Cost:
     """What one run of the program costs."""
     found = _Walk(program)
-    flops = found.flops(program.body, found.anywhere)
+    flops = found.flops(program.body, found.anywhere) + found.shared
     return Cost(
         flops=flops,
         bytes_read=_total(found.touched(b) for b in program.inputs if b in found.read),
@@ -270,6 +271,7 @@ class _Walk:
         self.read: dict[Buffer, list[_Footprint]] = {}
         self.written: dict[Buffer, list[_Footprint]] = {}
         self.is_bound = True
+        self.shared = _ZERO  # FLOPs of factors that several iterations of a reduction share
 
     def touched(self, buffer: Buffer, *, written: bool = False) -> SymExpr:
         """Bytes."""
@@ -283,6 +285,8 @@ class _Walk:
         flops = sym(value_flops(*values))
         if isinstance(stmt, Store):
             self._note(self.written, stmt, scope)
+            if stmt.combine is not None:
+                flops = sym(value_flops(*self._repeated(stmt.value, scope)))
             combines = stmt.combine is not None and stmt.buffer.dtype != "bool"
             return flops + (flops_of(stmt.combine or "add") if combines else 0)
         if isinstance(stmt, For):
@@ -297,6 +301,22 @@ class _Walk:
         if isinstance(stmt, IfThenElse):
             return flops + scope.greatest(*(self.flops(s, scope) for s in stmt_children(stmt)))
         return flops
+
+    def _repeated(self, value: Value, scope: _Scope) -> tuple[Value, ...]:
+        """The value without factors that need not be computed in each iteration, as they depend on some of the loops
+        only: a dequantized weight. These count once for each iteration of those loops."""
+        factors = (value.a, value.b) if isinstance(value, Binary) and value.op == "mul" else ()
+        kept = []
+        for factor in factors:
+            loops, flops = self._roots_of(factor, scope), value_flops(factor)
+            if flops and loops < scope.extents.keys():
+                self.shared += scope.count(loops) * flops
+            else:
+                kept.append(factor)
+        if len(kept) == len(factors):
+            return (value,)
+        leaf = Literal(1, value.dtype)
+        return (Binary("mul", leaf, leaf), *kept)
 
     def _loop(self, loop: For, scope: _Scope) -> SymExpr:
         times = scope.range_of(loop.extent)

@@ -1,4 +1,7 @@
-"""Evaluate calls of pure ops whose operands are all constants, by their NumPy references."""
+"""Evaluate calls of pure ops whose operands are all constants, by their NumPy references.
+
+Weights that are kept in few bits (quantized_weights.py) stay so: what only widens the right operand of matrix products.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,53 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.builder import result_types
-from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue, Tuple, TupleGetItem, Var
+from relaxlite.ir.expr import Call, Constant, Expr, Function, Let, ShapeValue, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
+from relaxlite.ir.ops.scalars import HALF
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
-from relaxlite.ir.visitor import Rewriter, map_functions
+from relaxlite.ir.visitor import Rewriter, bodies, map_functions, used_vars
 
 SMALL_BYTES = 1 << 16  # results up to this size are always worth a constant
 GROWTH = 2  # larger ones only if they are at most this many times the operands: an Expand of a scalar stays a loop
 
 
 def fold_constants(module: IRModule) -> IRModule:
-    return map_functions(module, lambda f: _FoldConstants().function(f))
+    return map_functions(module, lambda f: _FoldConstants(_widened_weights(f)).function(f))
+
+
+def _widened_weights(function: Function) -> set[Var]:
+    """Half-precision constants as float32 that nothing but matrix products read, as their right operand."""
+    found: set[Var] = set()
+    others: set[Var] = set()
+    for body in bodies(function):
+        for binding in body.bindings():
+            value = binding.value if isinstance(binding, Let) else binding.source
+            if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "matmul":
+                others.update(used_vars(value.args[0]))
+                continue
+            others.update(used_vars(value))
+            if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "cast":
+                source = value.args[0]
+                if isinstance(source, Constant) and source.ty.dtype in HALF and value.attrs["dtype"] == "float32":
+                    found.add(binding.var)
+        others.update(used_vars(body.result))
+    return found - others
 
 
 class _FoldConstants(Rewriter):
-    def __init__(self) -> None:
+    def __init__(self, kept: set[Var]) -> None:
         super().__init__()
+        self._kept = kept
         self._tuples: dict[Var, tuple[Constant, ...]] = {}
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if isinstance(value, TupleGetItem) and isinstance(value.value, Var) and value.value in self._tuples:
             return self._tuples[value.value][value.index]
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or not value.callee.is_pure:
+            return None
+        if var in self._kept or value.callee.name == "unpack_integers":
             return None
         operands = [_concrete(arg) for arg in value.args]
         if any(o is None for o in operands) or not _is_worth(value, operands):

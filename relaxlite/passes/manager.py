@@ -24,8 +24,8 @@ from relaxlite.target import Target
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`, and `libraries`, whose routines dispatch may
-    call) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` of functions."""
+    """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`, and `libraries`, whose routines may be
+    called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` by name."""
 
     target: Target
     precision: str = "float32"  # or one of lower_precision.PRECISIONS

@@ -15,6 +15,7 @@ from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.fuse_prologues import fuse_prologues
 from relaxlite.passes.join_calls import join_calls
 from relaxlite.passes.join_parts import join_parts
 from relaxlite.passes.legalize import legalize
@@ -27,6 +28,7 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.pair_products import pair_products
 from relaxlite.passes.plan_memory import plan_memory
+from relaxlite.passes.quantized_weights import keep_quantized
 from relaxlite.passes.reachable import drop_unused
 from relaxlite.passes.recognize import recognize
 from relaxlite.passes.resolve_matches import resolve_matches
@@ -52,8 +54,9 @@ def _note_costs(module: IRModule, context: PassContext) -> IRModule:
 def default_pipeline() -> tuple[Pass, ...]:
     """From graph operators to what codegen takes.
 
-    A  canonicalize       small and equal things disappear; shapes become symbols; ops made of others are taken apart,
-                          and those that exporters took apart are put together; convolutions get their channels last
+    A  canonicalize       small and equal things disappear; shapes become symbols; quantized weights keep to few bits;
+                          ops made of others are taken apart, and those that exporters took apart are put together;
+                          convolutions get their channels last
     B  dispatch           library calls where they pay, with loops beside them for where they do not
     C  lower and fuse     ops become loop nests; nests that belong together, or read one operand, become one
     D  schedule           loops are tiled, vectorized and run in parallel for the target
@@ -63,6 +66,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # A
         _pure("fold_shapes", fold_shapes, "graph"),
         _pure("decompose", decompose, "graph"),
+        Pass("keep_quantized", keep_quantized, "graph"),
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),
         _pure("fold_constants_again", fold_constants, "graph"),
@@ -81,6 +85,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("legalize", legalize, "lowered"),
         Pass("resolve_matches", resolve_matches, "lowered"),
         Pass("sink_into_branches", sink_into_branches, "lowered"),
+        Pass("fuse_prologues", fuse_prologues, "lowered"),
         Pass("fuse_ops", fuse_ops, "lowered"),
         _pure("fuse_programs", fuse_programs, "lowered"),
         Pass("make_views", make_views, "lowered"),

@@ -38,12 +38,17 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
 _Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
+# (panel, (first step, number of steps), first column) -> what fills panel[step, column]
+Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
+PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
+MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 
 
@@ -53,6 +58,7 @@ class RowSplit:
 
     extent: SymExpr
     most: int
+    least: int = 1  # the extent is known to be no less, or 0
 
     @property
     def count(self) -> SymExpr:
@@ -69,7 +75,8 @@ class RowSplit:
     def heights(self) -> tuple[int, ...]:
         """Every height that can occur, greatest first."""
         lower, upper = Analyzer().bounds(self.extent)
-        first, window = max(lower or 0, 1), self.most * (self.most + 1)
+        first, window = max(lower or 0, self.least), self.most * (self.most + 1)
+        upper = None if upper is None else max(upper, first)
         if upper is None or upper > first + window:  # from most*most rows on, only `most` and `most - 1` occur
             first = min(first, self.most * self.most)
         found: set[int] = set()
@@ -111,10 +118,12 @@ class Tile:
     lanes: int
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
+    least_rows: int = 1  # where the tiles run, there are no fewer
+    stream: Stream | None = None  # how an operand is taken in that is more than a load
 
     @property
     def rows(self) -> RowSplit:
-        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows)
+        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows, self.least_rows)
 
     @property
     def _stmts(self) -> tuple[Stmt, ...]:
@@ -124,13 +133,78 @@ class Tile:
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
-        first = piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
+        first = self._first(piece, number)
         make = self._staged if self._is_long() or self._parts() is not None else self._direct
         if self.row is None:
             return make(piece, first, sym(0), sym(1))
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
         body = LetIndex(height, IndexValue(self.rows.height(block)), make(piece, first, top, height))
         return LetIndex(top, IndexValue(self.rows.start(block)), body)
+
+    def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
+        """The first column of a tile."""
+        return piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
+
+    def over_panels(
+        self,
+        piece: ColumnPiece,
+        number: SymExpr,
+        blocks: tuple[SymExpr, SymExpr],
+        operand: Value,
+        fill: Fill | None = None,
+    ) -> Stmt:
+        """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
+        loop before the next, and read their columns' operand from a panel in the cache. `fill` makes it, or the first
+        block while it is summed. Sums wait in memory in between."""
+        first, element, (begin, end) = self._first(piece, number), self.block.buffer, blocks
+        width, outer = sym(piece.vectors * self.lanes), self._stmts[1]
+        assert isinstance(outer, For) and isinstance(outer.body, Store)
+        part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=PANEL_STEPS - 1)
+        start, depth = part * PANEL_STEPS, as_int(outer.extent)
+        is_whole = depth is not None and depth % PANEL_STEPS == 0
+        extent = sym(PANEL_STEPS) if is_whole else smin(PANEL_STEPS, outer.extent - start)
+        totals = Buffer(f"{element.name}_tile", (sym(self.most_rows * MOST_BLOCKS), width), element.dtype, "local")
+        panel = Buffer("panel", (sym(PANEL_STEPS), width), element.dtype, "local")
+        base, index = SymVar(f"{self._row.var.name}b", lower=0), SymVar(f"{self._row.var.name}i", lower=0)
+
+        fresh = Substitute({outer.var: start + step})
+        update = For(step, extent, fresh.stmt(outer.body))
+        load = Load(panel, (step, self.column.var - first))
+        from_panel = For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(outer.body)))
+        makes_panel = replace(self, stream=Stream(0, self.column.var, self._row.var, panel=panel))
+        top, height = SymVar(f"{self._row.var.name}0", lower=0), SymVar("rows", upper=self.most_rows)
+
+        def tile(block: SymExpr, maker: Tile, update: Stmt, *, masked: bool) -> Stmt:
+            def body(rows: int) -> Stmt:
+                loops, at = self._loops(piece, rows, first, top)
+                row, vector, lane = (loop.var for loop in loops)
+                sums, load = maker._sums(loops, at, update, masked=masked)
+                add = Store(totals, (top - base + row, vector * self.lanes + lane), load, _combination(update))
+                return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(nest(loops, add))))
+
+            code = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
+            return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
+
+        if fill is not None:
+            made, rest = fill(panel, (start, extent), first), begin
+        else:
+            made, rest = tile(begin, makes_panel, update, masked=piece.masked), begin + 1
+        tiles = For(index, end - rest, tile(rest + index, self, from_panel, masked=False))
+        loops, at = self._loops(piece, self.most_rows, first, base)
+        row, vector, lane = loops
+        place = row.var, vector.var * self.lanes + lane.var
+        count = self.rows.start(end) - base
+        loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
+        clear = nest(loops, Store(totals, place, identity(_combination(update), element.dtype)))
+        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), Allocate(panel, seq(made, tiles)))
+        epilogue = self._epilogue(loops, at, Load(totals, place), masked=piece.masked)
+        code = Allocate(totals, seq(Substitute(fresh=True).stmt(clear), steps, epilogue))
+        return LetIndex(base, IndexValue(self.rows.start(begin)), code)
+
+    @property
+    def _row(self) -> For:
+        assert self.row is not None
+        return self.row
 
     def _is_long(self) -> bool:
         """Whether the epilogue is more than a few operations."""
@@ -177,6 +251,10 @@ class Tile:
     def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool) -> tuple[Allocate, Load]:
         """The reduction of a tile by these reduced loops, and one of its sums in the tile's loops."""
         init = self._stmts[0]
+        if self.stream is not None:
+            assert isinstance(init, Store)
+            guard = self._guard(at) if masked else None
+            return self.stream.sums(self.block.buffer, init, update, loops, at, guard)
         times = self._interleaved(loops)
         copy = SymVar("s", upper=times - 1)
         if times > 1:
@@ -195,6 +273,8 @@ class Tile:
 
     def _interleaved(self, loops: _Loops) -> int:
         """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
+        if self.stream is not None:
+            return 1
         innermost = perfect_nest(self._stmts[1]).loops[-1]
         own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
         times = max(1, self.enough_sums // own)
@@ -212,7 +292,8 @@ class Tile:
         count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
         if count < 2 or length < 2:
             return None
-        size = -(-length // count)
+        period = 1 if self.stream is None else self.stream.period
+        size = -(-length // (count * period)) * period
         part, step = SymVar(f"{outer.var.name}o"), SymVar(outer.var.name, upper=size - 1)
         body = Substitute({outer.var: part * size + step}).stmt(outer.body)
         extent = sym(size) if length % size == 0 else smin(size, length - part * size)

@@ -190,7 +190,7 @@ def distribute(loops: Sequence[For], block: Allocate, guard: Value | None = None
     stmts = block.body.stmts if isinstance(block.body, Seq) else (block.body,)
     init, update, *final = (_Widen(element, wide, at).stmt(s) for s in stmts)
     if guard is not None:
-        update = _GuardLoads(guard, wide, set(at)).stmt(update)
+        update = GuardLoads(guard, set(at), wide).stmt(update)
         final = [IfThenElse(guard, s) for s in final]
     return Allocate(wide, seq(*(_sink(loops, s) for s in (init, update, *final))))
 
@@ -201,10 +201,10 @@ def _sink(loops: Sequence[For], stmt: Stmt) -> Stmt:
     return Substitute(fresh=True).stmt(nest(loops, stmt))
 
 
-class _GuardLoads(ProgramRewriter):
+class GuardLoads(ProgramRewriter):
     """Makes loads conditional whose indices vary with the guard's; the staged buffer itself is always there."""
 
-    def __init__(self, guard: Value, wide: Buffer, loops: set[SymVar]) -> None:
+    def __init__(self, guard: Value, loops: set[SymVar], wide: Buffer | None = None) -> None:
         super().__init__()
         self._guard, self._wide = guard, wide
         self._vars = loops & _symbols(IfThenElse(guard, Seq(())))

@@ -43,7 +43,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
-from relaxlite.passes.join_loops import joined_loops
+from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
@@ -68,12 +68,14 @@ from relaxlite.passes.schedule_reduction import (
     Block,
     panel_width,
     panel_widths,
+    prologue_of,
     reduction_block,
     tile_size,
     tiled,
 )
 from relaxlite.passes.schedule_rows import reads_in_time, schedule_rows
 from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
+from relaxlite.passes.schedule_turned import find_turned, tiled_turned
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
@@ -110,6 +112,8 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
         return program
     pairs, _ = in_place_pairs(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
+    if program.num_outputs > 1:  # whose loops are joined
+        in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
     rules = _Rules(program, target, choice, {}, {}, [], in_place)
     stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
     body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
@@ -305,9 +309,18 @@ class _Rules:
             row, rows, vectors = tile_size(block, column, lanes, registers, self.choice)
             down = None if row is None else row.var.name
             self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
+            found = prologue_of(block, column) if dots is None else None
+            if found is not None:
+                rest = "stream" if row is None or found.is_cheap else "stage"
+                self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
             return tiled(block, column, lanes, registers, None if dots is None else dots.body, self.choice)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
-        return parallel_nest(block.spatial, body)
+        usual = parallel_nest(block.spatial, body)
+        turned = find_turned(block) if lanes > 1 else None
+        if turned is None:
+            return usual
+        self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
+        return tiled_turned(block, turned, lanes, registers, usual)
 
     def step_reduction(self, block: Block) -> Stmt:
         """A reduction that runs many times in a row: starting threads has to be worth its while each time. Its operands

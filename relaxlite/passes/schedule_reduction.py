@@ -13,18 +13,28 @@ chosen; register_tile.py makes their code. Every shape is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, seq
-from relaxlite.ir.program_visitor import loads, stores, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.program import Allocate, Buffer, For, Literal, Load, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.pair_tile import PairTile, pair_of
 from relaxlite.passes.parallel_loops import writes_apart
-from relaxlite.passes.register_tile import ENOUGH_SUMS, Tile, by_piece, column_pieces, grid
-from relaxlite.passes.schedule import fuse
+from relaxlite.passes.prologue import Prologue, Stream, find_prologue
+from relaxlite.passes.register_tile import (
+    ENOUGH_SUMS,
+    MOST_BLOCKS,
+    ColumnPiece,
+    Fill,
+    Tile,
+    by_piece,
+    column_pieces,
+    grid,
+)
+from relaxlite.passes.schedule import fuse, less, with_variant
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
@@ -45,6 +55,9 @@ def tiled(
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
+    found = prologue_of(block, column) if body is None and not block.is_pair else None
+    if found is not None:
+        return tiled_prologue(tile, found, block.spatial, vectors, registers)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -56,6 +69,52 @@ def tiled(
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     return grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+
+
+def prologue_of(block: Block, column: For) -> Prologue | None:
+    """What an operand that moves along the column goes through before it is multiplied; None: nothing."""
+    init, row = block.stmts[0], block.row_loop(column)
+    if not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
+        return None
+    return find_prologue(block.stmts[1], column.var, None if row is None else row.var)
+
+
+def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors: int, registers: int) -> Stmt:
+    """Tiles of a block with a prologue: streamed where one block holds all rows or there is little to do, else
+    staged."""
+    row, column = tile.row, tile.column
+    pieces = column_pieces(column.extent, tile.lanes, vectors)
+    across = _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0)))
+    others = [(loop.var, loop.extent) for loop in spatial if loop is not column and loop is not row]
+    if not pieces:
+        return Seq(())
+
+    streaming = Stream(registers, column.var, None if row is None else row.var, found.period)
+    low = replace(tile, stream=streaming)
+    down = _counter("row" if row is None else f"{row.var.name}o", low.rows.count)
+    tiles = by_piece(pieces, across[0], lambda piece, number: low(piece, number, down[0]))
+    streamed = grid([*others, across, down], tiles)
+    if row is None or found.is_cheap:
+        return streamed
+    high = replace(tile, least_rows=tile.most_rows + 1)
+    staged = over_panels(high, found.operand, pieces, others)
+    return with_variant(less(row.extent, tile.most_rows + 1), streamed, staged)
+
+
+def over_panels(
+    tile: Tile,
+    operand: Value,
+    pieces: Sequence[ColumnPiece],
+    others: Sequence[tuple[SymVar, SymExpr]],
+    fill: Fill | None = None,
+) -> Stmt:
+    """Tiles whose row blocks share panels of the columns' operand; many blocks are shared out."""
+    blocks = tile.rows.count
+    across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
+    share, shares = SymVar("share", lower=0), ceildiv(blocks, MOST_BLOCKS)
+    run = share * blocks // shares, (share + 1) * blocks // shares
+    tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, operand, fill))
+    return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
 
 
 def _rows_first(block: Block, row: For) -> bool:
@@ -70,13 +129,20 @@ def tile_size(
 ) -> tuple[For | None, int, int]:
     """(the loop down the tile or None, the rows of a tile at most, its vectors)"""
     row = block.row_loop(column)
-    vectors = _vectors(block, column, lanes, registers, choice)
-    return row, 1 if row is None else _rows(row, vectors * len(block.updates), registers, choice), vectors
+    return row, *tile_shape(row, column, lanes, registers, choice, len(block.updates))
+
+
+def tile_shape(
+    row: For | None, column: For, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT, sums: int = 1
+) -> tuple[int, int]:
+    """(the rows of a tile at most, its vectors), where each element of the tile has so many sums"""
+    vectors = _vectors(column, lanes, registers, choice, sums)
+    return 1 if row is None else _rows(row, vectors * sums, registers, choice), vectors
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
     """How many columns a tile has."""
-    return _vectors(block, column, lanes, registers, choice) * lanes
+    return _vectors(column, lanes, registers, choice, len(block.updates)) * lanes
 
 
 def panel_widths(
@@ -102,9 +168,9 @@ def _accumulators(registers: int) -> int:
     return registers * 3 // 4
 
 
-def _vectors(block: Block, column: For, lanes: int, registers: int, choice: ScheduleChoice) -> int:
+def _vectors(column: For, lanes: int, registers: int, choice: ScheduleChoice, sums: int) -> int:
     """How many vectors wide a tile is: as many as leave accumulators for six rows."""
-    most = choice.vectors or max(1, _accumulators(registers) // 6 // len(block.updates))
+    most = choice.vectors or max(1, _accumulators(registers) // 6 // sums)
     width = as_int(column.extent)
     return most if width is None else max(1, min(most, -(-width // lanes)))
 

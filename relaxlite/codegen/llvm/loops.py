@@ -44,7 +44,8 @@ def _usual_count(k: Kernel, stmt: For) -> int:
     loops of a reduction in registers come first whatever their extent: nothing else may cost them a register."""
     _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
     count = _UNKNOWN_COUNT if upper is None else min(max(upper, 1), _UNKNOWN_COUNT)
-    sums = all(map(_accumulates, stores(stmt.body)))
+    written = list(stores(stmt.body))
+    sums = any(map(_accumulates, written)) and all(store.buffer.scope == "local" for store in written)
     is_innermost = not any(isinstance(s, For) and s.kind == "serial" for s in walk_stmts(stmt.body))
     return count * _REDUCTION_WEIGHT if sums and is_innermost else count
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxlite.codegen.llvm import memory, scalars
+from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.dots import emit_dot
@@ -64,6 +65,9 @@ def _binary(k: Kernel, value: Binary) -> Val:
 
 
 def _cast(k: Kernel, value: Cast) -> Val:
+    field = bit_field(k, value.x) if value.dtype == "float32" else None
+    if field is not None:
+        return field_to_float(k.e, emit_value(k, field.word), field)
     return convert(k.e, emit_value(k, value.x), value.x.dtype, value.dtype)
 
 

@@ -12,6 +12,8 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 
+SMALL_BYTES = 1 << 16  # larger floats may be weights that stay in the bits that they have
+
 
 @onnx_op("Cast")
 def cast_1(n: Node) -> Result:
@@ -52,7 +54,7 @@ def _marked(n: Node, x: Expr, ty: NarrowType) -> Expr:
 def _plain_cast(n: Node, x: Expr, dtype: str) -> Result:
     if n.type_of(x).dtype == dtype:
         return x
-    if isinstance(x, Constant):
+    if isinstance(x, Constant) and (x.value.nbytes <= SMALL_BYTES or not dtypes.is_float(x.ty.dtype)):
         return Constant.of(ops.cast.reference(x.value, dtype=dtype), name=x.name)
     return ops.cast(x, dtype=dtype)
 

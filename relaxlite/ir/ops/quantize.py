@@ -13,7 +13,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.expr import Array, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.elementwise import cast_array
@@ -21,7 +21,7 @@ from relaxlite.ir.ops.linalg import emit_op, emit_reshape, equality_checks, in_a
 from relaxlite.ir.ops.nn_conv import Convolution
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, Stmt, Store, Value, compute, reduce, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, Load, Stmt, Store, Value, compute, reduce, seq
 from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
@@ -157,10 +157,11 @@ class DequantizeLinear(_Scaled):
     ) -> Stmt:
         def value(*i: SymVar) -> Value:
             at = self.at(scale, i, axis, block_size)
-            centered = Scalar(x[i]).cast("int32")
-            if zero_point is not None:
-                centered = centered - Scalar(zero_point[at]).cast("int32")
             wide = "float64" if out.dtype == "float64" else "float32"
+            exact = wide if dtypes.itemsize(x.dtype) < 4 else "int32"  # so are differences of integers of 16 bits
+            centered = Scalar(x[i]).cast(exact)
+            if zero_point is not None:
+                centered = centered - Scalar(zero_point[at]).cast(exact)
             return (centered.cast(wide) * Scalar(scale[at]).cast(wide)).cast(out.dtype).value
 
         return seq(*self.scale_checks(x, scale, axis, block_size), compute(out, value))
@@ -176,6 +177,75 @@ class DequantizeLinear(_Scaled):
         yield Sample((("n", 3, 2), (3,), (3,)), {"axis": 1}, kinds)
         yield Sample((("n", "m"), ("m",)), {"axis": -1}, ("int32", "float16"), tolerance=1e-3)
         yield Sample((("n", 7), ("n", 3), ("n", 3)), {"axis": 1, "block_size": 3}, ("uint8", "float32", "uint8"))
+
+
+WORD = 32  # bits
+
+
+@register
+class UnpackIntegers(Op):
+    """Signed numbers of 2 or 4 bits out of words: with c = 32 / bits numbers in a word,
+
+    x[k, ...] = (words[k // c, ...] >> k % c * bits & (2**bits - 1)) - 2**(bits - 1)
+
+    `rows` is the size of the first dimension of the result. Constants in this form are not folded: they are read from
+    memory as they are (passes/quantized_weights.py).
+    """
+
+    name = "unpack_integers"
+    operands = ("words",)
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "rows": Attr("int"),
+        "bits": Attr("int", choices=(2, 4)),
+        "dtype": Attr("dtype", "int8", ("int8", "int16")),
+    }
+
+    def infer(self, words: Expr, *, rows: int, bits: int, dtype: str) -> Type:
+        ty = self.tensor(words, "words")
+        shape, count = ty.shape or (), WORD // bits
+        if ty.dtype != "int32" or not shape:
+            self.fail(f"words must be int32 with at least one dimension, got {ty}")
+        if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), count)):
+            self.fail(f"{rows} rows of {bits} bits take {-(-rows // count)} rows of words, got {format_shape(shape)}")
+        return TensorType.of((rows, *shape[1:]), dtype)
+
+    def lower(self, words: Buffer, *, out: Buffer, rows: int, bits: int, dtype: str) -> Stmt:
+        count = WORD // bits
+
+        def value(k: SymVar, *i: SymVar) -> Value:
+            field = Scalar(Load(words, (k // count, *i))).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
+            return (field - (1 << bits - 1)).cast(dtype).value
+
+        return compute(out, value)
+
+    def reference(self, words: Any, *, rows: int, bits: int, dtype: str) -> Any:
+        shifts = np.arange(0, WORD, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
+        fields = np.expand_dims(words.view(np.uint32), 1) >> shifts & np.uint32((1 << bits) - 1)
+        numbers = fields.astype(np.int16) - np.int16(1 << bits - 1)
+        return numbers.reshape(-1, *words.shape[1:])[:rows].astype(dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})
+        yield Sample(((3, "n"),), {"rows": 24, "bits": 4, "dtype": "int16"}, ("int32",), {0: _words})
+        yield Sample(((1,),), {"rows": 16, "bits": 2}, ("int32",), {0: _words})
+        yield Sample(((0, "n"),), {"rows": 0, "bits": 4}, ("int32",), {0: _words})
+
+
+def pack_integers(values: Array, bits: int) -> Array:
+    """Numbers from -2**(bits - 1) on as the words that `unpack_integers` takes apart; zeros fill up the last ones."""
+    count, half = WORD // bits, 1 << bits - 1
+    rows = -(-values.shape[0] // count)
+    fields = np.full((rows * count, *values.shape[1:]), half, np.uint8)
+    fields[: values.shape[0]] = values.astype(np.int16) + half
+    fields = fields.reshape(rows, count, *values.shape[1:])
+    words = np.zeros((rows, *values.shape[1:]), np.uint32)
+    for k in range(count):
+        words |= fields[:, k].astype(np.uint32) << np.uint32(bits * k)
+    return words.view(np.int32)
+
+
+def _words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
 
 
 @register

@@ -1,0 +1,83 @@
+"""Small integers that are some bits of a word, as floats: without a conversion, and most without a shift.
+
+    float32((word >> s & 15) - 8)    =>    bits_as_float(word & 15 << s | exponent) - (2**(23 - s) + 8)
+
+With the exponent of 2**(23 - s), a number in the bits from s on of the mantissa counts in ones; both steps are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relaxlite import dtypes
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
+from relaxlite.ir.program import Binary, Cast, IndexValue, Literal, Value
+from relaxlite.ir.symbolic import as_int
+
+_MANTISSA = 23  # bits of a float32
+_DOWN = 16  # bits by which higher fields are shifted: one shift serves several of them
+
+
+@dataclass(frozen=True, slots=True)
+class BitField:
+    """`size` bits of an int32 from bit `start` on, plus `offset`."""
+
+    word: Value
+    start: int
+    size: int
+    offset: int = 0
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.offset, self.offset + (1 << self.size) - 1
+
+
+def bit_field(k: Kernel, value: Value) -> BitField | None:
+    """The value as some bits of a word; None: it is something else."""
+    if isinstance(value, Cast) and dtypes.is_integer(value.dtype):
+        field = bit_field(k, value.x)
+        return field if field is not None and _holds(value.dtype, field) else None
+    if not isinstance(value, Binary) or value.dtype != "int32":
+        return None
+    constant = _constant(k, value.b)
+    if constant is None:
+        return None
+    if value.op in ("add", "sub"):
+        field = bit_field(k, value.a)
+        sign = 1 if value.op == "add" else -1
+        return None if field is None else _with_offset(field, sign * constant)
+    if value.op != "and" or constant <= 0 or constant & (constant + 1):
+        return None
+    word, start, size = value.a, 0, constant.bit_length()
+    if isinstance(word, Binary) and word.op == "shift_right" and (found := _constant(k, word.b)) is not None:
+        word, start = word.a, found
+    first = start - _DOWN if start + size > _MANTISSA else start
+    return BitField(word, start, size) if start >= 0 and first >= 0 and first + size <= _MANTISSA else None
+
+
+def _with_offset(field: BitField, offset: int) -> BitField | None:
+    total = field.offset + offset
+    return BitField(field.word, field.start, field.size, total) if abs(total) < 1 << 15 else None
+
+
+def _holds(dtype: str, field: BitField) -> bool:
+    bits = 8 * dtypes.itemsize(dtype)
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if dtypes.is_signed(dtype) else (0, (1 << bits) - 1)
+    return low <= field.bounds[0] and field.bounds[1] <= high
+
+
+def _constant(k: Kernel, value: Value) -> int | None:
+    if isinstance(value, Literal):
+        return int(value.value)
+    return as_int(k.ix.resolve(value.index)) if isinstance(value, IndexValue) else None
+
+
+def field_to_float(e: Emitter, word: Val, field: BitField) -> Val:
+    """The number as float32; `word` is the word in register form."""
+    start = field.start
+    if start + field.size > _MANTISSA:
+        word, start = e.binary("lshr", word, int_const(_DOWN, "i32")), start - _DOWN
+    bits = e.binary("and", word, int_const(((1 << field.size) - 1) << start, "i32"))
+    bits = e.binary("or", bits, int_const((127 + _MANTISSA - start) << _MANTISSA, "i32"))
+    return e.fsub(e.cast("bitcast", bits, "float"), float_const(float((1 << _MANTISSA - start) - field.offset)))
