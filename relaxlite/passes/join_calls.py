@@ -40,7 +40,7 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
 
     def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
         for groups in (partial(_products, context=context), _copies):
-            for names in list(groups(sites_of(block, module))):
+            for names in [found for found in groups(sites_of(block, module)) if len(found) > 1]:
                 sites = {site.var: site for site in sites_of(block, module)}  # at their present places
                 block = _joined(block, [sites[name] for name in names], table, context)
         return block.bindings
@@ -108,8 +108,6 @@ def _is_copy(program: TensorProgram) -> bool:
 
 def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassContext) -> Block:
     """The block with the calls of a group as one call; as it was where fewer than two can meet in one place."""
-    if len(group) < 2:
-        return block
     group = sorted(group, key=lambda site: site.position)
     members, place = _meeting(group, Places(block))
     members = members[:MOST_CALLS]

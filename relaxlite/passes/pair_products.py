@@ -17,12 +17,12 @@ from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Binding, Block, Let, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import Binary, Buffer, Cast, Check, Load, Stmt, Store, Value, seq
+from relaxlite.ir.program import Binary, Buffer, Cast, Check, Load, Stmt, Store, TensorProgram, Value, seq
 from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, loads
 from relaxlite.ir.symbolic import product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.legalize import ProgramTable
-from relaxlite.passes.loop_pattern import Reduction, perfect_nest, reduction_of
+from relaxlite.passes.loop_pattern import Reduction, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.merge_calls import Instances, Site, map_blocks, sites_of, stem
 from relaxlite.passes.schedule import nest
@@ -36,9 +36,11 @@ _FLOAT_BYTES = 4
 def pair_products(module: IRModule, context: PassContext) -> IRModule:
     """Gated layers become one kernel each."""
 
+    products = {name for name, program in module.programs().items() if _is_product(program)}
+
     def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
-        sites = {site.var: site for site in sites_of(block, module)}
+        sites = {site.var: site for site in sites_of(block, module) if site.call.callee.name in products}
         for second in list(sites.values()):
             for arg in second.call.args:
                 first = sites.get(arg) if isinstance(arg, Var) else None
@@ -51,6 +53,13 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
         return tuple(bindings.values())
 
     return map_blocks(module, change)
+
+
+def _is_product(program: TensorProgram) -> bool:
+    """Whether the program is one sum of products."""
+    stages = [stage for stage in top_stages(program) if not isinstance(stage, Check)]
+    found = reduction_of(stages[0]) if len(stages) == 1 else None
+    return found is not None and isinstance(found.update.value, Binary) and found.update.value.op == "mul"
 
 
 def _pair(first: Site, second: Site, table: ProgramTable, context: PassContext) -> Let | None:
