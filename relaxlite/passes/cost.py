@@ -25,6 +25,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op_costs import flops_of, value_flops
 from relaxlite.ir.program import (
     Allocate,
+    Binary,
     Buffer,
     For,
     IfThenElse,
