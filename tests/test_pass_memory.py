@@ -403,6 +403,7 @@ def test_sizes_that_data_tells_have_an_arena_where_they_are_known() -> None:
     plan_memory_pass(allocated(DATA, "(z1, e)", DATA_PARAMS), context)
     assert [*context.memory_plans] == ["main", "main behind t"]
     assert [t.name for t in context.memory_plans["main behind t"].tensors] == ["a", "b", "d"]
+    assert context.memory_plans["main"].outside == ("a", "b", "d")
 
 
 @pytest.mark.parametrize("interpret", [False, True])
