@@ -119,7 +119,8 @@ def _wrapped(arena: str) -> list[str]:
 
 def _with_fixed_groups(text: str) -> str:
     """Spaces at which a line may not break are marked: it may before a "+" outside parentheses, and behind a comma."""
-    depth, signs = 0, []
+    depth = 0
+    signs: list[str] = []
     for sign in text:
         depth += (sign == "(") - (sign == ")")
         signs.append(_FIXED if sign == " " and depth and signs[-1] != "," else sign)
