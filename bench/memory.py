@@ -14,8 +14,8 @@ pool     what a run-time allocator holds after the call, on the same graph with 
          new block is made; a block returns to the pool after the last use of its tensor; no block is split, joined with
          another, or given back, neither in a call nor between calls. (The allocator of TVM's virtual machine, which the
          Relax paper, arXiv 2311.02103, compares with.)
-held     the memory that the runtime keeps for arenas after the call: one that fits the largest call so far, and up to a
-         sixteenth more, so that sequences can grow
+held     the memory that the runtime keeps for arenas after the call: one that fits the largest call so far, and up to
+         1/32 more, so that sequences can grow
 
 The last line of a table says how much less is held than by the pool once all calls are done.
 """

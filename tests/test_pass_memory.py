@@ -402,6 +402,7 @@ def test_sizes_that_data_tells_have_an_arena_where_they_are_known() -> None:
     plan_memory_pass(allocated(DATA, "(z1, e)", DATA_PARAMS), context)
     assert [*context.memory_plans] == ["main", "main behind t"]
     assert [t.name for t in context.memory_plans["main behind t"].tensors] == ["a", "b", "d"]
+    assert context.memory_plans["main"].outside == ("a", "b", "d")
 
 
 @pytest.mark.parametrize("interpret", [False, True])
@@ -602,6 +603,55 @@ def test_compiled_code_runs_in_the_arena(given: IRModule, flag: bool) -> None:
     for n, m in ((4, 3), (1, 1), (0, 3), (2, 40)):
         args: Any = arguments(n, m, flag=flag)
         assert_same_results(exe(*args), run("main", *args))
+
+
+def test_storage_reused_across_an_alias() -> None:
+    """A view keeps what it views alive: the memory of a is not free while r, another name of it, will be read."""
+    text = """
+a: f32[n] = cumsum(x, axis=0)
+r: f32[n, 1] = reshape(a, shape(n, 1))
+b: f32[n] = cumsum(x, axis=0)
+d: f32[n] = cumsum(b, axis=0)
+e: f32[n] = cumsum(d, axis=0)
+q: f32[n] = reshape(r, shape(n))
+f: f32[2*n] = concat(e, q, axis=0)
+"""
+    given = module(main(text, "f"))
+    exe = rl.compile(given)
+    for n in (0, 1, 7, 64, 129):
+        args = np.linspace(0, 1, n, dtype="f4"), np.zeros(2, "f4"), np.array(True)
+        np.testing.assert_allclose(exe(*args), Interpreter(given).run("main", *args), rtol=1e-5)
+
+
+def test_storage_not_dominating_an_else_branch() -> None:
+    """Both branches use the arena, nested too, and what either of them makes is read behind it."""
+    text = """
+r: f32[n]
+if c:
+    a: f32[n] = cumsum(x, axis=0)
+    b: f32[n] = cumsum(a, axis=0)
+    r = b
+else:
+    r2: f32[n]
+    if c:
+        r2 = x
+    else:
+        d: f32[n] = cumsum(x, axis=0)
+        e: f32[n] = cumsum(d, axis=0)
+        f: f32[n] = cumsum(e, axis=0)
+        r2 = f
+    g: f32[n] = cumsum(r2, axis=0)
+    r = g
+h: f32[n] = cumsum(r, axis=0)
+i: f32[n] = cumsum(h, axis=0)
+"""
+    given = module(main(text, "i"))
+    exe = rl.compile(given)
+    assert "own" not in {place for name, place in places(allocated(text, "i")).items() if name != "i"}
+    for n in (0, 1, 7, 64):
+        for flag in (False, True):
+            args = np.linspace(0, 1, n, dtype="f4"), np.zeros(2, "f4"), np.array(flag)
+            np.testing.assert_allclose(exe(*args), Interpreter(given).run("main", *args), rtol=1e-5)
 
 
 # plan_memory: what it computes

@@ -20,7 +20,7 @@ GOOD_RATIO = 1.01  # no search goes on from here
 _SCALES = (16, 1, 2, 100, 512, 1024)
 _CONTRASTS = ((1, 128), (1, 1024), (16, 256), (64, 1024))  # one symbol against the others
 _MAX_VALUATIONS = 40
-_BUDGET = 80_000  # tensors that the search may place
+_BUDGET, _MAX_STEPS = 80_000, 300  # tensors that the search may place, and changes from one start
 _NUM_STARTS = 4
 
 Span = tuple[int, int]
@@ -166,14 +166,14 @@ def search(problem: Problem) -> tuple[list[int], float]:
     """The best order from the lowest to the highest, and its worst ratio."""
     starts: dict[int, _Candidate] = {}  # the best of each kind of priority
     for at in range(problem.samples.shape[1]):
-        for kind, priority in enumerate(_priorities(problem, at)):
+        for kind, priority in enumerate(priorities(problem, at)):
             made = _try(problem, priority, at)
             if kind not in starts or made.score < starts[kind].score:
                 starts[kind] = made
             if made.score[0] <= GOOD_RATIO:
                 return made.order, made.score[0]
     ranked = sorted(starts.values(), key=lambda candidate: candidate.score)[:_NUM_STARTS]
-    steps = _BUDGET // (len(problem.tenants) * len(ranked))
+    steps = min(_MAX_STEPS, _BUDGET // (len(problem.tenants) * len(ranked)))
     best = ranked[0]
     for start in ranked:
         found = _climb(problem, start, steps)
@@ -183,7 +183,7 @@ def search(problem: Problem) -> tuple[list[int], float]:
     return best.order, best.score[0]
 
 
-def _priorities(problem: Problem, at: int) -> Iterator[list[int]]:
+def priorities(problem: Problem, at: int) -> Iterator[list[int]]:
     """Orders in which to place tenants: those first that are hard to place later."""
     sizes: list[float] = problem.samples[:, at].tolist()
     lengths = [tenant.last - tenant.first + 1 for tenant in problem.tenants]

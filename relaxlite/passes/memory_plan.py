@@ -41,7 +41,7 @@ class MemoryPlan:
     """The arena of one function: `steps` are what runs in order (a text each), `tensors` what lives in the arena.
 
     `most`: bytes that the arena never exceeds, None where a symbol that it depends on has no upper bound.
-    `outside`: names of intermediates that have memory of their own, for their sizes or lives are not known.
+    `outside`: names of intermediates that lie elsewhere, for their sizes or lives are known only later.
     """
 
     function: str

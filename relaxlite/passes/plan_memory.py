@@ -116,6 +116,8 @@ class _PlanFunction:
         arenas = [made for at, groups in by_place.items() if (made := self._arena(at, groups)) is not None]
         for arena in arenas:
             self._keep(arena, _record(self._name, aliases, arena))
+            if arena.behind is not None:
+                self._outside += [var.name for group in arena.groups for var in group.variables]
         if self._outside:
             plan = self._context.memory_plans.get(self._name) or _empty(self._name, aliases)
             self._context.memory_plans[self._name] = replace(plan, outside=tuple(self._outside))

@@ -162,9 +162,9 @@ def _size(memory: Memory) -> int:
 
 
 def rounded_size(nbytes: int) -> int:
-    """Up to a sixteenth more (64 KiB for small ones), so that a sequence that grows by one token per call does not need
+    """Up to 1/32 more (64 KiB for small ones), so that a sequence that grows by one token per call does not need
     a new arena each time."""
     if not 0 <= nbytes <= MEMORY_LIMIT // 2:
         return nbytes
-    step = max(1 << 16, 1 << max(nbytes.bit_length() - 5, 0))
+    step = max(1 << 16, 1 << max(nbytes.bit_length() - 6, 0))
     return -(-nbytes // step) * step
