@@ -59,6 +59,15 @@ def toy_model() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=8, producer_name="tests")
 
 
+def deep_model() -> onnx.ModelProto:
+    """The same with softmax(x @ v @ w), of which x @ v is an intermediate with memory of its own."""
+    model = toy_model()
+    model.graph.node.insert(0, helper.make_node("MatMul", ["x:0", "v"], ["xv"]))
+    model.graph.node[1].input[0] = "xv"
+    model.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32), "v"))
+    return model
+
+
 def fixed_model() -> onnx.ModelProto:
     """The same with 2 rows of ids."""
     model = toy_model()
@@ -434,11 +443,12 @@ def test_inspect_speaks_json(run: Run) -> None:
 
 
 def test_a_memory_plan_of_fixed_size_is_readable(run: Run) -> None:
+    onnx.save(deep_model(), "deep.onnx")
     options = ["--dynamic-shape", "x:0=1000,?", "--dynamic-shape", "enc/ids=1000"]
     assert re.search(
-        r"\nmemory    \d+\.\d kB for all intermediates of a run\n", run("inspect", "toy.onnx", *options).out
+        r"\nmemory    \d+\.\d kB for all intermediates of a run\n", run("inspect", "deep.onnx", *options).out
     )
-    assert isinstance(json.loads(run("inspect", "toy.onnx", "--json", *options).out)["arena_bytes"], int)
+    assert isinstance(json.loads(run("inspect", "deep.onnx", "--json", *options).out)["arena_bytes"], int)
 
 
 def test_a_memory_plan_with_bounds_states_its_peak(run: Run) -> None:

@@ -179,28 +179,13 @@ def test_elements_of_another_size_do_not_fit(types: tuple[str, str]) -> None:
     assert in_place(text)[1:] == (set(), ())
 
 
-def test_tiles_of_a_transposition_overlap_so_an_operand_is_read_twice() -> None:
-    """Without tiles, x could be overwritten: each element is read where it is written."""
-    text = program_text(
-        "y: f32[m, n], x: f32[n, m], out: f32[n, m]",
-        "for i in serial(n):\n    for j in serial(m):\n        out[i, j] = y[j, i] + x[i, j]",
-    )
-    _, pairs, _ = in_place(text)
-    assert pairs == {("x", "out")}
-    context = PassContext(Target.host())
-    (scheduled,) = schedule_cpu(module(text), context).programs().values()
-    assert IN_PLACE not in scheduled.attrs
-    assert [str(d) for d in context.decisions] == [
-        "in_place: f: no, out in y: other elements are read than the one that is written",
-        "in_place: out of f in x: no, its schedule computes elements twice, or stages other values in the result",
-    ]
-
-
-def test_a_row_that_is_staged_in_the_result_may_not_overwrite_what_is_read_later() -> None:
-    """The row t lives in the output's row where it is long; x is read after that was written."""
-    text = program_text(
-        "y: f32[n, m], x: f32[n, m], out: f32[n, m]",
-        """
+TILED = program_text(
+    "y: f32[m, n], x: f32[n, m], out: f32[n, m]",
+    "for i in serial(n):\n    for j in serial(m):\n        out[i, j] = y[j, i] + x[i, j]",
+)
+STAGED = program_text(
+    "y: f32[n, m], x: f32[n, m], out: f32[n, m]",
+    """
 for i in serial(n):
     with allocate((m,), "float32") as t:
         with allocate((), "float32", "local") as total:
@@ -212,8 +197,25 @@ for i in serial(n):
             for l in serial(m):
                 out[i, l] = t[l] / total[()] + x[i, l]
 """,
-    )
-    made, pairs, _ = in_place(text)
+)
+
+
+def test_tiles_of_a_transposition_overlap_so_an_operand_is_read_twice() -> None:
+    """Without tiles, x could be overwritten: each element is read where it is written."""
+    _, pairs, _ = in_place(TILED)
+    assert pairs == {("x", "out")}
+    context = PassContext(Target.host())
+    (scheduled,) = schedule_cpu(module(TILED), context).programs().values()
+    assert IN_PLACE not in scheduled.attrs
+    assert [str(d) for d in context.decisions] == [
+        "in_place: f: no, out in y: other elements are read than the one that is written",
+        "in_place: out of f in x: no, its schedule computes elements twice, or stages other values in the result",
+    ]
+
+
+def test_a_row_that_is_staged_in_the_result_may_not_overwrite_what_is_read_later() -> None:
+    """The row t lives in the output's row where it is long; x is read after that was written."""
+    made, pairs, _ = in_place(STAGED)
     assert pairs == {("x", "out"), ("y", "out")}
     (kept,) = schedule_program(made, Target.host()).attrs[IN_PLACE]  # type: ignore[misc, union-attr]
     assert made.params[kept[0]].name == "y"  # type: ignore[index, call-overload]
@@ -238,6 +240,16 @@ def shared(program: TensorProgram, x: int, out: int, symbols: dict[Any, int], rn
     run_program(program, arrays[:count], symbols, arrays[count:])
     for k, array in enumerate(expected):
         np.testing.assert_array_equal(arrays[count + k], array)
+
+
+def test_the_comparison_would_find_what_must_not_share_memory() -> None:
+    """The two cases above, made to share memory all the same."""
+    rng = np.random.default_rng(0)
+    for text, sizes in ((TILED, (18, 17)), (STAGED, (1, 5000))):
+        scheduled = schedule_program(program(text), Target.host())
+        x, out = (next(k for k, b in enumerate(scheduled.params) if b.name == name) for name in ("x", "out"))
+        with pytest.raises(AssertionError, match="Mismatched elements"):
+            shared(scheduled, x, out, dict(zip(scheduled.symbols, sizes, strict=True)), rng)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
