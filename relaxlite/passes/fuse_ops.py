@@ -21,6 +21,7 @@ for and against, is kept with its reason and the amounts that it rests on.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from relaxlite.ir.expr import Binding, Block, Body, Call, GlobalVar, Let, Var
 from relaxlite.ir.layout import flat_offset
@@ -155,8 +156,7 @@ class _FuseFunction(Rewriter):
     def _verdict(self, node: Node, path: list[Node], sink: Node, epilogue: bool) -> Verdict:
         if not epilogue and sink.pattern == LoopPattern.OUT_FUSIBLE and path == [sink]:
             verdict = prologue_verdict(node.program, sink.program, sink.call.args.index(node.var))
-            if not verdict.taken:
-                return Verdict(False, f"{sink.var.name} is {verdict.reason}", verdict.figures)
+            return verdict if verdict.taken else replace(verdict, reason=f"{sink.var.name} is {verdict.reason}")
         reason = None if epilogue else refuse_injective(path, sink)
         if reason is None and node.group.has_anchor:
             reason = refuse_epilogue(node, path)
