@@ -29,7 +29,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.op_costs import stmt_flops
 from relaxlite.ir.ops.shape import reshape_index
-from relaxlite.ir.program import Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
 from relaxlite.passes.access import coefficient
@@ -84,9 +84,10 @@ def _merged(
     left = {b.name for s in merged for b in _written(s) & set(intermediates)}
     if left:
         raise CannotMerge(f"{', '.join(sorted(left))} would have to be stored")
-    written = {b for s in merged for b in _written(s) if b.scope == "global"}
+    own = {inner.buffer for s in merged for inner in walk_stmts(s) if isinstance(inner, Allocate)}
+    written = {b for s in merged for b in _written(s)} - own
     if len(outputs) == 1 and outputs[0] not in written:  # a reshaped epilogue: `_in_place_of`
-        outputs = [b for b in written if b.name == outputs[0].name]
+        return [*checks, *merged], tuple(written)
     return [*checks, *merged], tuple(outputs)
 
 
