@@ -15,7 +15,8 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr, Tuple
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program import Allocate, TensorProgram
+from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.manager import PassContext, run_passes
@@ -322,3 +323,17 @@ def test_two_norms_one_after_the_other_are_one_kernel() -> None:
 
     shapes = (("n", "m"), ("m",))
     assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_transpose_into_a_part_of_a_concat_goes_through_tiles() -> None:
+    """A transposed part is stored in square tiles like a transpose of its own, not element by element."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        return emit("concat", y, emit("transpose", x, axes=(1, 0)), axis=1)
+
+    shapes = (("n", "m"), ("m", 5))
+    given = build(make, *shapes)
+    assert_runs_as(given, 1, *shapes)
+    (program,) = scheduled(given)
+    tiles = {s.buffer.name for s in walk_stmts(program.body) if isinstance(s, Allocate)}
+    assert any(name.endswith("_tile") for name in tiles), tiles

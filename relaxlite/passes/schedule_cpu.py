@@ -40,7 +40,7 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
+from relaxlite.passes.loop_pattern import injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
@@ -149,7 +149,7 @@ class _Rules:
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
         """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
-        store = injective_store(perfect_nest(stage))
+        store = plain_store(perfect_nest(stage))
         if store is None or store.buffer not in self.program.outputs:
             return usual
         found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
