@@ -337,3 +337,12 @@ def test_a_transpose_into_a_part_of_a_concat_goes_through_tiles() -> None:
     (program,) = scheduled(given)
     tiles = {s.buffer.name for s in walk_stmts(program.body) if isinstance(s, Allocate)}
     assert any(name.endswith("_tile") for name in tiles), tiles
+
+
+def test_siblings_of_a_transpose_leave_it_its_tiles() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        turned = emit("transpose", x, axes=(1, 0))
+        return emit("cos", turned), emit("sin", turned)
+
+    context = assert_runs_as(build(make, ("n", "m")), 2, ("n", "m"))
+    assert any("across its rows" in d.reason for d in context.decisions if not d.taken)
