@@ -27,6 +27,7 @@ from relaxlite.ir.verifier import verify
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.fuse_ops import MAX_GROUP, fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
+from relaxlite.passes.fusion_cost import Verdict
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
@@ -547,6 +548,27 @@ def test_fuses_into_one_kernel_that_computes_the_same(kind: str, statements: str
         tensors = [rng.standard_normal(shape, np.float32) for shape in ((n, 4), (4,), (n, 4, 4))]
         args = (*tensors, places)
         assert_same_results(Interpreter(made).run("main", *args), Interpreter(given).run("main", *args))
+
+
+def test_a_prologue_joins_a_matrix_product_where_its_cost_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it does not (REFUSED): the hook for what is worth loading through."""
+    monkeypatch.setattr("relaxlite.passes.fuse_ops.prologue_verdict", lambda *_: Verdict(True, "a cast costs nothing"))
+    assert_fuses(
+        "a: f32[n, 4] = cast(x, dtype='float32')\nb: f32[n, 8] = matmul(a, w)\nd: f32[n, 8] = relu(b)",
+        """
+        n = symbol("n")
+        @program(symbols=(n,), outputs=1)
+        def p(x: f16[n, 4], w: f32[4, 8], out: f32[n, 8]):
+            for i in serial(n):
+                for j in serial(8):
+                    with allocate((), "float32", "local") as acc:
+                        acc[()] = float32(0.0)
+                        for r in serial(4):
+                            acc[()] += float32(x[i, r]) * w[r, j]
+                        out[i, j] = max(acc[()], float32(0.0))
+        """,
+        params="x: f16[n, 4], w: f32[4, 8]",
+    )
 
 
 # What does not fuse, and why

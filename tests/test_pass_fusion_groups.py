@@ -15,9 +15,12 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr, Tuple
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
+from relaxlite.ir.program import Allocate, TensorProgram
+from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.types import TensorType
-from relaxlite.passes.manager import PassContext
+from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
 from tests.random_graphs import assert_same_results
 
@@ -34,6 +37,16 @@ def build(make: Callable[..., Expr | Sequence[Expr]], *shapes: Sequence[object])
         found = make(lambda name, *args, **attrs: bb.emit(get_op(name)(*args, **attrs)), *symbols.values(), *params)
         bb.result(Tuple(tuple(found)) if isinstance(found, tuple) else found)
     return bb.module()
+
+
+def scheduled(given: IRModule) -> list[TensorProgram]:
+    steps = default_pipeline()
+    last = next(k for k, step in enumerate(steps) if step.name == "schedule")
+    return list(run_passes(given, steps[: last + 1], PassContext(Target.host())).programs().values())
+
+
+def kernel_names(given: IRModule) -> list[str]:
+    return [name for name in rl.compile(given).data.kernels if not name.startswith("main_shapes")]
 
 
 def assert_runs_as(given: IRModule, kernels: int, *shapes: Sequence[object], tolerance: float = 1e-5) -> PassContext:
@@ -188,7 +201,25 @@ def test_a_product_whose_bias_follows_a_reshape_is_one_kernel() -> None:
         return emit("gelu", emit("add", heads, b))
 
     shapes = (("n", "m", 5), (5, 24), (3, 8))
-    assert_runs_as(build(make, *shapes), 1, *shapes)
+    given = build(make, *shapes)
+    assert_runs_as(given, 1, *shapes)
+    steps = [step for program in scheduled(given) for step in program.attrs.get("schedule") or ()]
+    assert any("register_tile" in str(step) for step in steps), steps
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_convolution_whose_bias_follows_a_reshape_keeps_its_tile(keeps: bool) -> None:
+    """A dimension of one is gone or stays: either way the loops over it must not hide that elements are independent."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, w: Expr, b: Expr) -> Expr:
+        found = emit("conv", x, w, (0, 0, 0, 0))
+        return emit("relu", emit("add", found if keeps else emit("squeeze", found, axes=(3,)), b))
+
+    shapes = (("n", 16, 40, 1), (32, 16, 5, 1), (32, 36, 1) if keeps else (32, 36))
+    given = build(make, *shapes)
+    steps = [str(step) for program in scheduled(given) for step in program.attrs.get("schedule") or ()]
+    assert not any("split_reduction" in step for step in steps), steps
+    assert len(kernel_names(given)) <= 3, kernel_names(given)
 
 
 def test_a_sum_whose_square_root_follows_expanded_dimensions_is_one_kernel() -> None:
@@ -292,3 +323,26 @@ def test_two_norms_one_after_the_other_are_one_kernel() -> None:
 
     shapes = (("n", "m"), ("m",))
     assert_runs_as(build(make, *shapes), 1, *shapes)
+
+
+def test_a_transpose_into_a_part_of_a_concat_goes_through_tiles() -> None:
+    """A transposed part is stored in square tiles like a transpose of its own, not element by element."""
+
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr, y: Expr) -> Expr:
+        return emit("concat", y, emit("transpose", x, axes=(1, 0)), axis=1)
+
+    shapes = (("n", "m"), ("m", 5))
+    given = build(make, *shapes)
+    assert_runs_as(given, 1, *shapes)
+    (program,) = scheduled(given)
+    tiles = {s.buffer.name for s in walk_stmts(program.body) if isinstance(s, Allocate)}
+    assert any(name.endswith("_tile") for name in tiles), tiles
+
+
+def test_siblings_of_a_transpose_leave_it_its_tiles() -> None:
+    def make(emit: Emit, n: SymExpr, m: SymExpr, x: Expr) -> Sequence[Expr]:
+        turned = emit("transpose", x, axes=(1, 0))
+        return emit("cos", turned), emit("sin", turned)
+
+    context = assert_runs_as(build(make, ("n", "m")), 2, ("n", "m"))
+    assert any("across its rows" in d.reason for d in context.decisions if not d.taken)

@@ -21,16 +21,18 @@ for and against, is kept with its reason and the amounts that it rests on.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from relaxlite.ir.expr import Binding, Block, Body, Call, GlobalVar, Let, Var
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.program import Load, TensorProgram
+from relaxlite.ir.program import Allocate, Load, TensorProgram
 from relaxlite.ir.program_visitor import loads, stores
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter
+from relaxlite.passes.access import coefficient
 from relaxlite.passes.fuse_programs import merge
 from relaxlite.passes.fusion_cost import Verdict, prologue_verdict, tensor_bytes
 from relaxlite.passes.fusion_graph import (
@@ -54,7 +56,7 @@ from relaxlite.passes.fusion_rules import (
     rows_verdict,
 )
 from relaxlite.passes.legalize import ProgramTable, lower_call
-from relaxlite.passes.loop_pattern import LoopPattern, analyze
+from relaxlite.passes.loop_pattern import LoopPattern, analyze, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.merge_stages import CannotMerge
 
@@ -155,8 +157,7 @@ class _FuseFunction(Rewriter):
     def _verdict(self, node: Node, path: list[Node], sink: Node, epilogue: bool) -> Verdict:
         if not epilogue and sink.pattern == LoopPattern.OUT_FUSIBLE and path == [sink]:
             verdict = prologue_verdict(node.program, sink.program, sink.call.args.index(node.var))
-            if not verdict.taken:
-                return Verdict(False, f"{sink.var.name} is {verdict.reason}", verdict.figures)
+            return verdict if verdict.taken else replace(verdict, reason=f"{sink.var.name} is {verdict.reason}")
         reason = None if epilogue else refuse_injective(path, sink)
         if reason is None and node.group.has_anchor:
             reason = refuse_epilogue(node, path)
@@ -192,6 +193,9 @@ class _FuseFunction(Rewriter):
         divided = next((x for x in loads(program.body) if _divides(x)), None)
         if divided is not None and any(n.is_view for n in group.nodes):
             return Verdict(False, f"each element of {divided.buffer.name} would be found by a division (reshape)")
+        across = _read_across(program) if program.num_outputs > 1 else None
+        if across is not None:
+            return Verdict(False, f"{across.buffer.name} is read across its rows, which one output alone does in tiles")
         self._merges.add(likeness)
         return None
 
@@ -282,6 +286,19 @@ def _is_in_place(node: Node, group: Group) -> bool:
     inside = {n.var for n in group.nodes}
     written = [s.indices for s in stores(node.program.body)]
     return all([load.indices] == written for load in loads_of(node, inside))
+
+
+def _read_across(program: TensorProgram) -> Load | None:
+    """A load that moves in wide steps along the innermost loop of a nest."""
+    for stage in top_stages(program):
+        nest = perfect_nest(stage)
+        if not nest.loops or isinstance(nest.body, Allocate):  # a reduction or row program has rows of its own
+            continue
+        for load in loads(nest.body):
+            step = coefficient(flat_offset(load.buffer.shape, load.indices), nest.loops[-1].var)
+            if step is not None and step is not sym(0) and step is not sym(1):
+                return load
+    return None
 
 
 def _divides(load: Load) -> bool:

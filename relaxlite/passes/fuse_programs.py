@@ -10,9 +10,10 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Tuple, Var
 from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.op import get_op
 from relaxlite.ir.program import Allocate, Buffer, Check, Compare, IndexValue, Stmt, TensorProgram, seq
 from relaxlite.ir.program_visitor import Substitute, program_symbols, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.symbolic import SymExpr, substitute, sym
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.access import accesses
@@ -23,7 +24,7 @@ from relaxlite.passes.merge_stages import CannotMerge, merge_stages
 _ANALYZER = Analyzer()
 
 _Definitions: TypeAlias = Mapping[str, Definition]
-_Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...]]  # the program, and which of the passed symbols are its symbols
+_Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...], TensorProgram]  # which of the passed symbols are the program's
 
 
 def fuse_programs(module: IRModule) -> IRModule:
@@ -38,7 +39,7 @@ def fuse_programs(module: IRModule) -> IRModule:
             fused[name] = by_hash[digest]
             continue
         program, declared = merge(function, module), _declared_symbols(function)
-        fused[name] = table.add(name, program), tuple(declared.index(s) for s in program.symbols)
+        fused[name] = table.add(name, program), tuple(declared.index(s) for s in program.symbols), program
         if not any(isinstance(s, Check) for s in walk_stmts(program.body)):  # whose messages name tensors
             by_hash[digest] = fused[name]
     for name, function in module.functions().items():
@@ -66,15 +67,24 @@ class _CallFused(Rewriter):
             or value.callee.name not in self._fused
         ):
             return None
-        callee, order = self._fused[value.callee.name]
+        callee, order, program = self._fused[value.callee.name]
         *args, shape = value.args
         assert isinstance(shape, ShapeValue)
         sym_args = tuple(shape.values[position] for position in order)
-        return Call(callee, tuple(args), value.attrs, sym_args, value.ty, value.loc)
+        ty, symbols = value.ty, dict(zip(program.symbols, sym_args, strict=True))
+        if isinstance(ty, TensorType) and ty.shape is not None:
+            made = tuple(substitute(d, symbols) for d in program.outputs[0].shape)
+            if len(made) != len(ty.shape) or not all(map(_ANALYZER.can_prove_equal, made, ty.shape)):
+                call = Call(
+                    callee, tuple(args), value.attrs, sym_args, TensorType(made, ty.dtype, len(made)), value.loc
+                )
+                return get_op("reshape")(self.bb.emit(call, var.name), ShapeValue(ty.shape))
+        return Call(callee, tuple(args), value.attrs, sym_args, ty, value.loc)
 
 
 def merge(function: Function, definitions: _Definitions) -> TensorProgram:
-    """One program that computes what a composite function computes, its results in order. Raises CannotMerge."""
+    """One program that computes what a composite function computes, its results in order; a single one may have another
+    shape with the elements in the same order. Raises CannotMerge."""
     buffers: dict[Expr, Buffer] = {p: _buffer(p) for p in function.params[:-1]}
     stages: list[Stmt] = []
     result = function.body.result
@@ -87,7 +97,8 @@ def merge(function: Function, definitions: _Definitions) -> TensorProgram:
             stages.extend(_size_checks(buffers[binding.var]))
     inputs, outputs = tuple(buffers[p] for p in function.params[:-1]), tuple(buffers[r] for r in results)
     intermediates = [b for b in buffers.values() if b not in inputs and b not in outputs]
-    body = seq(*merge_stages(stages, intermediates, outputs))
+    merged, outputs = merge_stages(stages, intermediates, outputs)
+    body = seq(*merged)
     params = (*inputs, *outputs)
     own = {s.buffer for s in walk_stmts(body) if isinstance(s, Allocate)}
     left = {x.buffer for x in accesses(body)} - set(params) - own

@@ -29,7 +29,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.op_costs import stmt_flops
 from relaxlite.ir.ops.shape import reshape_index
-from relaxlite.ir.program import Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
 from relaxlite.passes.access import coefficient
@@ -54,8 +54,11 @@ class CannotMerge(Exception):
     """Why stages do not become one kernel; the message is for a person."""
 
 
-def merge_stages(stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]) -> list[Stmt]:
-    """The stages of one kernel that writes the outputs and no intermediate. Raises CannotMerge."""
+def merge_stages(
+    stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]
+) -> tuple[list[Stmt], tuple[Buffer, ...]]:
+    """The stages of one kernel that writes the outputs and no intermediate, and these outputs, of which a single one
+    may get another shape with the elements in the same order. Raises CannotMerge."""
     try:
         return _merged(stages, intermediates, outputs)
     except CannotMerge:
@@ -64,10 +67,12 @@ def merge_stages(stages: Sequence[Stmt], intermediates: Sequence[Buffer], output
         rows = rows_from([s for s in inlined if not isinstance(s, Check)], intermediates)
         if rows is None or any(_read(check) & {*intermediates, *outputs} for check in checks):
             raise
-        return [*checks, rows.nest]
+        return [*checks, rows.nest], tuple(outputs)
 
 
-def _merged(stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]) -> list[Stmt]:
+def _merged(
+    stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]
+) -> tuple[list[Stmt], tuple[Buffer, ...]]:
     merged = _inline(_keep_rows(list(stages), intermediates), intermediates)
     checks = [s for s in merged if isinstance(s, Check)]
     late = next((b.name for check in checks for b in outputs if b in _read(check)), None)
@@ -79,7 +84,11 @@ def _merged(stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Se
     left = {b.name for s in merged for b in _written(s) & set(intermediates)}
     if left:
         raise CannotMerge(f"{', '.join(sorted(left))} would have to be stored")
-    return [*checks, *merged]
+    own = {inner.buffer for s in merged for inner in walk_stmts(s) if isinstance(inner, Allocate)}
+    written = {b for s in merged for b in _written(s)} - own
+    if len(outputs) == 1 and outputs[0] not in written:  # a reshaped epilogue: `_in_place_of`
+        return [*checks, *merged], tuple(written)
+    return [*checks, *merged], tuple(outputs)
 
 
 def _written(stage: Stmt) -> set[Buffer]:
@@ -300,20 +309,22 @@ def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs:
         body = _Replace(known).stmt(body)
         last = plain_store(Nest((), body))
         assert last is not None
-        if not _is_along(last, loops[-1].var if loops else None):
-            raise CannotMerge(f"{_name_of(stage)} would not be stored side by side")
+        if last.indices != result.indices:
+            if len(outputs) > 1:
+                raise CannotMerge(f"{_name_of(stage)} has another shape than {result.buffer.name}")
+            stored = _in_place_of(result, last)
+            body, last = _InsteadOf(last, stored).stmt(body), stored
         done.append(body)
         known[last.buffer], places[last.buffer] = _element_value(last, is_stored=True), last.indices
     return seq(*done)
 
 
-def _is_along(store: Store, var: SymVar | None) -> bool:
-    """Whether the elements lie as they are computed: with a stride of one along the innermost loop, no divisions."""
-    if var is None:
-        return True
-    position = flat_offset(store.buffer.shape, store.indices)
-    step = coefficient(position, var)
-    return step is not None and (step is sym(1) or step is sym(0))
+def _in_place_of(result: Store, store: Store) -> Store:
+    """A store of the same elements in another shape as one in the shape of the result, whose loops it shares."""
+    shape = result.buffer.shape
+    if not _equal(_position(store.buffer.shape, store.indices), _position(shape, result.indices)):
+        raise CannotMerge(f"{store.buffer.name} would not be stored side by side")
+    return replace(store, buffer=replace(store.buffer, shape=shape), indices=result.indices)
 
 
 def _element_value(store: Store, is_stored: bool) -> Value:
@@ -360,7 +371,12 @@ def _is_element(load: Load, place: Sequence[SymExpr]) -> bool:
     shape = load.buffer.shape
     if all(a is b or as_int(d) == 1 for a, b, d in zip(load.indices, place, shape, strict=True)):
         return True
-    return _equal(flat_offset(shape, load.indices), flat_offset(shape, place))
+    return _equal(_position(shape, load.indices), _position(shape, place))
+
+
+def _position(shape: Sequence[SymExpr], indices: Sequence[SymExpr]) -> SymExpr:
+    """Where the element lies; an index into a dimension of one is 0."""
+    return flat_offset(shape, [sym(0) if as_int(d) == 1 else i for d, i in zip(shape, indices, strict=True)])
 
 
 class _Replace(ProgramRewriter):

@@ -44,7 +44,7 @@ from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
-from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, top_stages
+from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
@@ -209,7 +209,7 @@ class _Rules:
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
         """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
-        store = injective_store(perfect_nest(stage))
+        store = plain_store(perfect_nest(stage))
         if store is None or store.buffer.scope != "global":
             return usual
         found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
@@ -316,7 +316,7 @@ class _Rules:
             return tiled(block, column, lanes, registers, None if dots is None else dots.body, self.choice)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
-        turned = find_turned(block) if lanes > 1 else None
+        turned = find_turned(block) if lanes > 1 and not block.is_pair else None
         if turned is None:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
