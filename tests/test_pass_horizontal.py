@@ -178,7 +178,7 @@ def test_a_product_of_another_result_stays_apart_and_says_why() -> None:
     module = Layer(16).module(body)
     made, context = lowered(module)
     assert len([name for name in calls(made) if "matmul" in name]) == 2
-    assert any("what one needs is computed from another" in note for note in context.notes)
+    assert any("it needs a value made in between, or is needed there" in note for note in context.notes)
     run_at_all_sizes(module, 16)
 
 
