@@ -19,7 +19,7 @@ from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, If, Let, Tuple, V
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.program import Buffer, For, Stmt, compute
-from relaxlite.ir.program_visitor import stores
+from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
@@ -178,7 +178,7 @@ def test_a_product_of_another_result_stays_apart_and_says_why() -> None:
     module = Layer(16).module(body)
     made, context = lowered(module)
     assert len([name for name in calls(made) if "matmul" in name]) == 2
-    assert any("what one needs is computed from another" in note for note in context.notes)
+    assert any("it needs a value made in between, or is needed there" in note for note in context.notes)
     run_at_all_sizes(module, 16)
 
 
@@ -306,3 +306,24 @@ def test_memory_is_taken_over_only_where_no_joined_stage_still_reads_it() -> Non
     assert not reads_only_where_written(stages, xs[0], outs[1])
     stages, xs, outs = copies(2, 2)
     assert reads_only_where_written(stages, xs[1], outs[1])
+
+
+def test_joined_copies_larger_than_the_cache_are_stored_past_it() -> None:
+    """Where one of them has that variant, it is asked for first; the interpreter runs what would be compiled."""
+
+    def body(layer: Layer, x: Expr) -> Expr:
+        turned = [layer.op("rotary", z, layer.vector(16), layer.vector(16)) for z in (x, layer.y)]
+        return Tuple((layer.op("attention", *turned, x), *turned))
+
+    given = Layer(16).module(body)
+    context = PassContext(replace(Target.parse("llvm -mcpu=x86-64-v4"), l3_bytes=1024), verify=True)
+    steps = default_pipeline()
+    names = [step.name for step in steps]
+    made = run_passes(given, steps[: names.index("schedule") + 1], context)
+    (program,) = [p for p in made.programs().values() if p.num_outputs == 2]
+    assert any(isinstance(s, For) and s.var.name == "part" for s in walk_stmts(program.body))
+    assert any(store.nontemporal for store in stores(program.body))
+    for b, n in [(0, 2), (1, 1), (1, 7), (2, 40)]:
+        x, y = np.random.default_rng(n).standard_normal((2, b, n, 16)).astype(np.float32)
+        for got, want in zip(Interpreter(made).run("main", x, y), Interpreter(given).run("main", x, y), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -113,7 +113,11 @@ def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassC
     members = members[:MOST_CALLS]
     for site in group:
         if site not in members:
-            reason = "too many calls" if len(members) == MOST_CALLS else "what one needs is computed from another"
+            reason = (
+                "too many calls"
+                if len(members) == MOST_CALLS
+                else "it needs a value made in between, or is needed there"
+            )
             context.decide("join_calls", f"{site.var.name} beside {group[0].var.name}", False, reason)
     if len(members) < 2:
         return block
