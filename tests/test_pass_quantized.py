@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from bench.cpu import onnx_models
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
@@ -207,6 +209,19 @@ def kept(given: IRModule, target: str = TINY_CACHE) -> tuple[list[str], PassCont
     made = run_passes(given, steps, context)
     values = [b.value for b in made["main"].body.bindings() if isinstance(b, Let)]  # type: ignore[union-attr]
     return [v.callee.name for v in values if isinstance(v, Call) and isinstance(v.callee, Op)], context
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("float16", "float16"), ("int8", "of 8 bits"), ("int4", "of 4 bits, 32 rows")]
+)
+def test_weights_of_onnx_models_are_kept_as_they_are_stored(kind: str, form: str, tmp_path: Path) -> None:
+    path = onnx_models.save(tmp_path, kind, onnx_models.stored_matmul(kind, 256, 200, 1))
+    given, context = rl.from_onnx(path), PassContext(Target.parse(TINY_CACHE), verify=True)
+    exe = rl.compile(given, context=context)
+    (decision,) = [d for d in context.decisions if d.step == "keep_quantized"]
+    assert decision.taken and form in decision.reason
+    assert_one_kernel(exe)
+    assert_same(exe, given, 256)
 
 
 def test_a_weight_that_fits_into_the_cache_becomes_float32() -> None:

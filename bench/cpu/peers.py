@@ -111,6 +111,9 @@ class OnnxRuntime(Peer):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.log_severity_level = 4
+        options.add_session_config_entry(
+            "session.qdq_matmulnbits_accuracy_level", "1"
+        )  # float32, as all others compute
         self.runtime, self.is_kernel = onnxruntime, workload.is_kernel
         self.session = onnxruntime.InferenceSession(workload.model, options, providers=["CPUExecutionProvider"])
 

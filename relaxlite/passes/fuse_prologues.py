@@ -38,12 +38,11 @@ MAX_CHAIN = 12  # calls between a constant and the product: bounds the size of w
 def fuse_prologues(module: IRModule, context: PassContext) -> IRModule:
     """Inline what widens constant operands into the matrix products that read them."""
     definitions: dict[str, Definition] = dict(module)
-    patterns = {name: analyze(program) for name, program in module.programs().items()}
     table = ProgramTable(definitions)
     changed = False
     for name, function in module.functions().items():
         uses = Counter(v for body in bodies(function) for v in _own_uses(body))
-        fused = _FusePrologues(module, patterns, table, context, uses).function(function)
+        fused = _FusePrologues(module, table, context, uses).function(function)
         changed = changed or fused is not function
         definitions[name] = fused
     return eliminate_dead(module.updated(definitions)) if changed else module
@@ -63,13 +62,12 @@ class _FusePrologues(Rewriter):
     def __init__(
         self,
         module: IRModule,
-        patterns: dict[str, LoopPattern],
         table: ProgramTable,
         context: PassContext,
         uses: Mapping[Var, int],
     ) -> None:
         super().__init__()
-        self._module, self._patterns, self._table, self._context = module, patterns, table, context
+        self._module, self._table, self._context = module, table, context
         self._uses = uses
         self._turned: dict[Var, Call] = {}  # transposed copies that are read once
         self._chains: dict[Var, tuple[tuple[Var, Call], ...]] = {}  # constants as programs compute them
@@ -80,43 +78,39 @@ class _FusePrologues(Rewriter):
             return None
         assert isinstance(value, Call)
         found = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
-        pattern = self._patterns[value.callee.name]
-        if pattern <= LoopPattern.INJECTIVE:
+        if value.args and all(isinstance(a, Constant) or a in self._chains for a in value.args):
             self._note_chain(var, value, found)
-            if self._uses[var] == 1 and _swaps_last(program) and isinstance(value.args[0], Var):
-                self._turned[var] = value
             return None
-        if not is_matrix_product(program):
+        if self._uses[var] == 1 and _swaps_last(program):
+            self._turned[var] = value
             return None
-        turned = self._turned_columns(program, var, value)
-        if turned and not found:
-            return self._merged_turned(turned, var, value)
-        if not found:
+        has_turned = any(a in self._turned for a in value.args)
+        if not (found or has_turned) or not is_matrix_product(program):
             return None
-        chain = dict(step for steps in found for step in steps)
+        columns = _along_columns(program, value)
+        turned = self._turned_columns(columns, var, value)
+        widened = [a for a in columns if a in self._chains]
+        if not widened:
+            return self._merged_turned(turned, var, value) if turned else None
+        chain = dict(step for a in widened for step in self._chains[a])
         stored = sum((_bytes(a.ty) for a in _constants(chain)), start=product(()) * 0)
-        widened = sum((_bytes(a.ty) for a in value.args if a in self._chains), start=product(()) * 0)
+        wide = sum((_bytes(a.ty) for a in widened), start=product(()) * 0)
         subject = f"{', '.join(v.name for v in chain)} into {var.name}"
         reason = "the product reads the constant as it is stored"
-        self._context.decide("fuse_prologues", subject, True, reason, bytes_stored=stored, bytes_widened=widened)
+        self._context.decide("fuse_prologues", subject, True, reason, bytes_stored=stored, bytes_widened=wide)
         return self._merged(chain, var, value)
 
-    def _turned_columns(self, program: TensorProgram, var: Var, call: Call) -> dict[Var, Call]:
-        """The transposed operand along whose columns vectors go. A transposed copy of the rows' operand pays: each tile
-        of the product would step through memory a row at a time, which takes 5 to 15 % more in all (measured)."""
-        reduction = reduction_of(top_stages(program)[-1])
-        assert reduction is not None
-        column, found = reduction.spatial[-1].var, dict[Var, Call]()
-        for buffer, arg in zip(program.inputs, call.args, strict=True):
-            if not isinstance(arg, Var) or arg not in self._turned:
-                continue
-            if any(load.buffer is buffer and load.indices[-1] is column for load in loads(reduction.update)):
-                found[arg] = self._turned[arg]
-                continue
-            subject = f"{arg.name} into {var.name}"
-            reason = "each tile of rows would step through memory; a copy that lies along the sum is read many times"
-            self._context.decide("fuse_prologues", subject, False, reason, bytes_copied=2 * _bytes(arg.ty))
-        return found
+    def _turned_columns(self, columns: list[Var], var: Var, call: Call) -> dict[Var, Call]:
+        """The transposed operands along whose columns vectors go. A transposed copy of the rows' operand pays: each
+        tile of the product would step through memory a row at a time, which takes 5 to 15 % more in all (measured)."""
+        for arg in call.args:
+            if isinstance(arg, Var) and arg in self._turned and arg not in columns:
+                subject = f"{arg.name} into {var.name}"
+                reason = (
+                    "each tile of rows would step through memory; a copy that lies along the sum is read many times"
+                )
+                self._context.decide("fuse_prologues", subject, False, reason, bytes_copied=2 * _bytes(arg.ty))
+        return {a: self._turned[a] for a in columns if a in self._turned}
 
     def _merged_turned(self, turned: dict[Var, Call], var: Var, call: Call) -> Call:
         copied = sum((2 * _bytes(a.ty) for a in turned), start=product(()) * 0)
@@ -132,11 +126,10 @@ class _FusePrologues(Rewriter):
         return program if isinstance(program, TensorProgram) else None
 
     def _note_chain(self, var: Var, call: Call, found: list[tuple[tuple[Var, Call], ...]]) -> None:
-        """Keep it, if the call computes from nothing but constants."""
-        if not all(isinstance(a, Constant) or a in self._chains for a in call.args) or not call.args:
-            return
+        """Keep a call that computes from nothing but constants, if it is injective."""
         steps = dict(step for steps in found for step in steps) | {var: call}
-        if len(steps) <= MAX_CHAIN:
+        program = self._program(call)
+        if len(steps) <= MAX_CHAIN and program is not None and analyze(program) <= LoopPattern.INJECTIVE:
             self._chains[var] = tuple(steps.items())
 
     def _merged(self, chain: dict[Var, Call], var: Var, call: Call) -> Call:
@@ -157,18 +150,30 @@ class _FusePrologues(Rewriter):
         program = merge(Function((*params.values(), shape), body, Attrs({"composite": True})), self._module)
         kind = "stored" if all(isinstance(a, Constant) for c in chain.values() for a in c.args[:1]) else "turned"
         callee = self._table.add(f"{call.callee.name}_of_{kind}", program)
-        self._patterns[callee.name] = analyze(program)
         assert set(program.symbols) <= set(symbols)
         return Call(callee, inputs, call.attrs, program.symbols, call.ty, call.loc)
 
 
 def _swaps_last(program: TensorProgram) -> bool:
     """Whether it is the transposition of the last two dimensions."""
-    store = injective_store(perfect_nest(top_stages(program)[-1]))
-    if store is None or not isinstance(store.value, Load) or len(program.inputs) != 1 or len(store.indices) < 2:
+    stages = top_stages(program)
+    if len(stages) != 1 or len(program.inputs) != 1:
+        return False
+    store = injective_store(perfect_nest(stages[0]))
+    if store is None or not isinstance(store.value, Load) or len(store.indices) < 2:
         return False
     *outer, a, b = store.indices
     return store.value.indices == (*outer, b, a)
+
+
+def _along_columns(program: TensorProgram, call: Call) -> list[Var]:
+    """The operands of a matrix product whose last index is the result's."""
+    reduction = reduction_of(top_stages(program)[-1])
+    assert reduction is not None
+    column = reduction.spatial[-1].var if reduction.spatial else None
+    moving = {load.buffer for load in loads(reduction.update) if load.indices and load.indices[-1] is column}
+    pairs = zip(program.inputs, call.args, strict=True)
+    return [arg for buffer, arg in pairs if buffer in moving and isinstance(arg, Var)]
 
 
 def _constants(chain: dict[Var, Call]) -> list[Constant]:

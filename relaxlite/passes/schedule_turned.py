@@ -61,7 +61,12 @@ def find_turned(block: Block) -> Turned | None:
     columns = [loop for loop in block.spatial if all(stride(s, loop.var) == 1 for s in written)]
     for other, operand in ((product.a, product.b), (product.b, product.a)):
         load = operand.x if isinstance(operand, Cast) else operand
-        if not isinstance(load, Load) or load.indices[-1] is not loops[0].var or operand.dtype != "float32":
+        if (
+            not isinstance(load, Load)
+            or not load.indices
+            or load.indices[-1] is not loops[0].var
+            or operand.dtype != "float32"
+        ):
             continue
         moving = symbols_of(operand)
         found = [c for c in columns if c.var in moving and c.var not in symbols_of(other)]

@@ -15,6 +15,7 @@ from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
 from relaxlite.ir.program import Binary, Cast, IndexValue, Literal, Value
 from relaxlite.ir.symbolic import as_int
 
+_WORD = 32
 _MANTISSA = 23  # bits of a float32
 _DOWN = 16  # bits by which higher fields are shifted: one shift serves several of them
 
@@ -53,7 +54,8 @@ def bit_field(k: Kernel, value: Value) -> BitField | None:
     if isinstance(word, Binary) and word.op == "shift_right" and (found := _constant(k, word.b)) is not None:
         word, start = word.a, found
     first = start - _DOWN if start + size > _MANTISSA else start
-    return BitField(word, start, size) if start >= 0 and first >= 0 and first + size <= _MANTISSA else None
+    is_inside = start >= 0 and start + size <= _WORD  # beyond, a shift to the right repeats the sign
+    return BitField(word, start, size) if is_inside and first >= 0 and first + size <= _MANTISSA else None
 
 
 def _with_offset(field: BitField, offset: int) -> BitField | None:
