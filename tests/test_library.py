@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +252,18 @@ def test_what_a_python_function_raises_reaches_the_caller(interpret: bool) -> No
     ) as caught:
         exe(random(2, 2))
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_threads_may_call_at_once() -> None:
+    def double(x: np.ndarray, out: np.ndarray) -> None:
+        np.multiply(x, 2, out=out)
+
+    with rl.register_library("double", is_op("relu")(X), {"x": None}, function=double):
+        exe = rl.compile(relu_module())
+    inputs = [random(50 + k, 70) for k in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for x, result in zip(inputs * 20, pool.map(exe, inputs * 20), strict=True):
+            np.testing.assert_array_equal(result, x * 2)
 
 
 def test_a_function_that_returns_its_result_is_told_to_write_it() -> None:
@@ -648,6 +663,21 @@ def test_openblas_computes_what_the_loops_do(kind: str, lead: tuple[str, ...], b
             b = random(*before, n, k) if kind in ("gemv_n", "gemm_nt") else random(*before, k, n)
             expected = a @ (b.swapaxes(-1, -2) if kind in ("gemv_n", "gemm_nt") else b)
             np.testing.assert_allclose(exe(a, b), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_openblas
+def test_a_rule_of_ones_own_for_openblas() -> None:
+    """The arguments are those that the README shows."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(\(.int32 101.*?\))\n```", readme, re.DOTALL)
+    arguments = ast.literal_eval(shown)
+    operands = {"a": ("m", "k"), "b": ("k", "n")}
+    with rl.register_library(
+        "sgemm", is_op("matmul")(A, B), operands, library="openblas", symbol="cblas_sgemm", arguments=arguments
+    ):
+        exe = rl.compile(product_module("gemm_nn", (), both=True), libraries=("sgemm",))
+    for m, k, n in ((1, 1, 1), (7, 5, 3), (64, 33, 129)):
+        np.testing.assert_allclose(exe(random(m, k), random(k, n)), random(m, k) @ random(k, n), rtol=1e-4, atol=1e-4)
 
 
 @needs_openblas
