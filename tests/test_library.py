@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from onnx import TensorProto, helper
 
 import relaxlite as rl
+from bench.library import CONSTANT, Row, best_range
 from relaxlite import cli, config
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.codegen.llvm.fingerprint import fingerprint
@@ -35,7 +39,7 @@ from relaxlite.ir.printer import module_constants, print_module
 from relaxlite.ir.symbolic import syms
 from relaxlite.ir.types import TensorType
 from relaxlite.library import registered, rules_for, unregister
-from relaxlite.library.openblas import KINDS, rules_of
+from relaxlite.library.openblas import KINDS, measured, openblas_rules, rules_of
 from relaxlite.passes.dispatch import dispatch
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime import libraries
@@ -153,7 +157,7 @@ def test_the_rest_of_the_graph_is_fused_around_a_call() -> None:
     with rl.register_library("times", is_op("matmul")(A, B), {"a": ("m", "k"), "b": ("k", "n")}, function=times):
         exe = rl.compile(module)
     kernels = [name for name in exe.data.kernels if "shapes" not in name]
-    assert len(kernels) == 2 and "times" in kernels  # what follows runs behind the call
+    assert len(kernels) == 2 and "matmul_abs_neg_exp_times" in kernels  # what follows runs behind the call
     assert int(exe.data.metadata.memory_plan["arena_bytes"] != "0")  # tensors on both sides of the call are planned
     a, b = random(4, 6), random(6, 9)
     np.testing.assert_allclose(exe(a, b), np.exp(-np.abs(np.tanh(np.maximum(a, 0)) @ b)), rtol=1e-5)
@@ -177,7 +181,7 @@ def test_what_follows_stays_in_the_loops_and_behind_the_call() -> None:
         exe = rl.compile(module)
         (decision,) = decisions(module)
     assert decision.reason.endswith("add, multiply, add, relu of its result in the same kernel")
-    assert [name for name in exe.data.kernels if "shapes" not in name] == ["times"]
+    assert [name for name in exe.data.kernels if "shapes" not in name] == ["matmul_add_multiply_add_relu_times"]
     for m, k, n in ((0, 2, 3), (1, 1, 1), (2, 7, 33), (3, 7, 33), (4, 0, 17), (5, 3, 0), (6, 2, 129), (64, 9, 20)):
         a, b, bias, rest = random(m, k), random(k, n), random(n), random(m, n)
         product = np.full((m, n), 100, np.float32) if 3 <= m <= 6 else a @ b
@@ -244,10 +248,22 @@ def test_what_a_python_function_raises_reaches_the_caller(interpret: bool) -> No
         exe = rl.compile(relu_module())
         exe = interpreted(exe) if interpret else exe
     with pytest.raises(
-        ExecutionError, match=r"kernel 'broken': .*broken of the library python failed: no such luck"
+        ExecutionError, match=r"kernel 'relu_broken': .*broken of the library python failed: no such luck"
     ) as caught:
         exe(random(2, 2))
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_threads_may_call_at_once() -> None:
+    def double(x: np.ndarray, out: np.ndarray) -> None:
+        np.multiply(x, 2, out=out)
+
+    with rl.register_library("double", is_op("relu")(X), {"x": None}, function=double):
+        exe = rl.compile(relu_module())
+    inputs = [random(50 + k, 70) for k in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for x, result in zip(inputs * 20, pool.map(exe, inputs * 20), strict=True):
+            np.testing.assert_array_equal(result, x * 2)
 
 
 def test_a_function_that_returns_its_result_is_told_to_write_it() -> None:
@@ -315,7 +331,7 @@ def test_sizes_that_c_cannot_hold_leave_it_to_the_loops() -> None:
     x = random(3, 1)
     np.testing.assert_array_equal(exe(x), np.maximum(x, 0))  # 3e9 is more than an int32 holds
     x = -np.ones((1, 1), np.float32)
-    assert "copy" in exe.data.kernels and exe(x[:0]).shape == (0, 1)
+    assert "relu_copy" in exe.data.kernels and exe(x[:0]).shape == (0, 1)
 
 
 # The range
@@ -650,6 +666,21 @@ def test_openblas_computes_what_the_loops_do(kind: str, lead: tuple[str, ...], b
 
 
 @needs_openblas
+def test_a_rule_of_ones_own_for_openblas() -> None:
+    """The arguments are those that the README shows."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(\(.int32 101.*?\))\n```", readme, re.DOTALL)
+    arguments = ast.literal_eval(shown)
+    operands = {"a": ("m", "k"), "b": ("k", "n")}
+    with rl.register_library(
+        "sgemm", is_op("matmul")(A, B), operands, library="openblas", symbol="cblas_sgemm", arguments=arguments
+    ):
+        exe = rl.compile(product_module("gemm_nn", (), both=True), libraries=("sgemm",))
+    for m, k, n in ((1, 1, 1), (7, 5, 3), (64, 33, 129)):
+        np.testing.assert_allclose(exe(random(m, k), random(k, n)), random(m, k) @ random(k, n), rtol=1e-4, atol=1e-4)
+
+
+@needs_openblas
 def test_a_transposed_operand_is_read_as_it_lies() -> None:
     """The larger pattern wins, whatever the order of the rules; both kinds of calls stand in one kernel."""
     rules = tuple(rule for kind in KINDS for rule in rules_of(kind))
@@ -690,6 +721,37 @@ def test_openblas_leaves_constant_weights_to_packed_panels() -> None:
     found = decisions(module_of(lambda bb, a: ops.matmul(a, weight), a=(1, 64)), openblas=True)
     assert found and not any(decision.taken for decision in found)
     assert all("panels packed when compiling" in d.reason or "never" in d.reason for d in found)
+
+
+def test_the_ranges_follow_from_what_was_measured() -> None:
+    found = measured()
+    assert set(found["table"]) == {*KINDS, CONSTANT}
+    for kind in KINDS:
+        rows: list[Row] = [
+            (dict(zip("mkn", sizes, strict=True)), ours, theirs) for *sizes, ours, theirs in found["table"][kind]
+        ]
+        best = best_range(rows)
+        assert (best is None) == (kind not in found["ranges"])
+        if best is not None:
+            when, inside = best
+            assert {name: list(limits) for name, limits in when.items()} == found["ranges"][kind]["when"]
+            assert len(inside) == found["ranges"][kind]["sizes"]
+    rules = openblas_rules()
+    assert {rule.symbol for rule in rules} <= {"cblas_sgemv", "cblas_sgemm"}
+    (plain,) = [rule for rule in rules if rule.name == "openblas_gemv_n"]
+    assert plain.when["m"] == (1, 1) and "times as fast as the generated kernel" in plain.reason
+
+
+def test_a_range_needs_many_gains_and_no_loss() -> None:
+    def rows(*gains: float) -> list[Row]:
+        return [({"m": 1, "k": 2**i, "n": 2**j}, 100.0 * gains[4 * i + j], 100.0) for i in range(4) for j in range(4)]
+
+    when, inside = best_range(rows(*[0.5] * 8, *[2.0] * 8)) or ({}, [])
+    assert when == {"m": (1, 1), "k": (4, None), "n": (1, None)} and len(inside) == 8
+    when, _ = best_range(rows(*[2.0] * 12, *[0.5] * 4)) or ({}, [])
+    assert when["k"] == (1, 4)
+    assert best_range(rows(*[0.5] * 9, *[2.0] * 7)) is None  # too few
+    assert best_range(rows(*[1.05] * 16)) is None  # too little
 
 
 # Random graphs

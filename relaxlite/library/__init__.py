@@ -80,8 +80,9 @@ def register_library(
     as far as `work` (about how many instructions a call takes, an expression) is worth it.
 
     `when`: expressions and the range in which each must be (None: no limit), as {"m": (64, None)}. What the model's
-    bounds do not decide is compared at run time, and a generated kernel does the rest. `check`: why a match is refused,
-    or None. `fallback=False`: no generated kernel for where the library is missing; loading fails there.
+    bounds do not decide is compared at run time, and a generated kernel does the rest. Sizes may be 0 where `when` does
+    not say otherwise. `check`: why a match is refused, or None. `fallback=False`: no generated kernel for where the
+    library is missing; loading fails there.
 
     The rule that was registered last is asked first. PassContext.decisions says which were taken, and why not. Raises
     InvalidArgumentError for a rule that makes no sense or a name that is taken, LibraryError when there is no such

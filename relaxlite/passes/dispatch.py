@@ -156,7 +156,7 @@ class _Dispatch(Rewriter):
         chain = (var, *tried.variables)
         self._taken.update(first.found.inner, chain[:-1])
         program, args = made
-        self._chosen[chain[-1]] = program, first.rule.name, args
+        self._chosen[chain[-1]] = program, _name(value, tried, first.rule), args
 
     def _program(
         self, candidates: Sequence[_Candidate], epilogue: _Epilogue, value: Call
@@ -285,6 +285,11 @@ def _conditions(candidate: _Candidate, analyzer: Analyzer) -> list[Value]:
             (expr, op, limit): Compare(op, IndexValue(expr), IndexValue(sym(limit))) for expr, op, limit in compares
         }.values()
     )
+
+
+def _name(value: Call, epilogue: _Epilogue, rule: LibraryRule) -> str:
+    """What the kernel computes, as fused ones say it, and with what."""
+    return "_".join([*(call.callee.name for call in (value, *(c for _, c in epilogue.calls))), rule.name])
 
 
 def is_elementwise(call: Call) -> bool:

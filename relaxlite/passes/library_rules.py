@@ -202,7 +202,7 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 def _descriptions(operands: list[tuple[Buffer, bool]]) -> tuple[Value, ...]:
     """How runtime/libraries.py reads the operands of a Python function: the words, and the addresses."""
-    words: list[Value] = [Literal(len(operands), "int64")]
+    words: list[Value] = [Literal(sum(3 + len(buffer.shape) for buffer, _ in operands), "int64")]
     for buffer, is_written in operands:
         words += [Literal(n, "int64") for n in (dtypes.ALL.index(buffer.dtype), is_written, len(buffer.shape))]
         words += [IndexValue(dim) for dim in buffer.shape]

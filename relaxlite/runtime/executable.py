@@ -202,9 +202,9 @@ class ExecutableData:
     objects: tuple[bytes, ...] = ()  # files in the format of the target, which hold the kernels
     constants: tuple[np.ndarray, ...] = ()
     host: HostCode = HostCode()
-    libraries: tuple[LibraryInfo, ...] = ()
     target: TargetInfo = TargetInfo()
     metadata: Metadata = Metadata()
+    libraries: tuple[LibraryInfo, ...] = ()
 
 
 # What a builtin takes: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,

@@ -3,7 +3,7 @@
 Kernels find each routine through a cell, a word with its address, which is filled in when a model is loaded. Where the
 model also holds a kernel of its own for the same, a routine that is missing leaves the cell zero; else it is an error.
 
-A Python function is called by i32(ptr addresses, ptr words). The words: how many operands there are, then for each its
+A Python function is called by i32(ptr addresses, ptr words). The words: how many follow, then for each operand its
 dtype (a number in dtypes.ALL), whether it is written to, its rank and its dimensions.
 """
 
@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import os
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -196,15 +197,18 @@ def _trampoline(function: Callable[..., None]) -> Callable[[int, int], int]:
 
 
 def _arrays(addresses: int, words: int) -> list[Any]:
+    """Reads both arrays at once: ctypes is slow at small pieces."""
     count = ctypes.c_int64.from_address(words).value
-    at = words + 8
+    numbers = struct.unpack(f"{count}q", ctypes.string_at(words + 8, 8 * count))
+    operands, at = [], 0
+    while at < count:
+        kind, is_written, rank = numbers[at : at + 3]
+        operands.append((dtypes.ALL[kind], bool(is_written), numbers[at + 3 : at + 3 + rank]))
+        at += 3 + rank
+    pointers = struct.unpack(f"{len(operands)}Q", ctypes.string_at(addresses, 8 * len(operands)))
     arrays = []
-    for number in range(count):
-        kind, is_written, rank = (ctypes.c_int64 * 3).from_address(at)
-        shape = tuple((ctypes.c_int64 * rank).from_address(at + 24))
-        at += 24 + 8 * rank
-        pointer = ctypes.c_uint64.from_address(addresses + 8 * number).value
-        array = Tensor(pointer, shape, dtypes.ALL[kind], None).numpy()
-        array.flags.writeable = bool(is_written)
+    for pointer, (dtype, is_written, shape) in zip(pointers, operands, strict=True):
+        array = Tensor(pointer, shape, dtype, None).numpy()
+        array.flags.writeable = is_written
         arrays.append(array)
     return arrays
