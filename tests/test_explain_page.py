@@ -91,6 +91,8 @@ def test_text_stands_in_the_page_itself(text: str, decoder: Explanation) -> None
         assert f'id="pass-{snapshot.step.name}"' in body
     plan = decoder.memory_plans["main"]
     assert bytes_text(plan.arena_bytes(decoder.values(SIZES))) in body
+    share = re.search(r'data-cost="0">([\d.]+) %', body)
+    assert share and float(share[1]) > 10
     assert "fuse_ops" in body and "both sides hold a reduction" in body
 
 

@@ -10,7 +10,7 @@ from relaxlite.explain.code import Code, codes_of, packed, packed_size
 from relaxlite.explain.decisions import about, grouped
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.graph import Graph
-from relaxlite.explain.kernels import FLOPS_PER_BYTE, Kernel
+from relaxlite.explain.kernels import FLOPS_PER_BYTE, Kernel, modelled_work
 from relaxlite.explain.markup import (
     bytes_text,
     count_text,
@@ -118,10 +118,8 @@ class Sections:
 
     # figures and texts
 
-    def figure(self, expr: SymExpr | None, unit: str = "count") -> str:
+    def figure(self, expr: SymExpr, unit: str = "count") -> str:
         """A number that follows the symbols, with its expression as a tip."""
-        if expr is None:
-            return "-"
         number = self.figures.number(expr)
         value = value_of(expr, self.found.values(self.given))
         text = bytes_text(value) if unit == "bytes" else count_text(value)
@@ -133,10 +131,8 @@ class Sections:
         text = "" if expr.is_const else f"{escape(self.found.symbols.text(expr))} = "
         return f"{escape(name)} {text}{number}"
 
-    def expression(self, expr: SymExpr | None) -> str:
+    def expression(self, expr: SymExpr) -> str:
         """The expression as text; a long one folded."""
-        if expr is None:
-            return "-"
         self.found.symbols.of_all(expr)
         text = self.found.symbols.text(expr)
         if len(text) <= 120:
@@ -248,13 +244,12 @@ class Sections:
 
     def _kernels(self) -> str:
         notes = about(self.found.decisions, self.kernel_of)
-        rows = [self._kernel_row(k, kernel) for k, kernel in enumerate(self.kernels)]
         heads = ("kernel", "made of", "calls", "FLOPs", "bytes read", "bytes written", "FLOP/byte", "cost")
         hint = (
             f"Of all calls of a run together, at the symbols' values. Cost: the greater of the bytes and of FLOPs / "
             f"{FLOPS_PER_BYTE}, as a share of all. A click on a heading sorts. Measured times: relaxlite profile."
         )
-        costs = table(heads, rows, numbers=range(2, 8), attributes='id="kernel-table"', row_name="kernel")
+        costs = table(heads, self._cost_rows(), numbers=range(2, 8), attributes='id="kernel-table"', row_name="kernel")
         left, parts = 0, []
         room = MAX_CODE_BYTES
         codes = codes_of(self.kernels, self.found.target) if self.with_code else iter(())
@@ -280,27 +275,32 @@ class Sections:
             return ""
         return "<h3>Library calls</h3>" + table(("routine", "calls", "results"), rows, numbers=(1,))
 
-    def _kernel_row(self, k: int, kernel: Kernel) -> list[str]:
-        made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
-        known = kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None
-        ratio = f'<span data-intensity="{k}"></span>' if known else "-"
-        share = f'<span data-cost="{k}"></span>' if known else "-"
-        return [
-            f'<a href="#kernel-{k}">{escape(kernel.name)}</a>',
-            made,
-            str(len(kernel.calls)),
-            ("" if kernel.is_bound else "at least ") + self.figure(kernel.flops),
-            self.figure(kernel.bytes_read, "bytes"),
-            self.figure(kernel.bytes_written, "bytes"),
-            ratio,
-            share,
-        ]
+    def _cost_rows(self) -> list[list[str]]:
+        at = self.found.values(self.given)
+        work = {kernel: (flops, nbytes) for kernel, flops, nbytes in self.found.costliest(at)}
+        total = sum(modelled_work(*amounts) for amounts in work.values()) or 1
+        rows = []
+        for k, kernel in enumerate(self.kernels):
+            made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
+            row = [f'<a href="#kernel-{k}">{escape(kernel.name)}</a>', made, str(len(kernel.calls))]
+            if (cost := kernel.cost) is not None:
+                flops, nbytes = work[kernel]
+                ratio = f"{flops / nbytes:.2f}" if nbytes else "-"
+                row += [
+                    ("" if cost.is_bound else "at least ") + self.figure(cost.flops),
+                    self.figure(cost.bytes_read, "bytes"),
+                    self.figure(cost.bytes_written, "bytes"),
+                    f'<span data-intensity="{k}">{ratio}</span>',
+                    f'<span data-cost="{k}">{100 * modelled_work(flops, nbytes) / total:.1f} %</span>',
+                ]
+            rows.append(row + ["-"] * (8 - len(row)))
+        return rows
 
     def _kernel(self, k: int, kernel: Kernel, code: Code | None, notes: list[Decision]) -> str:
         name = escape(kernel.name)
         body = [f"<p><code>{escape(kernel.signature)}</code></p>"]
-        if kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None:
-            amounts = {"FLOPs": kernel.flops, "bytes read": kernel.bytes_read, "bytes written": kernel.bytes_written}
+        if (cost := kernel.cost) is not None:
+            amounts = {"FLOPs": cost.flops, "bytes read": cost.bytes_read, "bytes written": cost.bytes_written}
             rows = [[what, self.expression(amount)] for what, amount in amounts.items()]
             body.append(table(("of all calls", "in symbols"), rows))
         if kernel.calls:
