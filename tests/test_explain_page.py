@@ -440,6 +440,7 @@ def test_every_control_has_a_name_and_headings_step_by_one(opened: Browser) -> N
         int(tag[1]) for tag in opened.run('return [...document.querySelectorAll("h1,h2,h3,h4")].map(h => h.tagName)')
     ]
     assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_branches_loops_and_library_calls_are_drawn(window: Browser, tmp_path: Path) -> None:

@@ -312,9 +312,9 @@ class Sections:
             body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.amount, self._place))
+            body.append("<h3>Decisions</h3>" + group_items(grouped(notes), self.amount, self._place))
         steps = "\n".join(kernel.steps) or "as it was written"
-        body.append(f'<h4>Schedule</h4><pre tabindex="0">{escape(steps)}</pre>')
+        body.append(f'<h3>Schedule</h3><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)
         body.append(details("Loops after scheduling", self.long_text(loops, "code")))
         if code:
@@ -328,7 +328,7 @@ class Sections:
         if fused is None:
             return ""
         rows = [[f"<code>{escape(m.name)}</code>", escape(m.what), escape(m.loc or "")] for m in fused.members]
-        return f"<h4>Fused of {len(rows)} calls</h4>" + table(("result", "op", "source"), rows)
+        return f"<h3>Fused of {len(rows)} calls</h3>" + table(("result", "op", "source"), rows)
 
     def _place(self, decision: Decision) -> str:
         return f"decision-{self.group_of[id(decision)]}"
