@@ -16,6 +16,7 @@ from relaxlite.explain.markup import (
     count_text,
     decision_items,
     details,
+    folded,
     group_items,
     section,
     table,
@@ -134,10 +135,7 @@ class Sections:
     def expression(self, expr: SymExpr) -> str:
         """The expression as text; a long one folded."""
         self.found.symbols.of_all(expr)
-        text = self.found.symbols.text(expr)
-        if len(text) <= 120:
-            return f"<code>{escape(text)}</code>"
-        return f"<details><summary>{len(text)} characters</summary><code>{escape(text)}</code></details>"
+        return folded(self.found.symbols.text(expr))
 
     def long_text(self, text: str, kind: str, *, is_extra: bool = False) -> str:
         """A block of text: readable in the page itself while there is room, else, and if it is an extra, unpacked when
@@ -302,6 +300,8 @@ class Sections:
         if (cost := kernel.cost) is not None:
             amounts = {"FLOPs": cost.flops, "bytes read": cost.bytes_read, "bytes written": cost.bytes_written}
             rows = [[what, self.expression(amount)] for what, amount in amounts.items()]
+            flops, moved = map(self.found.symbols.text, (cost.flops, cost.bytes_read + cost.bytes_written))
+            rows.append(["FLOP/byte", folded(f"({flops}) / ({moved})")])
             body.append(table(("of all calls", "in symbols"), rows))
         if kernel.calls:
             shown = ", ".join(f"<code>{escape(c)}</code>" for c in kernel.calls[:8])
