@@ -91,6 +91,8 @@ def test_text_stands_in_the_page_itself(text: str, decoder: Explanation) -> None
         assert f'id="pass-{snapshot.step.name}"' in body
     plan = decoder.memory_plans["main"]
     assert bytes_text(plan.arena_bytes(decoder.values(SIZES))) in body
+    share = re.search(r'data-cost="0">([\d.]+) %', body)
+    assert share and float(share[1]) > 10
     assert "fuse_ops" in body and "both sides hold a reduction" in body
 
 
@@ -438,6 +440,7 @@ def test_every_control_has_a_name_and_headings_step_by_one(opened: Browser) -> N
         int(tag[1]) for tag in opened.run('return [...document.querySelectorAll("h1,h2,h3,h4")].map(h => h.tagName)')
     ]
     assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
 def test_branches_loops_and_library_calls_are_drawn(window: Browser, tmp_path: Path) -> None:

@@ -58,10 +58,9 @@ class Explanation:
         """The kernels whose costs are known with their FLOPs and bytes, the dearest by the model first."""
         found = []
         for kernel in self.kernels:
-            if kernel.flops is None or kernel.bytes_read is None or kernel.bytes_written is None:
-                continue
-            nbytes = value_of(kernel.bytes_read, at) + value_of(kernel.bytes_written, at)
-            found.append((kernel, value_of(kernel.flops, at), nbytes))
+            if kernel.cost is not None:
+                nbytes = value_of(kernel.cost.bytes_read, at) + value_of(kernel.cost.bytes_written, at)
+                found.append((kernel, value_of(kernel.cost.flops, at), nbytes))
         return sorted(found, key=lambda item: -modelled_work(item[1], item[2]))
 
     @property
@@ -123,8 +122,8 @@ def explain(
 def _amounts(kernels: list[Kernel], context: PassContext) -> Iterator[SymExpr]:
     """Every amount there is, for the symbols in them: also those of other functions than "main", and of loops."""
     for kernel in kernels:
-        costs = (kernel.flops, kernel.bytes_read, kernel.bytes_written)
-        yield from (cost for cost in costs if cost is not None)
+        if kernel.cost is not None:
+            yield from (kernel.cost.flops, kernel.cost.bytes_read, kernel.cost.bytes_written)
     for plan in context.memory_plans.values():
         yield plan.arena
         for tensor in plan.tensors:

@@ -21,17 +21,14 @@ between 5 and 20 float32 operations while the last cache delivers a byte; `relax
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """A tensor program of the compiled module. Costs are those of all its calls together, in the model's symbols;
-    None where nothing states them. A call inside a Loop counts once."""
+    """A tensor program of the compiled module. `cost` is that of all its calls together, in the model's symbols; None
+    where nothing states it. A call inside a Loop counts once."""
 
     name: str
     program: TensorProgram
     calls: list[str] = field(default_factory=list)  # the results' names
     ops: list[str] = field(default_factory=list)  # what was fused, in order
-    flops: SymExpr | None = None
-    bytes_read: SymExpr | None = None
-    bytes_written: SymExpr | None = None
-    is_bound: bool = True  # False: a loop whose extent is data counts as one iteration
+    cost: Cost | None = None
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -68,7 +65,7 @@ def find_kernels(
             kernel.ops = [m.what for m in fused[var].members] if var in fused else [stem(callee)]
         kernel.calls.append(var)
         if callee in costs:
-            _add_cost(kernel, costs[callee], dict(zip(program.symbols, call.sym_args, strict=False)))
+            kernel.cost = _added(kernel.cost, costs[callee], dict(zip(program.symbols, call.sym_args, strict=False)))
     return list(kernels.values())
 
 
@@ -81,15 +78,13 @@ def _program_calls(module: IRModule) -> Iterable[tuple[str, Call]]:
                     yield binding.var.name, value
 
 
-def _add_cost(kernel: Kernel, cost: Cost, at: Mapping[SymVar, SymExpr]) -> None:
-    kernel.flops = _sum(kernel.flops, substitute(cost.flops, at))
-    kernel.bytes_read = _sum(kernel.bytes_read, substitute(cost.bytes_read, at))
-    kernel.bytes_written = _sum(kernel.bytes_written, substitute(cost.bytes_written, at))
-    kernel.is_bound = kernel.is_bound and cost.is_bound
-
-
-def _sum(total: SymExpr | None, part: SymExpr) -> SymExpr:
-    return part if total is None else total + part
+def _added(total: Cost | None, cost: Cost, at: Mapping[SymVar, SymExpr]) -> Cost:
+    """The sum, with the symbols of the second cost replaced."""
+    flops, read, written = (substitute(e, at) for e in (cost.flops, cost.bytes_read, cost.bytes_written))
+    if total is None:
+        return Cost(flops, read, written, cost.is_bound)
+    is_bound = total.is_bound and cost.is_bound
+    return Cost(total.flops + flops, total.bytes_read + read, total.bytes_written + written, is_bound)
 
 
 def library_calls(module: IRModule) -> dict[str, list[str]]:

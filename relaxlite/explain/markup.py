@@ -20,6 +20,12 @@ def details(head: str, body: str, attributes: str = "") -> str:
     return f"<details {attributes}><summary>{head}</summary>{body}</details>"
 
 
+def folded(text: str) -> str:
+    """An expression as code; a long one opens with a click."""
+    code = f"<code>{escape(text)}</code>"
+    return code if len(text) <= 120 else details(f"{len(text)} characters", code)
+
+
 def table(
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],

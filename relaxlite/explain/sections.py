@@ -10,12 +10,13 @@ from relaxlite.explain.code import Code, codes_of, packed, packed_size
 from relaxlite.explain.decisions import about, grouped
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.graph import Graph
-from relaxlite.explain.kernels import FLOPS_PER_BYTE, Kernel
+from relaxlite.explain.kernels import FLOPS_PER_BYTE, Kernel, modelled_work
 from relaxlite.explain.markup import (
     bytes_text,
     count_text,
     decision_items,
     details,
+    folded,
     group_items,
     section,
     table,
@@ -118,10 +119,8 @@ class Sections:
 
     # figures and texts
 
-    def figure(self, expr: SymExpr | None, unit: str = "count") -> str:
+    def figure(self, expr: SymExpr, unit: str = "count") -> str:
         """A number that follows the symbols, with its expression as a tip."""
-        if expr is None:
-            return "-"
         number = self.figures.number(expr)
         value = value_of(expr, self.found.values(self.given))
         text = bytes_text(value) if unit == "bytes" else count_text(value)
@@ -133,15 +132,10 @@ class Sections:
         text = "" if expr.is_const else f"{escape(self.found.symbols.text(expr))} = "
         return f"{escape(name)} {text}{number}"
 
-    def expression(self, expr: SymExpr | None) -> str:
+    def expression(self, expr: SymExpr) -> str:
         """The expression as text; a long one folded."""
-        if expr is None:
-            return "-"
         self.found.symbols.of_all(expr)
-        text = self.found.symbols.text(expr)
-        if len(text) <= 120:
-            return f"<code>{escape(text)}</code>"
-        return f"<details><summary>{len(text)} characters</summary><code>{escape(text)}</code></details>"
+        return folded(self.found.symbols.text(expr))
 
     def long_text(self, text: str, kind: str, *, is_extra: bool = False) -> str:
         """A block of text: readable in the page itself while there is room, else, and if it is an extra, unpacked when
@@ -248,13 +242,12 @@ class Sections:
 
     def _kernels(self) -> str:
         notes = about(self.found.decisions, self.kernel_of)
-        rows = [self._kernel_row(k, kernel) for k, kernel in enumerate(self.kernels)]
         heads = ("kernel", "made of", "calls", "FLOPs", "bytes read", "bytes written", "FLOP/byte", "cost")
         hint = (
             f"Of all calls of a run together, at the symbols' values. Cost: the greater of the bytes and of FLOPs / "
             f"{FLOPS_PER_BYTE}, as a share of all. A click on a heading sorts. Measured times: relaxlite profile."
         )
-        costs = table(heads, rows, numbers=range(2, 8), attributes='id="kernel-table"', row_name="kernel")
+        costs = table(heads, self._cost_rows(), numbers=range(2, 8), attributes='id="kernel-table"', row_name="kernel")
         left, parts = 0, []
         room = MAX_CODE_BYTES
         codes = codes_of(self.kernels, self.found.target) if self.with_code else iter(())
@@ -280,28 +273,35 @@ class Sections:
             return ""
         return "<h3>Library calls</h3>" + table(("routine", "calls", "results"), rows, numbers=(1,))
 
-    def _kernel_row(self, k: int, kernel: Kernel) -> list[str]:
-        made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
-        known = kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None
-        ratio = f'<span data-intensity="{k}"></span>' if known else "-"
-        share = f'<span data-cost="{k}"></span>' if known else "-"
-        return [
-            f'<a href="#kernel-{k}">{escape(kernel.name)}</a>',
-            made,
-            str(len(kernel.calls)),
-            ("" if kernel.is_bound else "at least ") + self.figure(kernel.flops),
-            self.figure(kernel.bytes_read, "bytes"),
-            self.figure(kernel.bytes_written, "bytes"),
-            ratio,
-            share,
-        ]
+    def _cost_rows(self) -> list[list[str]]:
+        at = self.found.values(self.given)
+        work = {kernel: (flops, nbytes) for kernel, flops, nbytes in self.found.costliest(at)}
+        total = sum(modelled_work(*amounts) for amounts in work.values()) or 1
+        rows = []
+        for k, kernel in enumerate(self.kernels):
+            made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
+            row = [f'<a href="#kernel-{k}">{escape(kernel.name)}</a>', made, str(len(kernel.calls))]
+            if (cost := kernel.cost) is not None:
+                flops, nbytes = work[kernel]
+                ratio = f"{flops / nbytes:.2f}" if nbytes else "-"
+                row += [
+                    ("" if cost.is_bound else "at least ") + self.figure(cost.flops),
+                    self.figure(cost.bytes_read, "bytes"),
+                    self.figure(cost.bytes_written, "bytes"),
+                    f'<span data-intensity="{k}">{ratio}</span>',
+                    f'<span data-cost="{k}">{100 * modelled_work(flops, nbytes) / total:.1f} %</span>',
+                ]
+            rows.append(row + ["-"] * (8 - len(row)))
+        return rows
 
     def _kernel(self, k: int, kernel: Kernel, code: Code | None, notes: list[Decision]) -> str:
         name = escape(kernel.name)
         body = [f"<p><code>{escape(kernel.signature)}</code></p>"]
-        if kernel.flops is not None and kernel.bytes_read is not None and kernel.bytes_written is not None:
-            amounts = {"FLOPs": kernel.flops, "bytes read": kernel.bytes_read, "bytes written": kernel.bytes_written}
+        if (cost := kernel.cost) is not None:
+            amounts = {"FLOPs": cost.flops, "bytes read": cost.bytes_read, "bytes written": cost.bytes_written}
             rows = [[what, self.expression(amount)] for what, amount in amounts.items()]
+            flops, moved = map(self.found.symbols.text, (cost.flops, cost.bytes_read + cost.bytes_written))
+            rows.append(["FLOP/byte", folded(f"({flops}) / ({moved})")])
             body.append(table(("of all calls", "in symbols"), rows))
         if kernel.calls:
             shown = ", ".join(f"<code>{escape(c)}</code>" for c in kernel.calls[:8])
@@ -312,9 +312,9 @@ class Sections:
             body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h4>Decisions</h4>" + group_items(grouped(notes), self.amount, self._place))
+            body.append("<h3>Decisions</h3>" + group_items(grouped(notes), self.amount, self._place))
         steps = "\n".join(kernel.steps) or "as it was written"
-        body.append(f'<h4>Schedule</h4><pre tabindex="0">{escape(steps)}</pre>')
+        body.append(f'<h3>Schedule</h3><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)
         body.append(details("Loops after scheduling", self.long_text(loops, "code")))
         if code:
@@ -328,7 +328,7 @@ class Sections:
         if fused is None:
             return ""
         rows = [[f"<code>{escape(m.name)}</code>", escape(m.what), escape(m.loc or "")] for m in fused.members]
-        return f"<h4>Fused of {len(rows)} calls</h4>" + table(("result", "op", "source"), rows)
+        return f"<h3>Fused of {len(rows)} calls</h3>" + table(("result", "op", "source"), rows)
 
     def _place(self, decision: Decision) -> str:
         return f"decision-{self.group_of[id(decision)]}"

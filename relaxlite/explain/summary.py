@@ -13,10 +13,11 @@ from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.kernels import modelled_work
 from relaxlite.explain.markup import bytes_text, count_text, words
 from relaxlite.explain.symbols import Symbols
-from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.ir.symbolic import SymVar
 from relaxlite.runtime.executable import Bound, Call, ExecutableData, KernelCost, TensorSpec, bound_text
 
 MOST_KERNELS, MOST_REASONS, MOST_GROUPS = 10, 8, 12  # in the text
+COSTS = ("flops", "bytes_read", "bytes_written")  # of Cost and of KernelCost
 SMALL, LARGE = 1, 512  # sizes of samples, where the bounds leave them open
 
 Data = dict[str, Any]
@@ -40,11 +41,10 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
     kernels = []
     dear = {kernel: (flops, nbytes) for kernel, flops, nbytes in found.costliest(at)}
     for kernel in [*dear, *(k for k in found.kernels if k not in dear)]:
-        amounts = {"flops": kernel.flops, "bytes_read": kernel.bytes_read, "bytes_written": kernel.bytes_written}
         item: Data = {"name": kernel.name, "ops": kernel.ops, "calls": kernel.calls, "schedule": list(kernel.steps)}
-        item |= {key: _text(amount, text) for key, amount in amounts.items()}
-        if kernel in dear:
+        if kernel.cost is not None:
             flops, nbytes = dear[kernel]
+            item |= {key: text(getattr(kernel.cost, key)) for key in COSTS}
             item["at"] = {"flops": flops, "bytes": nbytes, "work": modelled_work(flops, nbytes)}
         kernels.append(item)
     samples = _samples(found.symbols)
@@ -107,8 +107,7 @@ def compiled_summary(name: str, data: ExecutableData) -> Data:
         item: Data = {"name": kernel.name, "ops": [], "calls": [], "schedule": []}
         if kernel.cost is not None:
             item["calls"] = [""] * calls[f"kernel:{kernel.name}"]
-            for key in ("flops", "bytes_read", "bytes_written"):
-                item[key] = _named(getattr(kernel.cost, key), kernel.cost)
+            item |= {key: _named(getattr(kernel.cost, key), kernel.cost) for key in COSTS}
         kernels.append(item)
     bounds = data.signature.bounds
     return {
@@ -142,10 +141,6 @@ def _samples(symbols: Symbols) -> list[tuple[dict[str, int], dict[SymVar, int]]]
 
 def _spec(spec: TensorSpec) -> str:
     return str(spec)
-
-
-def _text(amount: SymExpr | None, text: Any) -> str | None:
-    return None if amount is None else str(text(amount))
 
 
 def _named(text: str, cost: KernelCost) -> str:
