@@ -236,3 +236,14 @@ def test_a_slice_inside_its_axis_is_not_checked() -> None:
     for begin, size, step in ((b - 1, 1, 1), (0, smin(3, b), 1), (b - 1, b, -1), (1, b - 1, 1)):
         program, _ = program_of(ops.slice(tensor(b, 4), (begin,), (size,), axes=(0,), steps=(step,)))
         assert type(program.body).__name__ == "For"
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "lstm_scan", "gru_scan", "rnn_scan", "unique"])
+def test_types_without_a_meaning_are_refused_when_a_call_is_built(name: str) -> None:
+    """Not by a pass, long after the place where the mistake was made."""
+    op = ops.get_op(name)
+    sample = next(iter(op.samples()))
+    dtype = "bool" if name == "unique" else "int32"
+    operands = [Var(f"x{k}", TensorType.of((3,) * len(shape), dtype)) for k, shape in enumerate(sample.shapes)]
+    with pytest.raises(TypeInferenceError, match="dtype"):
+        op(*operands, **sample.attrs)

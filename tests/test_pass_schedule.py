@@ -215,9 +215,28 @@ def test_an_index_moves_out_of_the_loops_that_do_not_change_it() -> None:
         """
     for i in serial(n):
         with let_index(places[i], lower=None) as p:
-            assert (index(p) >= int64(0)) & (index(p) < index(n)), "outside"
+            assert (index(m) < index(1)) | ((index(p) >= int64(0)) & (index(p) < index(n))), "outside"
             for j in serial(m):
                 out[i, j] = x[p, j]
+""",
+    )
+
+
+def test_a_place_that_only_a_check_inside_makes_safe_is_not_read_outside() -> None:
+    assert_hoists(
+        """
+    for j in serial(m):
+        with let_index(places[0], lower=None) as p:
+            assert (index(p) >= int64(0)) & (index(p) < index(n)), "outside"
+            with let_index(places[p], lower=None) as q:
+                out[0, j] = x[q, j]
+""",
+        """
+    with let_index(places[0], lower=None) as p:
+        assert (index(m) < index(1)) | ((index(p) >= int64(0)) & (index(p) < index(n))), "outside"
+        for j in serial(m):
+            with let_index(places[p], lower=None) as q:
+                out[0, j] = x[q, j]
 """,
     )
 

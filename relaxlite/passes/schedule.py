@@ -135,13 +135,14 @@ def hoist_lets(stmt: Stmt) -> Stmt:
     A loop may turn out to be empty, and then none of its checks can fail: outside they ask for that first. So an index
     that is read at another's place, which such a check no longer stops, stays inside.
     """
-    return _HoistLets({s.var for s in walk_stmts(stmt) if isinstance(s, LetIndex)}).stmt(stmt)
+    checked = {v for s in walk_stmts(stmt) if isinstance(s, Check) for v in _symbols(s)}
+    return _HoistLets(checked).stmt(stmt)
 
 
 class _HoistLets(ProgramRewriter):
-    def __init__(self, from_data: set[SymVar]) -> None:
+    def __init__(self, checked: set[SymVar]) -> None:
         super().__init__()
-        self._from_data = from_data
+        self._checked = checked
 
     def stmt(self, stmt: Stmt) -> Stmt:
         stmt = super().stmt(stmt)
@@ -149,20 +150,20 @@ class _HoistLets(ProgramRewriter):
             return stmt
         body, may_be_empty = stmt.body, not _ANALYZER.can_prove_le(1, stmt.extent)
         if isinstance(body, LetIndex) and _is_invariant(LetIndex(body.var, body.value, Seq(())), stmt):
-            if may_be_empty and self._reads_from_data(body.value):
+            if may_be_empty and self._reads_at_checked(body.value):
                 return stmt
             return LetIndex(body.var, body.value, self.stmt(replace(stmt, body=body.body)))
         if isinstance(body, Seq) and isinstance(check := body.stmts[0], Check) and _is_invariant(check, stmt):
-            if may_be_empty and self._reads_from_data(check.cond):
+            if may_be_empty and self._reads_at_checked(check.cond):
                 return stmt
             if may_be_empty:
                 check = replace(check, cond=Binary("or", less(stmt.extent, 1), check.cond))
             return seq(check, self.stmt(replace(stmt, body=seq(*body.stmts[1:]))))
         return stmt
 
-    def _reads_from_data(self, value: Value) -> bool:
+    def _reads_at_checked(self, value: Value) -> bool:
         reads = (v for v in walk_values(value) if isinstance(v, Load))
-        return any(not self._from_data.isdisjoint(i.free_vars()) for load in reads for i in load.indices)
+        return any(not self._checked.isdisjoint(i.free_vars()) for load in reads for i in load.indices)
 
 
 def _is_invariant(head: Stmt, loop: For) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, TupleGetItem
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
@@ -195,11 +196,16 @@ def _sorted_sample(shapes: Any, types: Any) -> Sample:
 
 
 def _each_in_order(x: Buffer, order: Buffer, make: Any) -> Stmt:
-    """make(p, is_new) for every position p of x in sorted order; `is_new`: its value differs from the one before."""
+    """make(p, is_new) for every position p of x in sorted order; `is_new`: its value differs from the one before. NaNs,
+    which come last, are one value."""
 
     def step(t: SymVar) -> Stmt:
         p, q = SymVar("p"), SymVar("q")
-        is_new = index(t).equals(0) | Scalar(x[p]).differs(Scalar(x[q]))
+        value, before = Scalar(x[p]), Scalar(x[q])
+        differs = value.differs(before)
+        if dtypes.is_float(x.dtype):
+            differs = differs & (value.equals(value) | before.equals(before))
+        is_new = index(t).equals(0) | differs
         return LetIndex(p, order[t], LetIndex(q, order[smax(t - 1, 0)], make(p, is_new)))
 
     return loops("t", x.shape, step)
