@@ -101,7 +101,7 @@ def _draw(ty: Type, values: Symbols, rng: np.random.Generator, integers: int) ->
 def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, integers: int = 10) -> Any:
     drawn: Any
     if dtype == "bool":
-        drawn: Any = rng.random(shape) < 0.5
+        drawn = rng.random(shape) < 0.5
     elif dtypes.is_integer(dtype):
         drawn = rng.integers(1 - integers if dtypes.is_signed(dtype) and integers > 2 else 0, integers, shape)
     else:
