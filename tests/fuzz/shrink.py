@@ -58,12 +58,18 @@ def shrunk(case: Case, kind: str, seconds: float = SECONDS) -> tuple[Case, Probl
             while (proposal := next(itertools.islice(reduction(case), refused, None), None)) is not None:
                 if time.monotonic() > end:
                     return case, best
-                problem = check(proposal)
+                problem = check(proposal) if size_of(proposal) < size_of(case) else None
                 if problem is not None and problem.kind == kind:
                     case, best, changed = proposal, problem, True
                 else:
                     refused += 1
     return case, best
+
+
+def size_of(case: Case) -> tuple[int, int]:
+    """Bindings, then letters: what a reduction must bring down, so that none goes round in circles."""
+    functions = case.module.functions().values()
+    return sum(len(body.bindings()) for f in functions for body in bodies(f)), len(str(case))
 
 
 # The case
