@@ -70,11 +70,12 @@ class MemoryPlan:
 
     def summary(self) -> dict[str, Any]:
         """What an executable keeps of the plan: its size as text, its bound, and its bytes at some sizes."""
-        variables = self.arena.free_vars()
+        sizes = (self.arena, *(tensor.nbytes for tensor in self.tensors))
+        variables = tuple(dict.fromkeys(v for size in sizes for v in size.free_vars()))
         samples = dict.fromkeys(tuple(nearest(v, size) for v in variables) for size in _EXAMPLES if variables)
         examples = []
-        for sizes in samples:
-            at = dict(zip(variables, sizes, strict=True))
+        for values in samples:
+            at = dict(zip(variables, values, strict=True))
             named = {v.name: size for v, size in at.items()}
             with suppress(ZeroDivisionError):  # no sizes
                 examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})

@@ -66,7 +66,14 @@ class _Piece:
         return self is other or (self.whole is not None and self.whole.is_part_of(other))
 
 
-_Value: TypeAlias = "_Piece | tuple[_Value, ...] | None"  # None: the caller's memory, a constant, or no tensor
+_Value: TypeAlias = "_Piece | tuple[_Value, ...] | _Any | None"  # None: the caller's memory, a constant, or no tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Any:
+    """What may be any of these values, or a tuple of some of them."""
+
+    values: tuple[_Value, ...]
 
 
 class _RefusedError(Exception):
@@ -245,7 +252,7 @@ class _Replay:
         if not isinstance(callee, TensorProgram | ExternFunction):
             for value in values:
                 self._read(value)
-            return tuple(values)  # it may give back whatever it was given
+            return _Any(tuple(values))  # it may give back whatever it was given
         count = len(call.args) - (callee.num_outputs if is_destination_passing(call) else 0)
         for value in values[:count]:
             self._read(value)
@@ -300,8 +307,8 @@ class _Replay:
 
 
 def _pieces_of(value: _Value) -> Iterator[_Piece]:
-    if isinstance(value, tuple):
-        for part in value:
+    if isinstance(value, tuple | _Any):
+        for part in value if isinstance(value, tuple) else value.values:
             yield from _pieces_of(part)
     elif value is not None:
         yield value
