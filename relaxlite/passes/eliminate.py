@@ -12,6 +12,8 @@ from relaxlite.ir.expr import (
     Call,
     Constant,
     Expr,
+    Function,
+    GlobalVar,
     If,
     Let,
     Loop,
@@ -74,18 +76,36 @@ def _operand_key(operand: Expr) -> Hashable:
 
 
 def eliminate_dead(module: IRModule) -> IRModule:
-    """Drop bindings that nothing uses. Run-time shape checks stay, and an If that holds something that stays."""
-    return map_functions(module, lambda f: replace(f, body=body) if (body := _live_body(f.body)) is not f.body else f)
+    """Drop bindings that nothing uses. Run-time shape checks stay, and an If or a call that holds what stays."""
+    lasting = _lasting(module)
+
+    def live(function: Function) -> Function:
+        body = _live_body(function.body, lasting)
+        return function if body is function.body else replace(function, body=body)
+
+    return map_functions(module, live)
 
 
-def _live_body(body: Body) -> Body:
+def _lasting(module: IRModule) -> frozenset[str]:
+    """The functions whose calls stay although nobody uses what they give."""
+    lasting: frozenset[str] = frozenset()
+    while True:
+        found = frozenset(
+            name for name, f in module.functions().items() if not all(_may_go(b, lasting) for b in f.body.bindings())
+        )
+        if found == lasting:
+            return found
+        lasting = found
+
+
+def _live_body(body: Body, lasting: frozenset[str]) -> Body:
     live: set[Var] = set(used_vars(body.result))
     blocks: list[Block] = []
     changed = False
     for block in reversed(body.blocks):
         kept: list[Binding] = []
         for binding in reversed(block.bindings):
-            new = _live_binding(binding, live)
+            new = _live_binding(binding, live, lasting)
             changed |= new is not binding
             if new is not None:
                 kept.append(new)
@@ -95,24 +115,30 @@ def _live_body(body: Body) -> Body:
     return Body(tuple(reversed(blocks)), body.result) if changed else body
 
 
-def _live_binding(binding: Binding, live: set[Var]) -> Binding | None:
+def _live_binding(binding: Binding, live: set[Var], lasting: frozenset[str]) -> Binding | None:
     if isinstance(binding, MatchShape):
         return binding
     value = binding.value
-    if binding.var not in live and _is_removable(value):
+    if binding.var not in live and _may_go(binding, lasting):
         return None
     if isinstance(value, If):
-        then_body, else_body = _live_body(value.then_body), _live_body(value.else_body)
+        then_body, else_body = _live_body(value.then_body, lasting), _live_body(value.else_body, lasting)
         if then_body is not value.then_body or else_body is not value.else_body:
             return Let(binding.var, replace(value, then_body=then_body, else_body=else_body))
-    if isinstance(value, Loop) and (body := _live_body(value.body)) is not value.body:
+    if isinstance(value, Loop) and (body := _live_body(value.body, lasting)) is not value.body:
         return Let(binding.var, replace(value, body=body))
     return binding
 
 
-def _is_removable(value: Expr) -> bool:
+def _may_go(binding: Binding, lasting: frozenset[str]) -> bool:
     """A loop may not end, so it stays; a call of a program in destination-passing form fills its operands."""
+    if isinstance(binding, MatchShape):
+        return False
+    value = binding.value
     if isinstance(value, Call):
-        return value.callee.is_pure if isinstance(value.callee, Op) else bool(getattr(value.ty, "fields", True))
-    inner = [binding for body in inner_bodies(value) for binding in body.bindings()]
-    return not isinstance(value, Loop) and all(isinstance(b, Let) and _is_removable(b.value) for b in inner)
+        if isinstance(value.callee, Op):
+            return value.callee.is_pure
+        is_lasting = isinstance(value.callee, GlobalVar) and value.callee.name in lasting
+        return not is_lasting and bool(getattr(value.ty, "fields", True))
+    inner = (b for body in inner_bodies(value) for b in body.bindings())
+    return not isinstance(value, Loop) and all(_may_go(b, lasting) for b in inner)

@@ -264,9 +264,13 @@ class MaxPoolWithIndices(_Pool):
 
         extents = [window.kernel[k] for k in window.reduced]
         stages = [window.reduce(values, x, "max", lambda v: v), reduce(indices, extents, "min", last, place)]
-        if storage_order == 1:
-            stages.append(compute(indices, lambda *i: _column_major(Scalar(indices[i]), x.shape[2:]).value))
-        return seq(*stages)
+
+        def counted(*i: SymVar) -> Value:
+            found = Scalar(indices[i])
+            given = _column_major(found, x.shape[2:]) if storage_order == 1 else found
+            return select(found.equals(Scalar(last)), index(sym(0)), given).value  # 0: a window of padding alone
+
+        return seq(*stages, compute(indices, counted))
 
     def reference(self, x: Any, pads: Ints, *, storage_order: int, **attrs: Any) -> Any:
         low = identity("max", dtypes.from_numpy(x.dtype) or "float32").value
