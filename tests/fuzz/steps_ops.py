@@ -44,8 +44,11 @@ def binary(g: Generator) -> Expr | None:
     if x is None or y is None:
         return None
     names = BINARY if dtypes.is_float(type_of(x).dtype) else INTEGER_BINARY
-    operands = (x, y) if g.roll.chance(70) else (y, x)
-    return ops.get_op(g.roll.pick(names))(*operands)
+    a, b = (x, y) if g.roll.chance(70) else (y, x)
+    name = g.roll.pick(names)
+    if name == "divide":  # whether what was computed is 0 or nearly so, rounding decides
+        b = g.emit("add", g.emit("abs", b), Constant.of(0.5, type_of(b).dtype))
+    return ops.get_op(name)(a, b)
 
 
 def partner(g: Generator, x: Expr) -> Expr | None:
