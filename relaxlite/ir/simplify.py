@@ -32,6 +32,12 @@ from relaxlite.ir.symbolic import (
 Residue: TypeAlias = tuple[int, int]  # (g, r): the value is r modulo g; g == 0: it is r
 
 
+def weight(expr: SymExpr) -> int:
+    """Atoms, those in atoms too: proofs about many take long and mostly fail."""
+    atoms = [atom for monomial, _ in expr.terms for atom in monomial]
+    return len(atoms) + sum(weight(atom.a) + weight(atom.b) for atom in atoms if isinstance(atom, Pair))
+
+
 class Facts(Protocol):
     """What a rule may ask."""
 

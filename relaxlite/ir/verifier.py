@@ -44,6 +44,7 @@ from relaxlite.ir.printer import excerpt, print_type
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_verifier import verify_program, violation
 from relaxlite.ir.signatures import bind, call_mismatch, dims_of, instantiate, is_destination_passing, mismatch
+from relaxlite.ir.simplify import weight
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import (
     FuncType,
@@ -67,6 +68,7 @@ class Stage:
 
 
 _RUNTIME_OPS = ("reshape", "tensor_to_shape", "memory.*")
+_MAX_WEIGHT = 30  # of an expression that a symbol is known to stand for: types hardly ever need longer ones
 _VM_OPS = ("tensor_to_shape", "memory.copy", "vm.*")
 
 STAGES: dict[str, Stage] = {
@@ -217,7 +219,7 @@ class _FunctionVerifier:
         self._symbols.update(defined_symbols(shape))
         self._exprs(match.shape)
         for old, new in zip(dims_of(source) or (), match.shape, strict=False):
-            if old is not new and self._stage.is_typed:
+            if old is not new and self._stage.is_typed and weight(old) <= _MAX_WEIGHT:
                 self._analyzer = self._analyzer.assume_equal(new, old)
         self._bind(match.var)
         self._require("match", match.var.name, mismatch(match.var.ty, expected, self._analyzer, is_exact=True))

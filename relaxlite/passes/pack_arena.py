@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.symbolic import Pair, SymExpr, SymVar, ceildiv, evaluate, smax, sym
+from relaxlite.ir.simplify import weight
+from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, smax, sym
 from relaxlite.passes.arena_order import Problem, Tenant, search, valuations
 
 ALIGNMENT = 64
@@ -183,17 +184,11 @@ class _Heights:
         lower = self._analyzer.interval(difference)[0]
         if lower is not None and lower >= 0:
             return True
-        if _weight(difference) > _MAX_WEIGHT or self._failures >= _MAX_FAILURES:
+        if weight(difference) > _MAX_WEIGHT or self._failures >= _MAX_FAILURES:
             return False
         is_proven = self._analyzer.can_prove_nonneg(difference)
         self._failures += not is_proven
         return is_proven
-
-
-def _weight(expr: SymExpr) -> int:
-    """Atoms, those in atoms too: proofs about many take long and mostly fail."""
-    atoms = [atom for monomial, _ in expr.terms for atom in monomial]
-    return len(atoms) + sum(_weight(atom.a) + _weight(atom.b) for atom in atoms if isinstance(atom, Pair))
 
 
 def _on(operand: Height, height: Height) -> Height:
