@@ -68,7 +68,7 @@ class Stage:
 
 
 _RUNTIME_OPS = ("reshape", "tensor_to_shape", "memory.*")
-_MAX_WEIGHT = 30  # of an expression that a symbol is known to stand for: types hardly ever need longer ones
+_MAX_WEIGHT = 4  # of an expression that a symbol names and is known to equal: no type needs longer ones, and they cost
 _VM_OPS = ("tensor_to_shape", "memory.copy", "vm.*")
 
 STAGES: dict[str, Stage] = {
@@ -219,7 +219,8 @@ class _FunctionVerifier:
         self._symbols.update(defined_symbols(shape))
         self._exprs(match.shape)
         for old, new in zip(dims_of(source) or (), match.shape, strict=False):
-            if old is not new and self._stage.is_typed and weight(old) <= _MAX_WEIGHT:
+            is_short = not isinstance(match.source, ShapeValue) or weight(old) <= _MAX_WEIGHT
+            if old is not new and self._stage.is_typed and is_short:
                 self._analyzer = self._analyzer.assume_equal(new, old)
         self._bind(match.var)
         self._require("match", match.var.name, mismatch(match.var.ty, expected, self._analyzer, is_exact=True))
