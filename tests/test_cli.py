@@ -452,13 +452,14 @@ def test_a_memory_plan_of_fixed_size_is_readable(run: Run) -> None:
 
 
 def test_a_memory_plan_with_bounds_states_its_peak(run: Run) -> None:
+    onnx.save(deep_model(), "deep.onnx")
     bounds = ["--bound", "batch=1..64"]
-    text = run("inspect", "toy.onnx", *bounds).out
+    text = run("inspect", "deep.onnx", *bounds).out
     assert re.search(r"\nmemory    at most [\d.]+ \w+ for all intermediates of a run, whatever the sizes\n", text)
-    at_most = json.loads(run("inspect", "toy.onnx", "--json", *bounds).out)["memory"]["at_most"]
-    constant = json.loads(run("inspect", "toy.onnx", "--json", "--constant-memory", *bounds).out)
+    at_most = json.loads(run("inspect", "deep.onnx", "--json", *bounds).out)["memory"]["at_most"]
+    constant = json.loads(run("inspect", "deep.onnx", "--json", "--constant-memory", *bounds).out)
     assert constant["arena_bytes"] == constant["memory"]["at_most"] >= at_most > 0
-    assert re.search(r"\n {10}[\d.]+ \w+ where batch=16\n", run("inspect", "toy.onnx").out)
+    assert re.search(r"\n {10}[\d.]+ \w+ where batch=16\n", run("inspect", "deep.onnx").out)
 
 
 def test_inspect_shows_the_bytecode_and_the_module(run: Run) -> None:

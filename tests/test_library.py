@@ -720,7 +720,7 @@ def test_openblas_leaves_constant_weights_to_packed_panels() -> None:
     weight = Constant.of(random(64, 4096))
     found = decisions(module_of(lambda bb, a: ops.matmul(a, weight), a=(1, 64)), openblas=True)
     assert found and not any(decision.taken for decision in found)
-    assert all("panels packed when compiling" in d.reason or "never" in d.reason for d in found)
+    assert all("laid out when compiling" in d.reason or "never" in d.reason for d in found)
 
 
 def test_the_ranges_follow_from_what_was_measured() -> None:

@@ -41,7 +41,7 @@ def product_of(kind: str) -> IRModule:
 @cache
 def compiled(kind: str, target: str = "llvm") -> tuple[rl.Executable, Interpreter, PassContext]:
     module, context = product_of(kind), PassContext(Target.parse(target), verify=True)
-    return rl.compile(module, target, context=context), Interpreter(module), context
+    return rl.compile(module, target, context=context, libraries="none"), Interpreter(module), context
 
 
 def arguments(kind: str, m: int, n: int, k: int, b: int = 2) -> tuple[np.ndarray, np.ndarray]:

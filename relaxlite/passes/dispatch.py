@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.expr import Call, Expr, Function, Var
+from relaxlite.ir.expr import Call, Constant, Expr, Function, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.pattern import Match, Matcher
@@ -266,12 +266,21 @@ class _Dispatch(Rewriter):
         types = {name: operand.ty for name, operand in found.captures.items()} | {OUT: result}
         if (wrong := rule.dtype_problem(types)) is not None:
             return wrong
+        if (constant := next((name for name in rule.variable if self._is_constant(found[name])), None)) is not None:
+            return f"{constant} is constant: its kernel reads what was laid out when compiling"
         if rule.check is not None and (reason := rule.check(found)) is not None:
             return reason
         for text, limits in rule.when.items():
             if not can_hold(rule.evaluate(text, dims), limits, self._analyzer):
                 return f"{text} is never {_range_text(limits)}, and there it is not worth while"
         return None
+
+    def _is_constant(self, expr: Expr) -> bool:
+        """Whether an operand is computed from constants alone, as a quantized weight is."""
+        if isinstance(expr, Constant | ShapeValue):
+            return True
+        value = self._matcher.bindings.get(expr) if isinstance(expr, Var) else None
+        return isinstance(value, Call) and isinstance(value.callee, Op) and all(map(self._is_constant, value.args))
 
 
 def _conditions(candidate: _Candidate, analyzer: Analyzer) -> list[Value]:

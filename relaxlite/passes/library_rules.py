@@ -41,6 +41,7 @@ class LibraryRule:
     loops: Mapping[str, str] = field(default_factory=dict)
     when: Mapping[str, Range] = field(default_factory=dict)
     check: Callable[[Match], str | None] | None = None
+    variable: tuple[str, ...] = ()  # operands that are no constants, nor computed from constants alone
     work: str = "0"
     keeps_fallback: bool = True
     file: str = ""

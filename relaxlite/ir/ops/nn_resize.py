@@ -62,7 +62,10 @@ class _Axis:
         """Where element o of the result lies in x (float32)."""
         at, scale = index(o).cast("float32"), self.scale_value()
         out, size = index(self.out).cast("float32"), index(self.size).cast("float32")
-        return Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
+        found = Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
+        if self.attrs["coordinate_transformation_mode"] == "tf_half_pixel_for_nn" and self.scale is None:
+            return select(out.equals(size), at, found)  # a copy then, see is_identity
+        return found
 
     def factor(self) -> tuple[int, int]:
         """(up, down) where the size grows or shrinks by a whole factor that float32 represents; (0, 0) otherwise."""
