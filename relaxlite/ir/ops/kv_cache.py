@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from relaxlite import dtypes
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER
