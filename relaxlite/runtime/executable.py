@@ -140,7 +140,7 @@ def bound_problem(symbol: str, bound: Bound, value: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """`donated`: the inputs whose arrays a call overwrites, by name; they must be writable, dense and of their dtype."""
+    """`donated`: the inputs whose arrays a call overwrites, by name."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
