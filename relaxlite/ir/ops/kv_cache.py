@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
 BLOCK_FIELDS = 4  # of a block of queries: its sequence, first row, number of rows, position of the first row
+SPAN = int(__import__("os").environ.get("SPAN","4"))  # pages whose scores are computed before their values are read: longer streams from memory
 LOWEST = float(np.finfo(np.float32).min)  # of a score that is not seen: -inf - -inf would be NaN
 
 
@@ -222,7 +224,7 @@ class _Block:
         self.most = self.group * parts.block
         self.width, self.depth, self.page = parts.q.shape[2], parts.values.shape[3], parts.keys.shape[3]
         self.queries = self._local("queries", self.width)
-        self.scores = self._local("scores", self.page)
+        self.scores = self._local("scores", self.page * SPAN)
         self.sums = self._local("sums", self.depth)
         self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
         self.sequence = SymVar("sequence", lower=None)
@@ -258,7 +260,7 @@ class _Block:
             *guards,
             *(self._filled(buffer, value) for buffer, value in starts),
             self._take_queries(),
-            loops("b", (count,), lambda b: self._page(begin + b)),
+            loops("b", ((count + SPAN - 1) // SPAN,), lambda b: self._span(begin + b * SPAN, begin + count)),
             self._finish(),
         )
         fields = (self.sequence, self.first, self.queried, self.position)
@@ -288,30 +290,11 @@ class _Block:
 
         return self._over_rows(row)
 
-    def _page(self, number: SymExpr) -> Stmt:
-        """What page `number` of the sequence adds."""
-        page = SymVar("page", lower=None)
-        given = Scalar(self.parts.table[self.sequence, number]).cast("int64")
-        pages = self.parts.keys.shape[0]
-        inside = ((index(page) >= 0) & (index(page) < pages)).value
-        check = Check(inside, "paged_attention: a page of the table is out of range for the pool")
-        return LetIndex(page, given.value, seq(check, self._add(page, number * self.page)))
-
-    def _add(self, page: SymExpr, start: SymExpr) -> Stmt:
-        parts, scores, top, shrink, total, h = self.parts, self.scores, self.top, self.shrink, self.total, self.h
-        count = smin(self.page, self.position + self.queried - start)  # of its keys; what is behind is not defined
-
-        def score(r: SymExpr, j: SymExpr, d: SymExpr) -> Scalar:
-            return Scalar(self.queries[r, d]) * self._read(parts.keys, page, h, d, j)
-
-        def keep_score(r: SymExpr, j: SymExpr, found: Scalar) -> Stmt:
-            if parts.scales:
-                found = found * Scalar(parts.scales[0][page, h, j, 0])
-            query = self.position + r // self.group - start
-            seen = index(j, "int32") <= query
-            if parts.window is not None:
-                seen = seen & (index(j, "int32") > query - parts.window)
-            return Store(scores, (r, j), select(seen, found, LOWEST).value)
+    def _span(self, first: SymExpr, end: SymExpr) -> Stmt:
+        """What the next pages of the sequence add, from `first` on, at most SPAN of them."""
+        scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
+        pages, rows = smin(sym(SPAN), end - first), self.rows
+        keys = pages * self.page
 
         def raise_top(r: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(r,)])
@@ -320,33 +303,69 @@ class _Block:
 
         def weight(r: SymExpr, j: SymExpr) -> Stmt:
             found = ((Scalar(scores[r, j]) - Scalar(top[(r,)])) * LOG2_E).exp2()
-            if parts.window is not None:  # a row may see no key of this page, nor of any before it
+            if self.parts.window is not None:  # a row may see no key of these pages, nor of any before
                 found = select(Scalar(scores[r, j]) > LOWEST, found, 0.0)
             return Store(scores, (r, j), found.value)
 
+        def add_total(r: SymExpr, found: Scalar) -> Stmt:
+            return Store(total, (r,), (Scalar(total[(r,)]) * Scalar(shrink[(r,)]) + found).value)
+
+        def shrunk(r: SymExpr, e: SymExpr) -> Stmt:
+            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) * Scalar(shrink[(r,)])).value)
+
+        return seq(
+            loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._score, p, first + p))),
+            self._fold("maxnum", (rows,), keys, lambda r, j: Scalar(scores[r, j]), raise_top),
+            self._nest((rows, keys), weight),
+            self._fold("add", (rows,), keys, lambda r, j: Scalar(scores[r, j]), add_total),
+            self._nest((rows, self.depth), shrunk),
+            loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._add_values, p, first + p))),
+        )
+
+    def _with_page(self, number: SymExpr, make: Callable[[SymExpr], Stmt]) -> Stmt:
+        """make(page of the pool) for page `number` of the sequence."""
+        page = SymVar("page", lower=None)
+        given = Scalar(self.parts.table[self.sequence, number]).cast("int64")
+        inside = (index(page) >= 0) & (index(page) < self.parts.keys.shape[0])
+        check = Check(inside.value, "paged_attention: a page of the table is out of range for the pool")
+        return LetIndex(page, given.value, seq(check, make(page)))
+
+    def _score(self, p: SymExpr, number: SymExpr, page: SymExpr) -> Stmt:
+        """The scores of one page, the p-th of its span."""
+        parts, h = self.parts, self.h
+
+        def score(r: SymExpr, j: SymExpr, d: SymExpr) -> Scalar:
+            return Scalar(self.queries[r, d]) * self._read(parts.keys, page, h, d, j)
+
+        def keep(r: SymExpr, j: SymExpr, found: Scalar) -> Stmt:
+            if parts.scales:
+                found = found * Scalar(parts.scales[0][page, h, j, 0])
+            query = self.position + r // self.group - number * self.page
+            seen = index(j, "int32") <= query
+            if parts.window is not None:
+                seen = seen & (index(j, "int32") > query - parts.window)
+            return Store(self.scores, (r, p * self.page + j), select(seen, found, LOWEST).value)
+
+        return self._fold("add", (self.rows, self.page), self.width, score, keep)
+
+    def _add_values(self, p: SymExpr, number: SymExpr, page: SymExpr) -> Stmt:
+        """The values of one page by their weights. What stands behind the last token is not defined, and not read."""
+        parts, h, scores = self.parts, self.h, self.scores
+        count = smin(self.page, self.position + self.queried - number * self.page)
+
         def value(r: SymExpr, e: SymExpr, j: SymExpr) -> Scalar:
-            return Scalar(scores[r, j]) * self._read(parts.values, page, h, j, e)
+            return Scalar(scores[r, p * self.page + j]) * self._read(parts.values, page, h, j, e)
 
         def scaled(r: SymExpr, j: SymExpr) -> Stmt:
-            return Store(scores, (r, j), (Scalar(scores[r, j]) * Scalar(parts.scales[1][page, h, j, 0])).value)
+            at = (r, p * self.page + j)
+            return Store(scores, at, (Scalar(scores[at]) * Scalar(parts.scales[1][page, h, j, 0])).value)
 
-        def add(buffer: Buffer) -> Callable[..., Stmt]:
-            def made(*at: Any) -> Stmt:
-                *place, found = at
-                return Store(
-                    buffer, tuple(place), (Scalar(buffer[tuple(place)]) * Scalar(shrink[(place[0],)]) + found).value
-                )
+        def keep(r: SymExpr, e: SymExpr, found: Scalar) -> Stmt:
+            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) + found).value)
 
-            return made
-
-        rows = self.rows
         return seq(
-            self._fold("add", (rows, self.page), self.width, score, keep_score),
-            self._fold("maxnum", (rows,), self.page, lambda r, j: Scalar(scores[r, j]), raise_top),
-            self._nest((rows, self.page), weight),
-            self._fold("add", (rows,), self.page, lambda r, j: Scalar(scores[r, j]), add(total)),
-            *([self._nest((rows, self.page), scaled)] if parts.scales else []),
-            self._fold("add", (rows, self.depth), count, value, add(self.sums)),
+            *([self._nest((self.rows, count), scaled)] if parts.scales else []),
+            self._fold("add", (self.rows, self.depth), count, value, keep),
         )
 
     def _read(self, pool: Buffer, *at: SymExpr) -> Scalar:
