@@ -26,7 +26,7 @@ def build(make: Any, donated: tuple[int, ...] = (0,)) -> IRModule:
     bb = BlockBuilder()
     n, pages = bb.symbol("n"), bb.symbol("pages")
     types = {
-        "pool": TensorType.of((pages, 2, PAGE, 5), "float32"),
+        "pool": TensorType.of((2, pages, PAGE, 5), "float32"),
         "x": TensorType.of((n, 2, 5), "float32"),
         "slots": TensorType.of((n,), "int64"),
     }
@@ -41,7 +41,7 @@ def appended(bb: BlockBuilder, pool: Expr, x: Expr, slots: Expr) -> Expr:
 
 def arrays(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
-    pool = rng.standard_normal((PAGES, 2, PAGE, 5)).astype(np.float32)
+    pool = rng.standard_normal((2, PAGES, PAGE, 5)).astype(np.float32)
     return pool, rng.standard_normal((n, 2, 5)).astype(np.float32), rng.permutation(PAGE * PAGES)[:n].astype(np.int64)
 
 
@@ -57,7 +57,7 @@ def taken(context: PassContext) -> list[bool]:
 def expect(pool: np.ndarray, x: np.ndarray, slots: np.ndarray) -> np.ndarray:
     made = pool.copy()
     for row, slot in zip(x, slots, strict=True):
-        made[slot // PAGE, :, slot % PAGE] = row
+        made[:, slot // PAGE, slot % PAGE] = row
     return made
 
 

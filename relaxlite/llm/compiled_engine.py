@@ -99,7 +99,7 @@ def _layout_of(executable: Executable) -> CacheLayout:
     """Read off the signature of a step."""
     specs = {spec.name: spec for spec in executable.inputs}
     keys = specs["keys_0"]
-    _, heads, width, page = keys.shape
+    heads, _, width, page = keys.shape
     layers = sum(name.startswith("keys_") for name in specs)
     block = int(executable.data.metadata.provenance["attention_block"])
     return CacheLayout(layers, int(heads), int(width), int(page), keys.dtype, block)

@@ -28,8 +28,8 @@ ROW_DTYPES = {"float32": 4, "float16": 2, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How keys and values lie: of each layer keys (pages, kv_heads, width, page) and values (pages, kv_heads, page,
-    width) of `dtype`; int8 with float32 scales (pages, kv_heads, page, 1) of each. `block`: rows of queries that the
+    """How keys and values lie: of each layer keys (kv_heads, pages, width, page) and values (kv_heads, pages, page,
+    width) of `dtype`; int8 with float32 scales (kv_heads, pages, page, 1) of each. `block`: rows of queries that the
     attention takes at once."""
 
     layers: int
@@ -45,15 +45,18 @@ class CacheLayout:
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Shape behind the pages, and dtype, of each pool of a layer."""
-        keys, values = (self.kv_heads, self.width, self.page), (self.kv_heads, self.page, self.width)
-        scales = ((self.kv_heads, self.page, 1), "float32")
+        """Shape of one page of a head, and dtype, of each pool of a layer."""
+        keys, values, scales = (self.width, self.page), (self.page, self.width), ((self.page, 1), "float32")
         return ((keys, self.dtype), (values, self.dtype), *([scales] * 2 if self.dtype == "int8" else []))
 
     @property
     def page_bytes(self) -> int:
         """Of all layers."""
-        return self.layers * sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.shapes)
+        return (
+            self.layers
+            * self.kv_heads
+            * sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.shapes)
+        )
 
 
 class StepInputs(NamedTuple):
@@ -91,7 +94,7 @@ class KVCache:
                 f"a cache of {max_bytes} bytes does not hold one page of {layout.page} tokens, "
                 f"which takes {layout.page_bytes}"
             )
-        self.pools: list[Array] = [np.empty((0, *shape), dtype) for shape, dtype in layout.shapes * layout.layers]
+        self.pools: list[Array] = [self._pool(k, 0) for k in range(len(layout.shapes) * layout.layers)]
         self._references: list[int] = []  # of each page
         self._free: list[int] = []
         self._sequences: dict[int, _Sequence] = {}
@@ -234,7 +237,7 @@ class KVCache:
             return
         made, at = self._take(), sequence.length // self.layout.page
         for pool in self.pools:
-            pool[made] = pool[page]
+            pool[:, made] = pool[:, page]
         self._references[page] -= 1
         sequence.pages[at] = made
         sequence.table[at] = made
@@ -264,16 +267,20 @@ class KVCache:
         pages = len(self._references)
         self._grow(min(max(pages + pages // 2, self.used_pages + wanted), self.max_pages))
 
+    def _pool(self, number: int, pages: int) -> Array:
+        shape, dtype = self.layout.shapes[number % len(self.layout.shapes)]
+        return np.empty((self.layout.kv_heads, pages, *shape), dtype)
+
     def _grow(self, pages: int) -> None:
         """Pools of so many pages, one after the other, so that no more than one is there twice."""
         old = len(self._references)
         try:
-            for k, (shape, dtype) in enumerate(self.layout.shapes * self.layout.layers):
-                made = np.empty((pages, *shape), dtype)
-                made[:old] = self.pools[k]
+            for k, pool in enumerate(self.pools):
+                made = self._pool(k, pages)
+                made[:, :old] = pool
                 self.pools[k] = made
         except MemoryError as error:
-            self.pools = [pool[:old] for pool in self.pools]
+            self.pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self.pools]
             raise CacheFullError(f"there is no memory for a cache of {pages * self.layout.page_bytes} bytes") from error
         self._references += [0] * (pages - old)
         self._free[:0] = range(pages - 1, old - 1, -1)  # the lowest is taken first

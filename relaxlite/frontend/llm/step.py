@@ -68,12 +68,12 @@ def build_step(
 
 def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: str) -> dict[str, TensorType]:
     found = {
-        f"keys_{layer}": TensorType.of((pages, heads, width, page), dtype),
-        f"values_{layer}": TensorType.of((pages, heads, page, width), dtype),
+        f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
+        f"values_{layer}": TensorType.of((heads, pages, page, width), dtype),
     }
     if dtype == "int8":
         for name in ("key_scales", "value_scales"):
-            found[f"{name}_{layer}"] = TensorType.of((pages, heads, page, 1), "float32")
+            found[f"{name}_{layer}"] = TensorType.of((heads, pages, page, 1), "float32")
     return found
 
 
