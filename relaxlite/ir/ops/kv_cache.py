@@ -385,8 +385,8 @@ class _Attend(_Block):
 
         def weight(r: SymExpr, j: SymExpr) -> Stmt:
             found = ((Scalar(scores[r, j]) - Scalar(top[(r,)])) * LOG2_E).exp2()
-            seen = Scalar(scores[r, j]) > LOWEST  # a row may see no key of these pages, nor of any before
-            return Store(scores, (r, j), select(seen, found, 0.0).value)
+            unseen = Scalar(scores[r, j]) <= LOWEST  # a row may see no key of these pages, nor of any before
+            return Store(scores, (r, j), select(unseen, 0.0, found).value)
 
         def add_total(r: SymExpr, found: Scalar) -> Stmt:
             return Store(total, (r,), (Scalar(total[(r,)]) * Scalar(shrink[(r,)]) + found).value)
