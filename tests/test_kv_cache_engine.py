@@ -217,8 +217,8 @@ def test_every_pass_keeps_what_a_step_computes() -> None:
         engine.forward([(a, tokens(9)), (b, tokens(3))])
         engine.cache.reserve([(a, 2), (b, 3)])
         inputs = [np.arange(5), *engine.cache.describe([(a, 0, 2), (b, 0, 3)]), np.array([1, 4])]
-        pools = [np.nan_to_num(pool) if pool.dtype == np.float32 else pool for pool in engine.cache.pools]
-        pools = [np.clip(pool, -9, 9) for pool in pools]
+        # what was never written may be anything, which random nudges of the oracle would make overflow
+        pools = [np.clip(np.nan_to_num(pool), -9, 9) for pool in engine.cache.pools]
         module = build_step(small_checkpoint("mistral"), page=PAGE, cache_dtype=dtype, step_tokens=32)
         assert rl.compile(module, validate=[(*inputs, *pools)])(*inputs, *pools).shape == (2, VOCAB)
 
