@@ -164,7 +164,7 @@ def test_another_format_version_names_both_versions(saved: Path) -> None:
     content[12:32] = b"9.8.7".ljust(20, b"\0")
     saved.write_bytes(content)
     assert refused(saved).startswith("it has format version 7, written by relaxlite 9.8.7; relaxlite ")
-    assert "reads version 3; compile the model again" in refused(saved)
+    assert "reads version 4; compile the model again" in refused(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:

@@ -56,7 +56,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
-FORMAT = 3
+FORMAT = 4
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
@@ -252,7 +252,9 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     signature, (heap_slots, reason) = manifest["signature"], manifest["host"]
     data = ExecutableData(
         functions={function.name: function for function in functions},
-        signature=Signature(_specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"])),
+        signature=Signature(
+            _specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"]), tuple(signature["donated"])
+        ),
         kernels={kernel.name: kernel for kernel in kernels},
         objects=_split(code.tobytes(), manifest["objects"]),
         constants=tuple(
