@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
-    "llm": BASE | {"ir", "runtime", "frontend", "driver"},
+    "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver"},
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}

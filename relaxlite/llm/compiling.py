@@ -1,0 +1,83 @@
+"""From a checkpoint to a language model that runs. Imports the compiler."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from relaxlite.driver import build as build_module
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
+from relaxlite.llm.model import LanguageModel
+from relaxlite.passes.manager import PassContext
+from relaxlite.runtime.executable import ExecutableData
+from relaxlite.target import Target
+
+
+def compile(
+    path: str | os.PathLike[str],
+    target: str | Target = "llvm",
+    *,
+    max_context: int | None = None,
+    threads: int | None = None,
+) -> LanguageModel:
+    """Compile a GGUF file or a Hugging Face folder for a target, by default this processor.
+
+    `max_context`: how many tokens a sequence may have, where less than the model's own will do.
+    Raises ImportModelError for a checkpoint that cannot be read or has no tokenizer, InvalidArgumentError for a context
+    beyond the model's, and what `relaxlite.compile` raises.
+    """
+    return LanguageModel.of(build(path, target, max_context=max_context), threads=threads)
+
+
+def build(
+    path: str | os.PathLike[str],
+    target: str | Target = "llvm",
+    *,
+    max_context: int | None = None,
+    context: PassContext | None = None,
+) -> ExecutableData:
+    """What `compile` makes, as plain data: also for a processor that is not this one."""
+    return build_checkpoint(read_checkpoint(path), target, max_context=max_context, context=context)
+
+
+def build_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | Target = "llvm",
+    *,
+    max_context: int | None = None,
+    context: PassContext | None = None,
+) -> ExecutableData:
+    """As `build`, of a checkpoint in memory."""
+    attachments = attachments_of(checkpoint, max_context)
+    if max_context is not None:
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, context=max_context))
+    data = build_module(build_dense(checkpoint), target, context=context)
+    provenance = {**data.metadata.provenance, **checkpoint.provenance}
+    return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
+
+
+def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:
+    """What an artifact says of a checkpoint beside its code; see llm/description.py."""
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    source = checkpoint.provenance.get("source", "the checkpoint")
+    if tokenizer is None:
+        raise ImportModelError(f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json")
+    if max_context is not None and not 1 <= max_context <= config.context:
+        raise InvalidArgumentError(f"max_context must be from 1 to the model's own {config.context}, got {max_context}")
+    description = Description(
+        architecture=config.architecture,
+        vocab=config.vocab,
+        context=max_context or config.context,
+        bos=tokenizer.bos,
+        adds_bos=tokenizer.adds_bos,
+        stop=tokenizer.stop,
+        special_tokens=dict(tokenizer.special_tokens),
+        chat_template=tokenizer.chat_template,
+        generation=dict(checkpoint.generation),
+        provenance=dict(checkpoint.provenance),
+    )
+    return {DESCRIPTION: description.to_json(), TOKENIZER: tokenizer.json.encode()}
