@@ -1,4 +1,4 @@
-"""Generation: pieces of text, what ends them, batches, chats; with logits made in NumPy, so that nothing is compiled."""
+"""Generation: pieces of text, what ends them, batches, chats; with logits made in NumPy: nothing is compiled."""
 
 from __future__ import annotations
 

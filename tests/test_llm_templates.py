@@ -28,7 +28,9 @@ TEMPLATES = {
         "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
         "{% if m.role == 'assistant' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
     ),
-    "JSON": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ {'b': 'ä', 'a': 1} | tojson(sort_keys=True) }}",
+    "JSON": (
+        "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ {'b': 'ä', 'a': 1} | tojson(sort_keys=True) }}"
+    ),
     "marked replies": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "options": "{% if tools is none %}no tools{% endif %}{% if documents %}papers{% endif %}{{ namespace(x=1).x }}",
 }

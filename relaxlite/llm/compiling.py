@@ -39,9 +39,12 @@ def build(
     *,
     max_context: int | None = None,
     context: PassContext | None = None,
+    validate: bool = False,
 ) -> ExecutableData:
-    """What `compile` makes, as plain data: also for a processor that is not this one."""
-    return build_checkpoint(read_checkpoint(path), target, max_context=max_context, context=context)
+    """What `compile` makes, as plain data: also for a processor that is not this one. `context`, `validate`: as in
+    `relaxlite.compile`."""
+    checkpoint = read_checkpoint(path)
+    return build_checkpoint(checkpoint, target, max_context=max_context, context=context, validate=validate)
 
 
 def build_checkpoint(
@@ -50,12 +53,13 @@ def build_checkpoint(
     *,
     max_context: int | None = None,
     context: PassContext | None = None,
+    validate: bool = False,
 ) -> ExecutableData:
     """As `build`, of a checkpoint in memory."""
     attachments = attachments_of(checkpoint, max_context)
     if max_context is not None:
         checkpoint = replace(checkpoint, config=replace(checkpoint.config, context=max_context))
-    data = build_module(build_dense(checkpoint), target, context=context)
+    data = build_module(build_dense(checkpoint), target, context=context, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
 

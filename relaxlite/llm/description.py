@@ -15,7 +15,7 @@ DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; 
 @dataclass(frozen=True, slots=True)
 class Description:
     """`context`: tokens that a sequence holds at most. `stop`: tokens that end a reply. `special_tokens`: for the chat
-    template, by name ("bos_token"). `generation`: defaults that the checkpoint brings. `provenance`: source, licence."""
+    template, by name ("bos_token"). `generation`: the checkpoint's defaults. `provenance`: source, licence."""
 
     architecture: str
     vocab: int

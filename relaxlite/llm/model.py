@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.engine import Engine, RecomputingEngine
-from relaxlite.llm.generation import Request, Result, Stream, run
+from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.templates import Message, render_chat
 from relaxlite.llm.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class LanguageModel:
         logits: bool = False,
         stream: bool = False,
     ) -> Any:
-        """What goes on from a prompt (text, or tokens): a Result; for a list of prompts, which run as one batch, a list.
+        """What goes on from a prompt (text, or tokens): a Result; for a list of prompts, run as one batch, a list.
 
         max_new_tokens  default: 256, or what the context leaves. InvalidArgumentError for more than that
         temperature, top_k, top_p, min_p, repetition_penalty
