@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
 from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, expected_weights
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.llm.description import Description
@@ -80,3 +83,31 @@ def made(logits: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], **field
     description = Description("tiny", VOCAB, **given)
     tokenizer = Tokenizer(tokenizer_json(), bos=description.bos, adds_bos=description.adds_bos)
     return LanguageModel(RecomputingEngine(logits, VOCAB, description.context), tokenizer, description)
+
+
+def save_folder(folder: Path) -> None:
+    """The random checkpoint as transformers would save it."""
+    folder.mkdir()
+    made, layer = checkpoint(), {ours: theirs for ours, theirs in HUGGING_FACE_LAYER.items()}
+    header: dict[str, Any] = {}
+    blobs, end = [], 0
+    for name, weight in made.weights.items():
+        _, _, kind = name.rpartition(".")
+        prefix = f"model.layers.{name.split('.')[1]}." if name.startswith("layers.") else ""
+        theirs = f"{prefix}{layer[kind]}" if prefix else HUGGING_FACE_WHOLE[name]
+        blob = weight.data.tobytes()
+        header[theirs] = {"dtype": "F32", "shape": weight.shape, "data_offsets": [end, end + len(blob)]}
+        blobs.append(blob)
+        end += len(blob)
+    head = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"".join(blobs))
+    c = made.config
+    described = {
+        "model_type": "llama", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_width,
+        "intermediate_size": c.intermediate, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_epsilon,
+        "rope_theta": 1e4, "tie_word_embeddings": True, "bos_token_id": START, "eos_token_id": END,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": SPECIAL[0]}))

@@ -23,6 +23,16 @@ class Command:
 
 
 class _Parser(argparse.ArgumentParser):
+    gathers: str | None = None  # an argument that takes words behind options too, where argparse stops looking for any
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if self.gathers is not None:
+            words = [word for word in rest if not word.startswith("-")]
+            setattr(found, self.gathers, [*getattr(found, self.gathers), *words])
+            rest = [word for word in rest if word.startswith("-")]
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` says more)\n")
@@ -93,6 +103,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
 def _generate(parser: argparse.ArgumentParser) -> None:
     _add_language_model(parser)
     parser.add_argument("prompt", nargs="*", help="text to go on from; several run as one batch; none: standard input")
+    parser.gathers = "prompt"  # type: ignore[attr-defined]
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, put into the chat template")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed on stderr")
     _add_generation_options(parser)
