@@ -18,9 +18,9 @@ MAX_TOKENS = 64
 
 def execute(args: argparse.Namespace) -> None:
     if args.pictures or args.image or args.save_pictures:
-        from relaxlite.cli import demo_pictures
+        from relaxlite.cli.demo_pictures import execute as read_pictures
 
-        return demo_pictures.execute(args)
+        return read_pictures(args)
     questions = (" ".join(args.text),) if args.text else QUESTIONS
     print(f"1. Fetch {MODEL}, a language model that chats", flush=True)
     path = models.fetch(MODEL)

@@ -66,13 +66,13 @@ class _RefusedError(jinja2.TemplateError):
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
-    return environment.from_string(template)
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = _raise
+    sandbox.globals["strftime_now"] = _now
+    return sandbox.from_string(template)
 
 
 def _to_json(
