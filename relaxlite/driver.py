@@ -25,6 +25,7 @@ from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
 from relaxlite.library import rules_for
 from relaxlite.passes.cost import Cost
+from relaxlite.passes.donate import donated_params
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.tuning import Tuning
@@ -161,9 +162,12 @@ def signature_of(function: Function) -> Signature:
     types = result_types(results)
     named = function.attrs.get("output_names") or tuple(f"output_{k}" for k in range(len(types)))
     assert isinstance(given, tuple) and isinstance(named, tuple)
+    donated = donated_params(function)  # the last results are their new contents, which the caller's arrays hold
+    types, named = types[: len(types) - len(donated)], named[: len(types) - len(donated)]
     names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
     inputs = tuple(_spec(str(name), p.ty, names) for name, p in zip(given, function.params, strict=True))
-    return Signature(inputs, tuple(_spec(str(name), ty, names) for name, ty in zip(named, types, strict=True)))
+    outputs = tuple(_spec(str(name), ty, names) for name, ty in zip(named, types, strict=True))
+    return Signature(inputs, outputs, tuple(str(given[function.params.index(param)]) for param in donated))
 
 
 def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:

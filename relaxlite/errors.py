@@ -81,5 +81,9 @@ class OutOfMemoryError(ExecutionError, MemoryError):
     """A tensor or an arena needs more memory than can be had, or its size overflows 64 bits."""
 
 
+class CacheFullError(ExecutionError):
+    """A cache of keys and values has no pages left for the tokens that a step adds; nothing has changed."""
+
+
 class FetchError(RelaxliteError):
     """A model could not be downloaded."""

@@ -13,6 +13,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
+from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.llm.compiling import attachments_of, build_checkpoint
 from relaxlite.llm.description import Description
 from relaxlite.llm.model import LanguageModel
@@ -40,14 +41,14 @@ def test_a_loaded_model_says_what_the_compiled_one_does(data: ExecutableData, sa
     assert after.description == before.description and after.context == 48
     assert after.description.provenance == {"source": "tiny", "license": "apache-2.0"}
     assert repr(after) == "LanguageModel('tiny', llama, vocab 258, context 48)"
+    whole = rl.compile(build_dense(checkpoint()))  # the oracle: all of a text at once
     prompts = ["a", "The capital", "é"]
     options = {"max_new_tokens": 9, "stop_tokens": (), "logits": True}
     first, second = before.generate(prompts, **options), after.generate(prompts, **options)
     assert [r.tokens for r in first] == [r.tokens for r in second]
     for prompt, result in zip(prompts, second, strict=True):
         tokens = [*prompt.encode(), *result.tokens]
-        whole = artifact.load(saved)
-        logits = rl.Executable(whole)(np.array([tokens]))[0, len(prompt.encode()) - 1 : -1]
+        logits = whole(np.array([tokens]))[0, len(prompt.encode()) - 1 : -1]
         np.testing.assert_allclose(result.logits, logits, atol=1e-4 * np.abs(logits).max())
         assert result.tokens == tuple(logits.argmax(axis=1))
 
@@ -66,9 +67,12 @@ def test_loading_needs_neither_compiler_nor_transformers(saved: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "3\nTrue\n"), done.stderr
 
 
-def test_the_whole_is_an_ordinary_artifact_too(saved: Path) -> None:
-    exe = rl.load(saved)
-    assert exe(np.zeros((2, 3), np.int64)).shape == (2, 3, 258)
+def test_the_cache_bounds_the_context(saved: Path) -> None:
+    small = rl.llm.load(saved, cache_bytes=1 << 16)
+    assert small.context == 48  # which is less than a page
+    assert len(small.generate("a", max_new_tokens=47, stop_tokens=()).tokens) == 47
+    with pytest.raises(InvalidArgumentError, match="does not hold one page of 64 tokens"):
+        rl.llm.load(saved, cache_bytes=100)
 
 
 def test_other_artifacts_are_no_language_models(data: ExecutableData, tmp_path: Path) -> None:

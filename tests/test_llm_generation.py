@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxlite.errors import ExecutionError, InvalidArgumentError
+from relaxlite.errors import CacheFullError, ExecutionError, InvalidArgumentError
 from relaxlite.llm.tokenizer import StopFilter, TextStream, Tokenizer
 from tests.tiny_llm import START, VOCAB, made, random_logits, scripted, tokenizer_json
 
@@ -149,6 +149,41 @@ def test_a_tokenizer_may_begin_texts() -> None:
     assert with_start.tokenizer.encode("<|start|>a") == [START, 97]
     assert with_start.tokenizer.encode("a", marks=False) == [97]
     assert with_start.generate("", max_new_tokens=1).usage.prompt_tokens == 1
+
+
+def test_where_the_cache_is_full_requests_wait_and_say_the_same() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 10, "stop_tokens": (), "temperature": 1.0, "seed": 1}
+    prompts = ["ab", "cdefg", "h", "ijk"]
+    wanted = [r.tokens for r in made(random_logits).generate(prompts, **options)]
+    for room in (16, 20, 30, 60):
+        model = made(random_logits)
+        model.chat([{"role": "user", "content": ""}], max_new_tokens=1)  # which is forgotten when room is needed
+        widths = limit(model, room)
+        assert [r.tokens for r in model.generate(prompts, **options)] == wanted
+        assert (widths == [4] * 10) == (room == 60)
+
+
+def test_a_sequence_that_does_not_fit_is_refused() -> None:
+    model = made(random_logits)
+    limit(model, 12)
+    with pytest.raises(CacheFullError, match="full"):
+        model.generate(["ab", "x" * 13])
+    assert model.engine._tokens == {}  # type: ignore[attr-defined]
+    assert model.generate("ab", max_new_tokens=5).finish_reason == "length"
+
+
+def limit(model: Any, room: int) -> list[int]:
+    """Let the engine hold at most `room` tokens; the list gets how many sequences each step had."""
+    forward, widths, engine = model.engine.forward, [], model.engine
+
+    def bounded(batch: Any, **options: Any) -> Any:
+        if sum(map(len, engine._tokens.values())) + sum(len(tokens) for _, tokens in batch) > room:
+            raise CacheFullError("full")
+        widths.append(len(batch))
+        return forward(batch, **options)
+
+    engine.forward = bounded
+    return widths
 
 
 # Chats

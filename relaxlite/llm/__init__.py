@@ -9,7 +9,7 @@ compiling.py    from a checkpoint to a LanguageModel: the only file that imports
 generation.py   the loop over a batch of sequences; sampling.py: from logits to a token
 tokenizer.py    text to tokens and back, also piece by piece; templates.py: a chat as text
 description.py  what an artifact says of a language model beside its code
-engine.py       what generation needs of a compiled model
+engine.py       what generation needs of a compiled model; compiled_engine.py: a step over a paged cache
 """
 
 from __future__ import annotations

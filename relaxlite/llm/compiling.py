@@ -8,8 +8,8 @@ from dataclasses import replace
 from relaxlite.driver import build as build_module
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.model import LanguageModel
 from relaxlite.passes.manager import PassContext
@@ -22,15 +22,17 @@ def compile(
     target: str | Target = "llvm",
     *,
     max_context: int | None = None,
+    cache_dtype: str = "float32",
     threads: int | None = None,
 ) -> LanguageModel:
     """Compile a GGUF file or a Hugging Face folder for a target, by default this processor.
 
-    `max_context`: how many tokens a sequence may have, where less than the model's own will do.
+    `max_context`: how many tokens a sequence may have, where less than the model's own will do. `cache_dtype`: how keys
+    and values are kept, "float32", "float16" or "int8".
     Raises ImportModelError for a checkpoint that cannot be read or has no tokenizer, InvalidArgumentError for a context
     beyond the model's, and what `relaxlite.compile` raises.
     """
-    return LanguageModel.of(build(path, target, max_context=max_context), threads=threads)
+    return LanguageModel.of(build(path, target, max_context=max_context, cache_dtype=cache_dtype), threads=threads)
 
 
 def build(
@@ -38,13 +40,16 @@ def build(
     target: str | Target = "llvm",
     *,
     max_context: int | None = None,
+    cache_dtype: str = "float32",
     context: PassContext | None = None,
     validate: bool = False,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one. `context`, `validate`: as in
     `relaxlite.compile`."""
     checkpoint = read_checkpoint(path)
-    return build_checkpoint(checkpoint, target, max_context=max_context, context=context, validate=validate)
+    return build_checkpoint(
+        checkpoint, target, max_context=max_context, cache_dtype=cache_dtype, context=context, validate=validate
+    )
 
 
 def build_checkpoint(
@@ -52,6 +57,7 @@ def build_checkpoint(
     target: str | Target = "llvm",
     *,
     max_context: int | None = None,
+    cache_dtype: str = "float32",
     context: PassContext | None = None,
     validate: bool = False,
 ) -> ExecutableData:
@@ -59,7 +65,7 @@ def build_checkpoint(
     attachments = attachments_of(checkpoint, max_context)
     if max_context is not None:
         checkpoint = replace(checkpoint, config=replace(checkpoint.config, context=max_context))
-    data = build_module(build_dense(checkpoint), target, context=context, validate=validate)
+    data = build_module(build_step(checkpoint, cache_dtype=cache_dtype), target, context=context, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
 

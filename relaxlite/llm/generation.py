@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from relaxlite.errors import CacheFullError
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import Sampler, log_probability
 from relaxlite.llm.tokenizer import StopFilter, TextStream, Tokenizer
@@ -100,38 +101,57 @@ class Request:
 
 
 def run(
-    engine: Engine, tokenizer: Tokenizer, requests: Sequence[Request], release: Callable[[Request, bool], None]
+    engine: Engine,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    release: Callable[[Request, bool], None],
+    make_room: Callable[[], bool],
 ) -> Generator[tuple[int, str], None, None]:
     """Run requests to their ends; yields pieces of text, each with the number of its request.
 
     The sequences hold `reused` tokens at first. `release(request, is_sound)` takes each sequence back, also when the
     generator is closed early; unsound is one at which the engine failed.
+
+    Where the cache is full, `make_room` may free some of it; else the last sequence is taken out, and computed again
+    when another has ended. CacheFullError: not even one fits.
     """
     writers = {id(r): _Writer(tokenizer, r) for r in requests}
     numbers = {id(r): k for k, r in enumerate(requests)}
     start = time.perf_counter()
     for request in requests:
         request.started = start
-    active = list(requests)
+    active, waiting = list(requests), list[Request]()
+    fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
     is_sound = False
     try:
-        batch = [(r.sequence, r.prompt[r.reused :]) for r in requests]
         while active:
-            found = engine.forward(batch)
+            try:
+                found = engine.forward([(r.sequence, fed[id(r)]) for r in active])
+            except CacheFullError:
+                if make_room():
+                    continue
+                if len(active) == 1:
+                    raise
+                waiting.insert(0, last := active.pop())
+                engine.drop(last.sequence, engine.length(last.sequence))
+                fed[id(last)] = [*last.prompt, *last.tokens]
+                continue
             pieces = [writers[id(r)].advance(logits[-1]) for r, logits in zip(active, found, strict=True)]
             finished = [r for r in active if r.finish_reason is not None]
             told = [(numbers[id(r)], piece) for r, piece in zip(active, pieces, strict=True) if piece]
             active = [r for r in active if r.finish_reason is None]
             for request in finished:
                 release(request, True)
+            fed |= {id(r): r.tokens[-1:] for r in active}
+            if waiting and (finished or not active):
+                active.append(waiting.pop(0))
             yield from told
-            batch = [(r.sequence, r.tokens[-1:]) for r in active]
     except GeneratorExit:
         is_sound = True  # between two steps
         raise
     finally:
         now = time.perf_counter()
-        for request in active:
+        for request in [*active, *waiting]:
             request.ended = now
             release(request, is_sound)
 

@@ -9,8 +9,9 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
+from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
-from relaxlite.llm.engine import Engine, RecomputingEngine
+from relaxlite.llm.engine import Engine
 from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.templates import Message, render_chat
@@ -41,14 +42,26 @@ class LanguageModel:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, description: Description, data: ExecutableData | None = None
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        description: Description,
+        *,
+        data: ExecutableData | None = None,
+        capacity: int | None = None,
     ) -> None:
+        """`capacity`: the tokens that fit into the engine's memory, where that is bounded."""
         self.engine, self.tokenizer, self.description, self.data = engine, tokenizer, description, data
+        self.context = engine.context if capacity is None else min(engine.context, capacity)
+        """How many tokens a sequence holds, prompt and reply together."""
         self._kept: _Kept | None = None
 
     @staticmethod
-    def of(data: ExecutableData, *, threads: int | None = None) -> LanguageModel:
-        """From a compiled model. ArtifactError: it is no language model, or damaged."""
+    def of(data: ExecutableData, *, threads: int | None = None, cache_bytes: int = CACHE_BYTES) -> LanguageModel:
+        """From a compiled model. `cache_bytes` bounds the cache of keys and values, which grows as it is needed.
+
+        ArtifactError: it is no language model, or damaged.
+        """
         missing = [name for name in (DESCRIPTION, TOKENIZER) if name not in data.attachments]
         if missing:
             raise ArtifactError(
@@ -56,20 +69,15 @@ class LanguageModel:
             )
         description = Description.from_json(data.attachments[DESCRIPTION])
         tokenizer = Tokenizer(data.attachments[TOKENIZER], bos=description.bos, adds_bos=description.adds_bos)
-        exe = Executable(data, threads=threads)
-        engine = RecomputingEngine(exe, description.vocab, description.context)
-        return LanguageModel(engine, tokenizer, description, data)
+        engine = CompiledEngine(Executable(data, threads=threads), max_bytes=cache_bytes)
+        capacity = engine.cache.max_pages * engine.cache.layout.page
+        return LanguageModel(engine, tokenizer, description, data=data, capacity=capacity)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, which `load` reads. Raises ArtifactError."""
         if self.data is None:
             raise ArtifactError(f"cannot save to {os.fspath(path)}: this model was not compiled from a checkpoint")
         artifact.save(self.data, path)
-
-    @property
-    def context(self) -> int:
-        """How many tokens a sequence holds, prompt and reply together."""
-        return self.engine.context
 
     def generate(
         self,
@@ -223,7 +231,7 @@ class LanguageModel:
         """The pieces of requests. Sequences are opened when the first piece is asked for."""
         for request in requests:
             request.sequence, request.reused = self._open(request.prompt) if keeps else (self.engine.new(), 0)
-        yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove)
+        yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
 
     def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None) -> int:
         """How many tokens may follow a prompt."""
@@ -278,25 +286,33 @@ class LanguageModel:
     def _remove(self, request: Request, is_sound: bool) -> None:
         self.engine.remove(request.sequence)
 
-    def forget(self) -> None:
-        """Give the memory of the last chat back."""
+    def forget(self) -> bool:
+        """Give the memory of the last chat back; says whether there was any."""
         kept, self._kept = self._kept, None
         if kept is not None:
             self.engine.remove(kept.sequence)
+        return kept is not None
 
     def __repr__(self) -> str:
         d = self.description
         return f"LanguageModel({d.name!r}, {d.architecture}, vocab {d.vocab}, context {self.context})"
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bool = False) -> LanguageModel:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    verify: bool = False,
+) -> LanguageModel:
     """A language model from a file that `relaxlite compile` or `LanguageModel.save` wrote.
 
-    ArtifactError says what is wrong with the file; `verify` checks every byte of the weights.
+    `cache_bytes` bounds the cache of keys and values. ArtifactError says what is wrong with the file; `verify` checks
+    every byte of the weights.
     """
     data = artifact.load(path, verify=verify)
     try:
-        return LanguageModel.of(data, threads=threads)
+        return LanguageModel.of(data, threads=threads, cache_bytes=cache_bytes)
     except ArtifactError as error:
         raise ArtifactError(f"cannot load {os.fspath(path)}: {error}") from error
 

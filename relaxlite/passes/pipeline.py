@@ -9,6 +9,7 @@ from relaxlite.passes.channels_last import channels_last
 from relaxlite.passes.cost import estimate_costs
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.dispatch import dispatch
+from relaxlite.passes.donate import donate
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
 from relaxlite.passes.fold_constants import fold_constants
 from relaxlite.passes.fold_shapes import fold_shapes
@@ -91,6 +92,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("make_views", make_views, "lowered"),
         Pass("pair_products", pair_products, "lowered"),
         Pass("join_calls", join_calls, "lowered"),
+        Pass("donate", donate, "lowered"),
         _pure("drop_unused", drop_unused, "lowered"),
         Pass("estimate_costs", _note_costs, "lowered"),
         # D

@@ -259,7 +259,9 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     signature, (heap_slots, reason) = manifest["signature"], manifest["host"]
     data = ExecutableData(
         functions={function.name: function for function in functions},
-        signature=Signature(_specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"])),
+        signature=Signature(
+            _specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"]), tuple(signature["donated"])
+        ),
         kernels={kernel.name: kernel for kernel in kernels},
         objects=_split(code.tobytes(), manifest["objects"]),
         constants=tuple(

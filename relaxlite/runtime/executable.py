@@ -140,8 +140,11 @@ def bound_problem(symbol: str, bound: Bound, value: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
+    """`donated`: the inputs whose arrays a call overwrites, by name."""
+
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    donated: tuple[str, ...] = ()
 
     @property
     def bounds(self) -> dict[str, Bound]:

@@ -56,6 +56,7 @@ class Executable:
         self._names = tuple(spec.name for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
         self._plans = [_InputPlan(spec) for spec in self.inputs]
+        self._donated = tuple(self._names.index(name) for name in data.signature.donated)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on arrays, in its order or by name: one array, or a tuple of them in the model's order.
@@ -144,6 +145,8 @@ class Executable:
     def _call(self, values: tuple[Any, ...]) -> list[np.ndarray]:
         """Run natively where that is possible: with the arguments as they are, then with what can be made of them."""
         host = self._host
+        for number in self._donated:
+            self._plans[number].check_donated(values[number])
         if host is None:
             return self._interpret(self._vm, self._import(values))
         try:
@@ -197,6 +200,14 @@ class _InputPlan:
         dims = list(enumerate(spec.shape))
         self.constants = [(axis, dim) for axis, dim in dims if isinstance(dim, int)]
         self.symbols = [(axis, dim) for axis, dim in dims if isinstance(dim, str) and dim.isidentifier()]
+
+    def check_donated(self, value: Any) -> None:
+        """InputError unless the array is one that a call can write its new contents to."""
+        if not isinstance(value, np.ndarray) or not value.flags.carray or str(value.dtype) != self.dtype:
+            raise InputError(
+                f"{self.what} is overwritten: it must be a writable, dense NumPy array of {self.dtype}, got "
+                f"{type(value).__name__} {getattr(value, 'dtype', '')}"
+            )
 
     def take(self, value: Any, symbols: dict[str, tuple[int, str]]) -> Tensor:
         """The argument as a tensor. `symbols`: values and where they come from, of this call so far."""

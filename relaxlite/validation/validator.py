@@ -17,8 +17,10 @@ import numpy as np
 
 from relaxlite.codegen.interpreter import Interpreter, bind, run_program
 from relaxlite.errors import InvalidArgumentError, OutOfBoundsError, RelaxliteError, ValidationError
+from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
+from relaxlite.passes.donate import donated_params
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.manager import Pass
@@ -72,6 +74,9 @@ class Validator:
         self._externs, self._runner = dict(externs or {}), program_runner
         self._folder, self._seed = folder, seed
         self._original = module
+        given = donated_params(main)
+        self._donated = tuple(main.params.index(param) for param in given)
+        self._results = len(result_types(main.body.result.ty))
         if inputs is not None:
             self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(main, inputs)]
         else:
@@ -95,7 +100,7 @@ class Validator:
         `lowered`: the module after all passes, to be kept beside the original.
         """
         for case in self.cases:
-            found = outcome_of(partial(run, *case.sample.args))
+            found = self._outcome(run, case.sample.args)
             problem = self._problem(case, case.before, found, self._original)
             if problem is not None:
                 self._fail("the compiled code", case.sample, problem, self._original, lowered)
@@ -120,7 +125,17 @@ class Validator:
 
     def _run(self, module: IRModule, args: Sequence[Any]) -> tuple[Any, ...] | Failed:
         interpreter = Interpreter(module, self._externs, program_runner=self._runner)
-        return outcome_of(lambda: interpreter.run(ENTRY, *args))
+        return self._outcome(partial(interpreter.run, ENTRY), args)
+
+    def _outcome(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | Failed:
+        """What a run gives, the new contents of donated arguments last: as results, or in their arrays."""
+        if not self._donated:
+            return outcome_of(lambda: run(*args))
+        own = [arg.copy() if k in self._donated else arg for k, arg in enumerate(args)]
+        found = outcome_of(lambda: run(*own))
+        if isinstance(found, Failed) or len(found) == self._results:
+            return found
+        return (*found, *(own[k] for k in self._donated))
 
     def _problem(
         self, case: Case, before: tuple[Any, ...] | Failed, found: tuple[Any, ...] | Failed, given: IRModule

@@ -12,6 +12,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     detection,
     elementwise,
     indexing,
+    kv_cache,
     linalg,
     memory,
     nn_attention,

@@ -1,0 +1,117 @@
+"""One function for prefill, decode and everything between: tokens of several sequences, appended to a paged cache.
+
+    main(tokens int64[n], positions int64[n], slots int64[n], table int32[b, m], blocks int64[w, 4], wanted int64[r],
+         keys_0, values_0, ...) -> logits float32[r, vocab]
+
+Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
+runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
+asked for. The pools of keys and values are donated: a call writes the new tokens' into the caller's arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.layers import Decoder
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.symbolic import SymVar
+from relaxlite.ir.types import TensorType
+
+PAGE = 64  # tokens; vectors run along them, so that fewer are slower and more are left empty (measured: 16 to 64)
+BLOCK_ROWS = 64  # queries times heads that share keys
+STEP_TOKENS = 512
+CACHE_DTYPES = ("float32", "float16", "int8")
+DONATED = "donated"  # as passes/donate.py calls it
+_GREATEST = 127  # of an int8
+
+
+def build_step(
+    checkpoint: Checkpoint, *, page: int = PAGE, cache_dtype: str = "float32", step_tokens: int = STEP_TOKENS
+) -> IRModule:
+    """The module of a checkpoint. A step takes up to `step_tokens` tokens, a cache holds `cache_dtype`."""
+    if cache_dtype not in CACHE_DTYPES:
+        raise InvalidArgumentError(f"a cache holds {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
+    config = checkpoint.config
+    bb = BlockBuilder()
+    n, rows = bb.symbol("n", lower=1, upper=step_tokens), bb.symbol("rows", lower=1, upper=step_tokens)
+    batch, blocks = bb.symbol("batch", lower=1, upper=step_tokens), bb.symbol("blocks", lower=1, upper=step_tokens)
+    context_pages = bb.symbol("context_pages", lower=1, upper=-(-config.context // page))
+    types = {
+        "tokens": TensorType.of((n,), "int64"),
+        "positions": TensorType.of((n,), "int64"),
+        "slots": TensorType.of((n,), "int64"),
+        "table": TensorType.of((batch, context_pages), "int32"),
+        "blocks": TensorType.of((blocks, 4), "int64"),
+        "wanted": TensorType.of((rows,), "int64"),
+    }
+    given = len(types)
+    pages = bb.symbol("pages", lower=1)
+    for layer in range(config.layers):
+        types |= _pools(layer, pages, config.kv_heads, config.head_width, page, cache_dtype)
+    attrs = Attrs({DONATED: tuple(range(given, len(types))), "output_names": ("logits", *list(types)[given:])})
+    block = max(1, BLOCK_ROWS // (config.heads // config.kv_heads))
+    with bb.function("main", attrs, **types) as params:
+        tokens, positions, slots, table, spans, wanted, *pools = params
+        decoder = Decoder(bb, config, checkpoint.weights)
+        mix = CachedAttention(decoder, pools, slots, table, spans, block)
+        hidden = decoder.hidden(tokens, positions, mix)
+        logits = decoder.logits(decoder.op("gather", hidden, wanted, axis=0))
+        bb.result(Tuple((logits, *mix.pools)))
+    return bb.module(Attrs({"context": config.context, "attention_block": block, "step_tokens": step_tokens}))
+
+
+def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: str) -> dict[str, TensorType]:
+    found = {
+        f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
+        f"values_{layer}": TensorType.of((heads, pages, page, width), dtype),
+    }
+    if dtype == "int8":
+        for name in ("key_scales", "value_scales"):
+            found[f"{name}_{layer}"] = TensorType.of((heads, pages, page, 1), "float32")
+    return found
+
+
+@dataclass(slots=True)
+class CachedAttention:
+    """Causal attention over the cache: a `Mixer`. `pools` are the latest contents, in the order of the parameters."""
+
+    decoder: Decoder
+    pools: list[Var]
+    slots: Expr
+    table: Expr
+    blocks: Expr
+    block: int
+
+    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
+        d, c = self.decoder, self.decoder.config
+        count = len(self.pools) // c.layers
+        at = layer * count
+        keys, values, *scales = self.pools[at : at + count]
+        assert isinstance(keys.ty, TensorType)
+        (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
+        made = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
+        if scales:
+            news = zip(scales, (key_scale, value_scale), strict=True)
+            made += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
+        self.pools[at : at + count] = made
+        scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
+        window = c.window if c.is_local_layer(layer) else None
+        return d.op(
+            "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:],
+            scale=scale, window=window, block=self.block,
+        )  # fmt: skip
+
+    def _stored(self, x: Expr, dtype: str) -> tuple[Expr, Expr | None]:
+        """Keys or values (n, heads, width) as the cache holds them, and the scale (n, heads, 1) of each for int8."""
+        d = self.decoder
+        if dtype != "int8":
+            return (x if dtype == "float32" else d.op("cast", x, dtype=dtype)), None
+        most = d.op("max", d.op("abs", x), axes=(-1,), keepdims=True)
+        scale = d.op("divide", d.op("maximum", most, np.float32(1e-30)), np.float32(_GREATEST))
+        return d.op("cast", d.op("round", d.op("divide", x, scale)), dtype="int8"), scale

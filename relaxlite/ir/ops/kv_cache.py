@@ -1,0 +1,413 @@
+"""Keys and values of past tokens in pages: appending to a pool, and attention over the pages of each sequence.
+
+A pool holds pages of `page` tokens, values as (heads, pages, page, width) and keys, turned, as (heads, pages, width,
+page): so both products of attention read vectors, along keys and along widths, whatever the number of queries is, and
+pages with numbers in a row are one stream from memory (measured: 22 GB/s for 15 with pages outermost). Which pages are
+whose, tables say (Kwon et al., "PagedAttention", arXiv 2309.06180). Tokens of all sequences of a step stand
+one after another, without padding; a list of blocks says which rows of queries attend to which sequence:
+
+    for each block and head of keys, rows = its queries times the query heads that share the head:
+        for each page:  S[r, j] = scale * q[r] . k[j]           as far as row r may see key j
+                        softmax online, as in nn_attention.py
+                        O[r, e] = O[r, e]*shrink[r] + sum over j of P[r, j] * v[j, e]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Attr, Op, Sample, register
+from relaxlite.ir.ops.broadcast import PROVER
+from relaxlite.ir.ops.linalg import equality_checks
+from relaxlite.ir.ops.nn_norm import LOG2_E
+from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Stmt, Store, compute, loops, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
+from relaxlite.ir.types import TensorType, Type
+
+BLOCK_FIELDS = 4  # of a block of queries: its sequence, first row, number of rows, position of the first row
+SPAN = 4  # pages whose scores are computed before their values are read
+LOWEST = float(np.finfo(np.float32).min)  # of a score that is not seen: -inf - -inf would be NaN
+
+
+@register
+class KvAppend(Op):
+    """A copy of pool (heads, pages, page, width) with x (n, heads, width) at n slots: token t in row slots[t] % page of
+    page slots[t] // page. `turned`: the pool is (heads, pages, width, page). Rows whose slot is negative go nowhere; of
+    several in one slot the last stays. Where the pool is donated and dies, it is updated in place (passes/donate.py).
+    """
+
+    name = "kv_append"
+    operands = ("pool", "x", "slots")
+    attrs: ClassVar[Mapping[str, Attr]] = {"turned": Attr("bool", False)}
+
+    def infer(self, pool: Expr, x: Expr, slots: Expr, *, turned: bool) -> Type:
+        ty, new, places = self.tensor(pool, "pool"), self.tensor(x, "x"), self.tensor(slots, "slots")
+        if ty.rank != 4 or new.rank != 3 or places.rank != 1 or places.dtype != "int64":
+            self.fail(f"pool, x and int64 slots must have ranks 4, 3 and 1, got {ty}, {new}, {places}")
+        assert ty.shape is not None and new.shape is not None and places.shape is not None
+        width, page = ty.shape[2 if turned else 3], ty.shape[3 if turned else 2]
+        wanted = (places.shape[0], ty.shape[0], width)
+        if new.dtype != ty.dtype or any(map(PROVER.can_prove_ne, new.shape, wanted)):
+            self.fail(f"x must be {ty.dtype} of (slots, heads, width) as the pool {ty} has them, got {new}")
+        if (as_int(page) or 0) < 1:
+            self.fail(f"the tokens of a page must be known and positive, got {page} in {ty}")
+        return ty
+
+    def lower(self, pool: Buffer, x: Buffer, slots: Buffer, *, out: Buffer, turned: bool) -> Stmt:
+        page = pool.shape[3 if turned else 2]
+        width = pool.shape[2 if turned else 3]
+        slot = SymVar("slot", lower=None)
+
+        def element(t: SymExpr, h: SymExpr, d: SymExpr) -> Stmt:
+            place = (h, slot // page, d, slot % page) if turned else (h, slot // page, slot % page, d)
+            return Store(out, place, Load(x, (t, h, d)))
+
+        def token(t: SymExpr) -> Stmt:
+            found = slots[t]
+            # of a negative slot the loops run no times
+            kept = smin(smax(slot + 1, sym(0)), sym(1))
+            check = Check((index(slot) < pool.shape[1] * page).value, "kv_append: a slot lies beyond the pool's pages")
+            stores = loops("hd", (x.shape[1] * kept, width), lambda h, d: element(t, h, d))
+            return LetIndex(slot, found, seq(check, stores))
+
+        checks = equality_checks(
+            "kv_append: x, slots and the pool differ in size",
+            (x.shape[0], slots.shape[0]),
+            (x.shape[1], pool.shape[0]),
+            (x.shape[2], width),
+        )
+        return seq(*checks, compute(out, lambda *i: pool[i]), loops("t", (slots.shape[0],), token))
+
+    def reference(self, pool: Any, x: Any, slots: Any, *, turned: bool) -> Any:
+        out = pool.copy()
+        seen = np.swapaxes(out, 2, 3) if turned else out
+        for row, slot in zip(x, slots.tolist(), strict=True):
+            if slot >= 0:
+                seen[:, slot // seen.shape[2], slot % seen.shape[2]] = row
+        return out
+
+    def samples(self) -> Iterable[Sample]:
+        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            return np.where(rng.random(shape) < 0.2, -1, rng.integers(0, 12, shape))
+
+        types = ("float32", "float32", "int64")
+        yield Sample(((2, 3, 4, 5), ("n", 2, 5), ("n",)), {}, types, make={2: draw})
+        yield Sample(((2, 3, 5, 4), ("n", 2, 5), ("n",)), {"turned": True}, types, make={2: draw})
+        yield Sample(((1, 3, 4, 16), ("n", 1, 16), ("n",)), {}, ("int8", "int8", "int64"), make={2: draw})
+
+
+@register
+class PagedAttention(Op):
+    """Causal attention of q (n, heads, width) over pages: keys (kv_heads, pages, width, page), values (kv_heads, pages,
+    page, depth), float32, float16 or int8 with scales (kv_heads, pages, page, 1) of each key and value. table int32 (s,
+    m): the pages of each sequence in order. blocks int64 (w, 4): sequence, first row of q, rows (at most `block`) and
+    the position of the first row; a row at position p sees the keys at positions p - `window` + 1 (None: 0) to p.
+
+    Rows of q that no block names are 0; blocks do not overlap. Sums are in float32, and so are q and the result.
+    """
+
+    name = "paged_attention"
+    operands = ("q", "keys", "values", "table", "blocks", "key_scales?", "value_scales?")
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "scale": Attr("float", 1.0),
+        "window": Attr("int", None),
+        "block": Attr("int", 16),
+    }
+
+    def infer(self, q: Expr, keys: Expr, values: Expr, table: Expr, blocks: Expr, *scales: Expr, **attrs: Any) -> Type:
+        types = [self.tensor(x, name) for x, name in zip((q, keys, values, table, blocks), self.operands, strict=False)]
+        if [t.rank for t in types] != [3, 4, 4, 2, 2]:
+            self.fail(f"q, keys, values, table and blocks must have ranks 3, 4, 4, 2, 2, got {_told(types)}")
+        qs, ks, vs, _, bs = (t.shape or () for t in types)
+        if types[0].dtype != "float32" or types[1].dtype != types[2].dtype:
+            self.fail(f"q must be float32, keys and values of one dtype, got {_told(types)}")
+        if types[1].dtype not in ("float32", "float16", "int8") or (types[1].dtype == "int8") != (len(scales) == 2):
+            self.fail(f"keys and values are float32, float16, or int8 with scales, got {_told(types)}")
+        if (types[3].dtype, types[4].dtype) != ("int32", "int64") or as_int(bs[1]) != BLOCK_FIELDS:
+            self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {_told(types)}")
+        sizes = [as_int(d) for d in (qs[1], qs[2], ks[0], *ks[2:], vs[0], *vs[2:])]
+        if any(s is None or s < 1 for s in sizes):
+            self.fail(f"heads, widths and the tokens of a page must be known, got {_told(types)}")
+        heads, width, kv_heads, key_width, page, value_heads, value_page, depth = (s or 0 for s in sizes)
+        if heads % kv_heads or (width, kv_heads, page) != (key_width, value_heads, value_page):
+            self.fail(f"heads, widths or pages of q, keys and values do not fit: {_told(types)}")
+        for x in scales:
+            ty = self.tensor(x, "scales")
+            if ty.dtype != "float32" or _without_pages(ty) != [kv_heads, page, 1]:
+                self.fail(f"scales must be float32 of ({kv_heads}, pages, {page}, 1), got {ty}")
+        if attrs["block"] < 1 or (attrs["window"] is not None and attrs["window"] < 1):
+            self.fail(f"block {attrs['block']} and window {attrs['window']} must be positive")
+        return TensorType.of((qs[0], qs[1], depth), "float32")
+
+    def lower(self, *operands: Buffer, out: Buffer, scale: float, window: int | None, block: int) -> Stmt:
+        q, keys, values, table, blocks, *scales = operands
+        checks = equality_checks(
+            "paged_attention: pools of different sizes",
+            *((keys.shape[1], x.shape[1]) for x in (values, *scales)),
+        )
+        parts = _Parts(q, keys, values, table, blocks, tuple(scales), out, scale, window, block)
+        w, h = SymVar("w"), SymVar("h")
+        # Blocks do not overlap, which is the caller's promise: the loops cannot show it.
+        nest = For(w, blocks.shape[0], For(h, keys.shape[0], _Block(parts, w, h).stmt(), "parallel"), "parallel")
+        zero = compute(out, lambda *i: literal(0.0, out.dtype))
+        return seq(*checks, zero, nest)
+
+    def reference(self, q: Any, keys: Any, values: Any, table: Any, blocks: Any, *scales: Any, **attrs: Any) -> Any:
+        group, page, window = q.shape[1] // keys.shape[0], keys.shape[3], attrs["window"]
+        k, v = np.swapaxes(keys, 2, 3).astype(np.float32), values.astype(np.float32)
+        if scales:
+            k, v = k * scales[0], v * scales[1]
+        out = np.zeros((*q.shape[:2], v.shape[3]), np.float32)
+        for sequence, first, rows, position in blocks.tolist():
+            for t in range(rows):
+                stop = position + t + 1
+                start = 0 if window is None else max(0, stop - window)
+                pages = table[sequence, : (stop + page - 1) // page]
+                seen_k, seen_v = (
+                    np.repeat(x[:, pages].reshape(len(x), -1, x.shape[3])[:, start:stop], group, axis=0) for x in (k, v)
+                )
+                scores = np.einsum("hd,hjd->hj", q[first + t] * np.float32(attrs["scale"]), seen_k)
+                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+                out[first + t] = np.einsum("hj,hje->he", weights / weights.sum(axis=1, keepdims=True), seen_v)
+        return out
+
+    def samples(self) -> Iterable[Sample]:
+        def table(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            return rng.integers(0, 5, shape)
+
+        def blocks(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            """Of 7 rows, three of sequence 0 and then four of sequence 1."""
+            return np.array([(0, 0, 1, 6), (0, 1, 2, 7), (1, 3, 3, 0), (1, 6, 1, 3)], np.int64)
+
+        ints = ("int32", "int64")
+        shapes = ((7, 4, 8), (2, "p + 5", 8, 4), (2, "p + 5", 4, 16), ("s + 2", 3), (4, 4))
+        made = {3: table, 4: blocks}
+        yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, made)
+        yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, made)
+        half = ("float32", "float16", "float16", *ints)
+        yield Sample(shapes, {"block": 4}, half, made, tolerance=2e-4)
+        scaled = (*shapes, (2, "p + 5", 4, 1), (2, "p + 5", 4, 1))
+        yield Sample(scaled, {"scale": 0.01, "block": 4}, ("float32", "int8", "int8", *ints), made, tolerance=2e-4)
+
+
+def _without_pages(ty: TensorType) -> list[int | None]:
+    return [as_int(dim) for k, dim in enumerate(ty.shape or ()) if k != 1]
+
+
+def _told(types: Iterable[TensorType]) -> str:
+    return ", ".join(map(str, types))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    q: Buffer
+    keys: Buffer
+    values: Buffer
+    table: Buffer
+    blocks: Buffer
+    scales: tuple[Buffer, ...]  # none, or of keys and of values
+    out: Buffer
+    scale: float
+    window: int | None
+    block: int
+
+
+class _Block:
+    """The statements for block `w` of queries and head `h` of keys. Rows are queries times heads that share keys."""
+
+    def __init__(self, parts: _Parts, w: SymExpr, h: SymExpr) -> None:
+        self.parts, self.w, self.h = parts, w, h
+        heads, kv_heads = as_int(parts.q.shape[1]) or 1, as_int(parts.keys.shape[0]) or 1
+        self.group = heads // kv_heads
+        self.most = self.group * parts.block
+        self.width, self.depth, self.page = parts.q.shape[2], parts.values.shape[3], parts.keys.shape[3]
+        self.queries = self._local("queries", self.width)
+        self.scores = self._local("scores", self.page * SPAN)
+        self.sums = self._local("sums", self.depth)
+        self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
+        self.sequence = SymVar("sequence", lower=None)
+        self.first = SymVar("first", lower=None)
+        self.queried = SymVar("queried", lower=None, upper=parts.block)
+        self.position = SymVar("position", lower=None)
+
+    def _local(self, name: str, *columns: SymExpr) -> Buffer:
+        return Buffer(name, (sym(self.most), *columns), "float32", "local")
+
+    @property
+    def rows(self) -> SymExpr:
+        return self.queried * self.group
+
+    def stmt(self) -> Stmt:
+        parts = self.parts
+        last = self.position + self.queried - 1
+        begin = sym(0) if parts.window is None else smax(self.position - (parts.window - 1), sym(0)) // self.page
+        count = smax(last // self.page - begin + 1, sym(0))
+        checks = (
+            (index(self.sequence) >= 0) & (index(self.sequence) < parts.table.shape[0]),
+            (index(self.first) >= 0) & (index(self.queried) >= 0) & (index(self.queried) <= parts.block),
+            (index(self.first + self.queried) <= parts.q.shape[0]) & (index(self.position) >= 0),
+            index(last // self.page) < parts.table.shape[1],
+        )
+        names = ("the sequence", "the rows", "a row or the position", "the last page")
+        guards = [
+            Check(cond.value, f"paged_attention: {name} of a block is out of range for its tables")
+            for cond, name in zip(checks, names, strict=True)
+        ]
+        starts = [(self.sums, 0.0), (self.total, 0.0), (self.top, LOWEST)]
+        body = seq(
+            *guards,
+            *(self._filled(buffer, value) for buffer, value in starts),
+            self._take_queries(),
+            loops("b", ((count + SPAN - 1) // SPAN,), lambda b: self._span(begin + b * SPAN, begin + count)),
+            self._finish(),
+        )
+        fields = (self.sequence, self.first, self.queried, self.position)
+        for k, field in reversed(list(enumerate(fields))):
+            body = LetIndex(field, parts.blocks[self.w, sym(k)], body)
+        for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total):
+            body = Allocate(buffer, body)
+        return body
+
+    def _over_rows(self, make: Callable[[SymExpr, SymExpr, SymExpr], Stmt]) -> Stmt:
+        """make(row, query, head) for all of them."""
+        g, t = SymVar("g", upper=self.group - 1), SymVar("t", upper=self.parts.block - 1)
+        body = make(t * self.group + g, self.first + t, self.h * self.group + g)
+        return For(t, self.queried, For(g, sym(self.group), body))
+
+    def _filled(self, buffer: Buffer, value: float) -> Stmt:
+        extents = (self.rows, *buffer.shape[1:])
+        return self._nest(extents, lambda *at: Store(buffer, at, literal(value, "float32")))
+
+    def _take_queries(self) -> Stmt:
+        def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
+            q = self.parts.q
+            return loops(
+                "d", (self.width,),
+                lambda d: Store(self.queries, (r, d), (Scalar(q[query, head, d]) * self.parts.scale).value),
+            )  # fmt: skip
+
+        return self._over_rows(row)
+
+    def _span(self, first: SymExpr, end: SymExpr) -> Stmt:
+        """What the next pages of the sequence add, from `first` on, at most SPAN of them."""
+        scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
+        pages, rows = smin(sym(SPAN), end - first), self.rows
+        keys = pages * self.page
+
+        def raise_top(r: SymExpr, found: Scalar) -> Stmt:
+            old = Scalar(top[(r,)])
+            new = old.maximum(found)
+            return seq(Store(shrink, (r,), ((old - new) * LOG2_E).exp2().value), Store(top, (r,), new.value))
+
+        def weight(r: SymExpr, j: SymExpr) -> Stmt:
+            found = ((Scalar(scores[r, j]) - Scalar(top[(r,)])) * LOG2_E).exp2()
+            if self.parts.window is not None:  # a row may see no key of these pages, nor of any before
+                found = select(Scalar(scores[r, j]) > LOWEST, found, 0.0)
+            return Store(scores, (r, j), found.value)
+
+        def add_total(r: SymExpr, found: Scalar) -> Stmt:
+            return Store(total, (r,), (Scalar(total[(r,)]) * Scalar(shrink[(r,)]) + found).value)
+
+        def shrunk(r: SymExpr, e: SymExpr) -> Stmt:
+            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) * Scalar(shrink[(r,)])).value)
+
+        return seq(
+            loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._score, p, first + p))),
+            self._fold("maxnum", (rows,), keys, lambda r, j: Scalar(scores[r, j]), raise_top),
+            self._nest((rows, keys), weight),
+            self._fold("add", (rows,), keys, lambda r, j: Scalar(scores[r, j]), add_total),
+            self._nest((rows, self.depth), shrunk),
+            loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._add_values, p, first + p))),
+        )
+
+    def _with_page(self, number: SymExpr, make: Callable[[SymExpr], Stmt]) -> Stmt:
+        """make(page of the pool) for page `number` of the sequence."""
+        page = SymVar("page", lower=None)
+        given = Scalar(self.parts.table[self.sequence, number]).cast("int64")
+        inside = (index(page) >= 0) & (index(page) < self.parts.keys.shape[1])
+        check = Check(inside.value, "paged_attention: a page of the table is out of range for the pool")
+        return LetIndex(page, given.value, seq(check, make(page)))
+
+    def _score(self, p: SymExpr, number: SymExpr, page: SymExpr) -> Stmt:
+        """The scores of one page, the p-th of its span."""
+        parts, h = self.parts, self.h
+
+        def score(r: SymExpr, j: SymExpr, d: SymExpr) -> Scalar:
+            return Scalar(self.queries[r, d]) * self._read(parts.keys, h, page, d, j)
+
+        def keep(r: SymExpr, j: SymExpr, found: Scalar) -> Stmt:
+            if parts.scales:
+                found = found * Scalar(parts.scales[0][h, page, j, 0])
+            query = self.position + r // self.group - number * self.page
+            seen = index(j, "int32") <= query
+            if parts.window is not None:
+                seen = seen & (index(j, "int32") > query - parts.window)
+            return Store(self.scores, (r, p * self.page + j), select(seen, found, LOWEST).value)
+
+        return self._fold("add", (self.rows, self.page), self.width, score, keep)
+
+    def _add_values(self, p: SymExpr, number: SymExpr, page: SymExpr) -> Stmt:
+        """The values of one page by their weights. What stands behind the last token is not defined, and not read."""
+        parts, h, scores = self.parts, self.h, self.scores
+        count = smin(self.page, self.position + self.queried - number * self.page)
+
+        def value(r: SymExpr, e: SymExpr, j: SymExpr) -> Scalar:
+            return Scalar(scores[r, p * self.page + j]) * self._read(parts.values, h, page, j, e)
+
+        def scaled(r: SymExpr, j: SymExpr) -> Stmt:
+            at = (r, p * self.page + j)
+            return Store(scores, at, (Scalar(scores[at]) * Scalar(parts.scales[1][h, page, j, 0])).value)
+
+        def keep(r: SymExpr, e: SymExpr, found: Scalar) -> Stmt:
+            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) + found).value)
+
+        return seq(
+            *([self._nest((self.rows, count), scaled)] if parts.scales else []),
+            self._fold("add", (self.rows, self.depth), count, value, keep),
+        )
+
+    def _read(self, pool: Buffer, *at: SymExpr) -> Scalar:
+        return Scalar(pool[at]).cast("float32")
+
+    def _nest(self, extents: tuple[SymExpr, ...], make: Callable[..., Stmt]) -> Stmt:
+        """Loops over rows and columns; the bound tells that the rows lie in their buffers."""
+        r = SymVar("r", upper=self.most - 1)
+        return For(r, extents[0], loops("j", extents[1:], lambda *at: make(r, *at)))
+
+    def _fold(
+        self,
+        combine: str,
+        extents: tuple[SymExpr, ...],
+        reduced: SymExpr,
+        value: Callable[..., Scalar],
+        finish: Callable[..., Stmt],
+    ) -> Stmt:
+        """for each element of `extents`: finish(combine over `reduced` of value)."""
+        total = Buffer("acc", (), "float32", "local")
+
+        def element(*i: SymExpr) -> Stmt:
+            inner = loops("k", (reduced,), lambda k: Store(total, (), value(*i, k).value, combine))
+            return Allocate(
+                total, seq(Store(total, (), identity(combine, "float32")), inner, finish(*i, Scalar(Load(total, ()))))
+            )
+
+        return self._nest(extents, element)
+
+    def _finish(self) -> Stmt:
+        """out = sums / total"""
+
+        def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
+            def element(e: SymExpr) -> Stmt:
+                found = Scalar(self.sums[r, e]) / Scalar(self.total[(r,)])
+                return Store(self.parts.out, (query, head, e), found.value)
+
+            return loops("e", (self.depth,), element)
+
+        return self._over_rows(row)

@@ -1,0 +1,173 @@
+"""Updates in place: a copy of a tensor of which some elements are replaced needs no copy where the original dies.
+
+    y = call(scatter, x, places, values)      =>      call(scatter_in_place, places, values, x)      y is x from here on
+
+What counts as an update, the loops say: a nest that copies an input to the output, and others that store into it and do
+not read it. The original may be overwritten where nothing reads its memory later (aliases.py), and the function has
+made it, or was given it for good: parameters that its attribute `donated` names, by their numbers. The last results of
+such a function are the new contents of these, in their order. This pass sees to it that they end in the callers' memory
+and drops the results: `main(x, cache) -> (y, new cache)` becomes `main(x, cache) -> y`. An update that cannot be in
+place, as the old contents are read later, is copied there at the end.
+
+A call that fails may have overwritten donated memory; the interpreter runs it again on what is there. So an update must
+not read what it replaces: values that are stored come from other operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from relaxlite.errors import PassError
+from relaxlite.ir.expr import Attrs, Call, Expr, Function, GlobalVar, Let, Tuple, Var
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.program import Buffer, Check, Load, Stmt, TensorProgram, compute, seq
+from relaxlite.ir.program_verifier import INPLACE
+from relaxlite.ir.program_visitor import loads, program_symbols, stores
+from relaxlite.ir.types import UNIT, TensorType
+from relaxlite.ir.visitor import Rewriter
+from relaxlite.passes.aliases import Aliases, find_aliases
+from relaxlite.passes.legalize import ProgramTable
+from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
+from relaxlite.passes.manager import PassContext
+
+DONATED = "donated"  # attribute of a function: the numbers of the parameters whose memory it takes over
+
+
+def donated_params(function: Function) -> tuple[Var, ...]:
+    """The parameters that the function takes over; as many of its last results are their new contents."""
+    numbers = function.attrs.get(DONATED, ())
+    assert isinstance(numbers, tuple)
+    return tuple(function.params[k] for k in numbers)  # type: ignore[index]
+
+
+def donate(module: IRModule, context: PassContext) -> IRModule:
+    """Updates of what dies happen in place, and donated parameters hold their new contents at the end."""
+    definitions: dict[str, Definition] = dict(module)
+    table = ProgramTable(definitions)
+    originals = {name: k for name, p in module.programs().items() if (k := updated_input(p)) is not None}
+    for name, function in module.functions().items():
+        if originals or donated_params(function):
+            rewriter = _Donate(module, context, table, originals, function)
+            definitions[name] = rewriter.donated(rewriter.function(function))
+    return module.updated(definitions)
+
+
+def updated_input(program: TensorProgram) -> int | None:
+    """The number of the input of which the one output is a copy with some elements replaced, or None."""
+    if program.num_outputs != 1:
+        return None
+    (out,) = program.outputs
+    stages = [s for s in top_stages(program) if not isinstance(s, Check)]
+    store = injective_store(perfect_nest(stages[0])) if len(stages) > 1 else None
+    if store is None or store.buffer is not out or not isinstance(store.value, Load):
+        return None
+    source = store.value.buffer
+    if store.value.indices != store.indices or source not in program.inputs or source.shape != out.shape:
+        return None
+    rest = seq(*stages[1:])
+    if any(load.buffer in (source, out) for load in loads(rest)):
+        return None
+    if any(s.buffer is not out or s.combine is not None for s in stores(rest) if s.buffer in program.params):
+        return None
+    return program.inputs.index(source)
+
+
+def _in_place(program: TensorProgram, original: int) -> TensorProgram:
+    """The program without the copy: (other inputs..., the tensor that is updated)."""
+    stages = list(top_stages(program))
+    copy = next(k for k, s in enumerate(stages) if not isinstance(s, Check))
+    kept = seq(*stages[:copy], *stages[copy + 1 :])
+    inputs = [b for k, b in enumerate(program.inputs) if k != original]
+    attrs = Attrs({**program.attrs, INPLACE: True})
+    return replace(program, params=(*inputs, *program.outputs), body=kept, num_outputs=0, attrs=attrs)
+
+
+class _Donate(Rewriter):
+    def __init__(
+        self,
+        module: IRModule,
+        context: PassContext,
+        table: ProgramTable,
+        originals: dict[str, int],
+        function: Function,
+    ) -> None:
+        super().__init__()
+        self._module, self._context, self._table, self._originals = module, context, table, originals
+        self._aliases: Aliases = find_aliases(function, module)
+        self._given = donated_params(function)
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
+            return None
+        number, name = self._originals.get(value.callee.name), value.callee.name
+        program = self._module[name]
+        if number is None or not isinstance(program, TensorProgram) or len(value.args) != len(program.inputs):
+            return None
+        x = self._before(var, number)
+        reason = self._obstacle(var, x, number)
+        self._context.decide("donate", f"{var.name} of {name} in {getattr(x, 'name', 'a constant')}", reason is None,
+                             reason or "nothing reads the old contents later")  # fmt: skip
+        if reason is not None:
+            return None
+        callee = self._table.add(f"{name}_in_place", _in_place(program, number))
+        target = value.args[number]
+        args = (*(arg for k, arg in enumerate(value.args) if k != number), target)
+        self.bb.emit(Call(callee, args, value.attrs, value.sym_args, UNIT, value.loc), "_")
+        return target
+
+    def _before(self, var: Var, number: int) -> Expr:
+        """The operand as the function had it, by whose name alias sets know it."""
+        binding = self._aliases.steps[self._aliases.step(var)]
+        assert isinstance(binding, Let) and isinstance(binding.value, Call)
+        return binding.value.args[number]
+
+    def _obstacle(self, var: Var, x: Expr, number: int) -> str | None:
+        """Why the update cannot be in place, or None."""
+        if not isinstance(x, Var) or x.ty != var.ty:
+            return "the original is a constant, or of another type"
+        step, roots = self._aliases.step(var), self._aliases.roots(x)
+        is_given = len(roots) == 1 and roots[0] in self._given
+        if not is_given and not self._aliases.dies_at(x, var):
+            return f"'{x.name}' is read later, or is not this function's to overwrite"
+        if is_given and self._aliases.last_use(roots[0]) > step:
+            return f"'{x.name}' is read later"
+        call = self._aliases.steps[step].value  # type: ignore[union-attr]
+        assert isinstance(call, Call)
+        others = (arg for k, arg in enumerate(call.args) if k != number)
+        if any(self._aliases.may_alias(x, arg) for arg in others):
+            return f"another operand shares the memory of '{x.name}'"
+        return None
+
+    def donated(self, function: Function) -> Function:
+        """The function without the results that are in the callers' memory, which they are copied to where need be."""
+        if not self._given:
+            return function
+        result = function.body.result
+        fields = result.fields if isinstance(result, Tuple) else (result,)
+        kept, new = fields[: -len(self._given)], fields[-len(self._given) :]
+        if not kept:
+            raise PassError("a function whose parameters are donated needs a result beside their new contents")
+        if any(root in self._given for field in kept for root in self._aliases.roots(field)):
+            raise PassError("a result lies in the memory of a donated parameter, which is overwritten")
+        with self.bb.body() as scope:
+            for binding in function.body.bindings():
+                self.bb.append(binding)
+            for param, value in zip(self._given, new, strict=True):
+                if value is not param:
+                    self._copy_back(param, value)
+            self.bb.result(kept[0] if len(kept) == 1 else Tuple(kept))
+        return replace(function, body=self.bb.finish(scope))
+
+    def _copy_back(self, param: Var, value: Expr) -> None:
+        if value in self._given:
+            raise PassError(f"the new contents of '{param.name}' are the old ones of another donated parameter")
+        assert isinstance(param.ty, TensorType) and param.ty.shape is not None
+        source, out = (Buffer(name, param.ty.shape, param.ty.dtype) for name in ("x", "out"))
+        body: Stmt = compute(out, lambda *i: source[i])
+        params = (source, out)
+        symbols = program_symbols(params, body)
+        program = TensorProgram(params, symbols, body, 0, Attrs({INPLACE: True}))
+        self._context.decide(
+            "donate", param.name, False, "its new contents are computed elsewhere and copied at the end"
+        )
+        self.bb.emit(Call(self._table.add("copy_in_place", program), (value, param), sym_args=symbols, ty=UNIT), "_")

@@ -1,0 +1,286 @@
+"""The cache of keys and values: pools of pages that sequences share, and the arrays that describe a step to the model.
+
+    cache = KVCache(layout, max_bytes=1 << 30)
+    a = cache.new()
+    cache.reserve([(a, 5)])                     # pages for five more tokens, or CacheFullError and nothing has changed
+    inputs = cache.describe([(a, 0, 5)])        # where they go, and what they attend to
+    model(tokens, *inputs, ..., *cache.pools)   # writes keys and values
+    cache.commit([(a, 5)])                      # from here on they are part of the sequence
+
+A sequence is a list of pages and a length. Pages are counted: `fork` shares them, and a shared page is copied before a
+sequence writes to it. Pools grow by halves, array by array, up to `max_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from relaxlite.errors import CacheFullError, InvalidArgumentError
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+FIRST_PAGES = 8  # of a pool when the first token comes
+ROW_DTYPES = {"float32": 4, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How keys and values lie: of each layer keys (kv_heads, pages, width, page) and values (kv_heads, pages, page,
+    width) of `dtype`; int8 with float32 scales (kv_heads, pages, page, 1) of each. `block`: rows of queries that the
+    attention takes at once."""
+
+    layers: int
+    kv_heads: int
+    width: int
+    page: int = 64
+    dtype: str = "float32"
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ROW_DTYPES:
+            raise InvalidArgumentError(f"a cache holds {', '.join(ROW_DTYPES)}, not {self.dtype!r}")
+
+    @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shape of one page of a head, and dtype, of each pool of a layer."""
+        keys, values, scales = (self.width, self.page), (self.page, self.width), ((self.page, 1), "float32")
+        return ((keys, self.dtype), (values, self.dtype), *([scales] * 2 if self.dtype == "int8" else []))
+
+    @property
+    def page_bytes(self) -> int:
+        """Of all layers."""
+        return (
+            self.layers
+            * self.kv_heads
+            * sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.shapes)
+        )
+
+
+class StepInputs(NamedTuple):
+    """What a step of n tokens of b sequences is told: positions int64 [n], slots int64 [n] (page * size + row), table
+    int32 [b, pages], blocks int64 [w, 4] (see the op paged_attention)."""
+
+    positions: Array
+    slots: Array
+    table: Array
+    blocks: Array
+
+
+@dataclass(slots=True)
+class _Sequence:
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    table: Array = field(default_factory=lambda: np.zeros(4, np.int32))  # the same pages, with room for more
+
+    def append(self, page: int) -> None:
+        count = len(self.pages)
+        if count == len(self.table):
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+        self.table[count] = page
+        self.pages.append(page)
+
+
+class KVCache:
+    """Sequences and the pools that hold their keys and values. Not for several threads at once."""
+
+    def __init__(self, layout: CacheLayout, *, max_bytes: int) -> None:
+        self.layout = layout
+        self.max_pages = max_bytes // layout.page_bytes
+        if self.max_pages < 1:
+            raise InvalidArgumentError(
+                f"a cache of {max_bytes} bytes does not hold one page of {layout.page} tokens, "
+                f"which takes {layout.page_bytes}"
+            )
+        self.pools: list[Array] = [self._pool(k, 0) for k in range(len(layout.shapes) * layout.layers)]
+        self._references: list[int] = []  # of each page
+        self._free: list[int] = []
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+        self._grow(min(FIRST_PAGES, self.max_pages))
+
+    # what it holds
+
+    def length(self, sequence: int) -> int:
+        return self._of(sequence).length
+
+    @property
+    def used_pages(self) -> int:
+        return len(self._references) - len(self._free)
+
+    @property
+    def free_pages(self) -> int:
+        """How many more there may be, whether there is memory for them yet or not."""
+        return self.max_pages - self.used_pages
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools)
+
+    # sequences
+
+    def new(self) -> int:
+        """An empty sequence."""
+        self._next += 1
+        self._sequences[self._next] = _Sequence()
+        return self._next
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A sequence of the first `length` tokens of another (None: all), which shares its pages."""
+        source = self._of(sequence)
+        length = source.length if length is None else length
+        if not 0 <= length <= source.length:
+            raise InvalidArgumentError(f"sequence {sequence} has {source.length} tokens, not {length} to fork")
+        made = self.new()
+        fork = self._sequences[made]
+        for page in source.pages[: self._pages_of(length)]:
+            self._references[page] += 1
+            fork.append(page)
+        fork.length = length
+        return made
+
+    def drop(self, sequence: int, count: int) -> None:
+        """Forget the last `count` tokens; pages that are not needed any more are given back."""
+        found = self._of(sequence)
+        if not 0 <= count <= found.length:
+            raise InvalidArgumentError(f"sequence {sequence} has {found.length} tokens, not {count} to drop")
+        found.length -= count
+        self._trim(found)
+
+    def remove(self, sequence: int) -> None:
+        found = self._of(sequence)
+        found.length = 0
+        self._trim(found)
+        del self._sequences[sequence]
+
+    # steps
+
+    def reserve(self, batch: Sequence[tuple[int, int]]) -> None:
+        """Pages of their own for `count` more tokens of each sequence. CacheFullError leaves all as it was."""
+        wanted, pages = 0, []
+        shared: dict[int, int] = {}
+        for sequence, count in batch:
+            found = self._of(sequence)
+            pages.append((found, self._pages_of(found.length + count) - len(found.pages)))
+            wanted += max(pages[-1][1], 0)
+            if (page := self._shared_page(found)) is not None and count:
+                shared[page] = shared.get(page, 0) + 1
+        # of all that share a page, the last to write need not copy it
+        wanted += sum(min(count, self._references[page] - 1) for page, count in shared.items())
+        if wanted > len(self._free):
+            self._make_room(wanted)
+        for (_, count), (found, more) in zip(batch, pages, strict=True):
+            if count:
+                self._own_last_page(found)
+            for _ in range(more):
+                found.append(self._take())
+
+    def describe(self, parts: Sequence[tuple[int, int, int]]) -> StepInputs:
+        """The inputs for parts (sequence, first, count): tokens `first` to `first + count` of those that are reserved,
+        counted from the sequence's length, one part after the other."""
+        page, block = self.layout.page, self.layout.block
+        if len(parts) == 1 and parts[0][2] == 1:  # the usual step of a generation, in few operations
+            sequence, first, _ = parts[0]
+            found = self._sequences[sequence]
+            position = found.length + first
+            slot = found.pages[position // page] * page + position % page
+            table = found.table[: position // page + 1].reshape(1, -1)
+            return StepInputs(np.array([position]), np.array([slot]), table, np.array([[0, 0, 1, position]]))
+        positions, slots, blocks, row = [], [], [], 0
+        widest = max(self._pages_of(self.length(s) + first + count) for s, first, count in parts)
+        table = np.zeros((len(parts), widest), np.int32)
+        for k, (sequence, first, count) in enumerate(parts):
+            found = self._sequences[sequence]
+            start = found.length + first
+            at = np.arange(start, start + count)
+            used = self._pages_of(start + count)
+            table[k, :used] = found.table[:used]
+            positions.append(at)
+            slots.append(found.table[at // page].astype(np.int64) * page + at % page)
+            blocks += [(k, row + t, min(block, count - t), start + t) for t in range(0, count, block)]
+            row += count
+        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(blocks, np.int64))
+
+    def commit(self, batch: Sequence[tuple[int, int]]) -> None:
+        """The reserved tokens are written: the sequences are that much longer."""
+        for sequence, count in batch:
+            self._sequences[sequence].length += count
+
+    def cancel(self, batch: Sequence[tuple[int, int]]) -> None:
+        """Give back what was reserved."""
+        for sequence, _ in batch:
+            self._trim(self._sequences[sequence])
+
+    # pages
+
+    def _of(self, sequence: int) -> _Sequence:
+        found = self._sequences.get(sequence)
+        if found is None:
+            raise InvalidArgumentError(f"there is no sequence {sequence}")
+        return found
+
+    def _pages_of(self, length: int) -> int:
+        return -(-length // self.layout.page)
+
+    def _shared_page(self, sequence: _Sequence) -> int | None:
+        """The page in which the sequence goes on, if others have it too."""
+        if sequence.length % self.layout.page == 0:
+            return None
+        page = sequence.pages[sequence.length // self.layout.page]
+        return page if self._references[page] > 1 else None
+
+    def _own_last_page(self, sequence: _Sequence) -> None:
+        page = self._shared_page(sequence)
+        if page is None:
+            return
+        made, at = self._take(), sequence.length // self.layout.page
+        for pool in self.pools:
+            pool[:, made] = pool[:, page]
+        self._references[page] -= 1
+        sequence.pages[at] = made
+        sequence.table[at] = made
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def _trim(self, sequence: _Sequence) -> None:
+        """Give back the pages behind the sequence's length."""
+        kept = self._pages_of(sequence.length)
+        while len(sequence.pages) > kept:
+            page = sequence.pages.pop()
+            self._references[page] -= 1
+            if not self._references[page]:
+                self._free.append(page)
+
+    def _make_room(self, wanted: int) -> None:
+        """At least `wanted` free pages, or CacheFullError."""
+        if wanted > self.free_pages:
+            size, most = self.layout.page, self.max_pages * self.layout.page_bytes
+            raise CacheFullError(
+                f"the cache is full: {wanted} more pages of {size} tokens are needed, {self.free_pages} of "
+                f"{self.max_pages} are free; remove sequences, or give it more than {most} bytes"
+            )
+        pages = len(self._references)
+        self._grow(min(max(pages + pages // 2, self.used_pages + wanted), self.max_pages))
+
+    def _pool(self, number: int, pages: int) -> Array:
+        shape, dtype = self.layout.shapes[number % len(self.layout.shapes)]
+        return np.empty((self.layout.kv_heads, pages, *shape), dtype)
+
+    def _grow(self, pages: int) -> None:
+        """Pools of so many pages, one after the other, so that no more than one is there twice."""
+        old = len(self._references)
+        try:
+            for k, pool in enumerate(self.pools):
+                made = self._pool(k, pages)
+                made[:, :old] = pool
+                self.pools[k] = made
+        except MemoryError as error:
+            self.pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self.pools]
+            raise CacheFullError(f"there is no memory for a cache of {pages * self.layout.page_bytes} bytes") from error
+        self._references += [0] * (pages - old)
+        self._free[:0] = range(pages - 1, old - 1, -1)  # the lowest is taken first

@@ -1,0 +1,41 @@
+"""Small random checkpoints of every architecture, without a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
+from relaxlite.frontend.llm.config import DecoderConfig, Rope
+
+VOCAB, CONTEXT = 61, 96
+
+_SIZES: dict[str, Any] = {
+    "vocab": VOCAB, "hidden": 32, "layers": 2, "heads": 6, "kv_heads": 2, "head_width": 8, "intermediate": 40,
+    "context": CONTEXT, "norm_epsilon": 1e-5, "rope": Rope(1e4, 8), "is_tied": False,
+}  # fmt: skip
+_SPECIFIC: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"window": 7, "kv_heads": 3},
+    "qwen2": {"has_qkv_bias": True, "kv_heads": 6},
+    "qwen3": {"has_qk_norm": True, "head_width": 16, "rope": Rope(1e6, 16)},
+    "gemma3": {
+        "layers": 3, "heads": 4, "kv_heads": 1, "has_qk_norm": True, "has_post_norms": True, "activation": "gelu_tanh",
+        "window": 5, "is_local": (True, True, False), "local_rope": Rope(1e4, 8), "rope": Rope(1e6, 8),
+        "query_scale": 0.3, "embedding_scale": 5.6, "is_tied": True, "logit_cap": 30.0,
+    },
+}  # fmt: skip
+ARCHITECTURES = tuple(_SPECIFIC)
+
+
+def small_checkpoint(architecture: str, seed: int = 0, **changes: Any) -> Checkpoint:
+    config = DecoderConfig(architecture, **{**_SIZES, **_SPECIFIC[architecture], **changes})
+    rng = np.random.default_rng(seed)
+    weights = {name: _random(rng, shape) for name, shape in expected_weights(config).items()}
+    return Checkpoint(config, weights, None, {"source": "random"})
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> Weight:
+    scale, offset = (0.1, 1.0) if len(shape) == 1 else (shape[-1] ** -0.5, 0.0)
+    return Weight((offset + scale * rng.standard_normal(shape)).astype(np.float32), shape)

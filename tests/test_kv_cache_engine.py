@@ -1,0 +1,279 @@
+"""The compiled engine over paged caches against one that computes every sequence from its beginning."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import relaxlite as rl
+from relaxlite.errors import CacheFullError, InvalidArgumentError
+from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.frontend.llm.step import build_step
+from relaxlite.llm.compiled_engine import CompiledEngine
+from relaxlite.llm.engine import RecomputingEngine
+from relaxlite.runtime.module import Executable
+from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, small_checkpoint
+
+PAGE = 4
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "int8": 6e-2}  # of the largest logit
+
+
+@cache
+def dense(architecture: str) -> Executable:
+    return rl.compile(build_dense(small_checkpoint(architecture)))
+
+
+@cache
+def step(architecture: str, dtype: str = "float32") -> Executable:
+    """The one compilation of an architecture, which serves all tests."""
+    return rl.compile(build_step(small_checkpoint(architecture), page=PAGE, cache_dtype=dtype, step_tokens=32))
+
+
+def engines(architecture: str, dtype: str = "float32", **options: Any) -> tuple[CompiledEngine, RecomputingEngine]:
+    return CompiledEngine(step(architecture, dtype), **options), RecomputingEngine(dense(architecture), VOCAB, CONTEXT)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng((seed, count)).integers(0, VOCAB, count).tolist()
+
+
+def close(found: np.ndarray, wanted: np.ndarray, dtype: str = "float32") -> None:
+    assert found.shape == wanted.shape and found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[dtype] * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_whole_prefill_is_chunked_prefill_is_token_by_token(architecture: str) -> None:
+    prompt = tokens(31)
+    _, oracle = engines(architecture)
+    wanted = oracle.forward([(oracle.new(), prompt)], all_logits=True)[0]
+    for chunk in (32, 7, 1):
+        engine, _ = engines(architecture, chunk=chunk)
+        sequence = engine.new()
+        close(engine.forward([(sequence, prompt)], all_logits=True)[0], wanted)
+        assert engine.length(sequence) == len(prompt)
+        close(engine.forward([(engine.new(), prompt)])[0], wanted[-1:])
+    engine, _ = engines(architecture)
+    sequence, at = engine.new(), 0
+    for count in (1, 1, 5, 13, 2, 9):  # single tokens, and several at once as when a draft is verified
+        close(engine.forward([(sequence, prompt[at : at + count])], all_logits=True)[0], wanted[at : at + count])
+        at += count
+    assert at == len(prompt)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_prompts_longer_than_a_step(architecture: str) -> None:
+    engine, oracle = engines(architecture)
+    prompt = tokens(CONTEXT)
+    wanted = oracle.forward([(oracle.new(), prompt)], all_logits=True)[0]
+    close(engine.forward([(engine.new(), prompt)], all_logits=True)[0], wanted)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_ragged_batch_is_one_by_one(architecture: str) -> None:
+    engine, oracle = engines(architecture)
+    prompts = [tokens(n, seed=n) for n in (1, 17, 4, 8, 3, 30, 5, 12)]
+    ours, theirs = ([e.new() for _ in prompts] for e in (engine, oracle))
+    for more in (prompts, [[3]] * 8, [[5, 6], [1], [2, 4, 8], [9], [7], [1, 2], [3], [0]]):
+        found = engine.forward(list(zip(ours, more, strict=True)))
+        wanted = oracle.forward(list(zip(theirs, more, strict=True)))
+        for a, b in zip(found, wanted, strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_forks_and_drops_are_recomputation(dtype: str) -> None:
+    engine, oracle = engines("llama", dtype)
+    ours, theirs = engine.new(), oracle.new()
+    for e, s in ((engine, ours), (oracle, theirs)):
+        e.forward([(s, tokens(18))])
+    for length in (18, 16, 6, 0, None):
+        a, b = engine.fork(ours, length), oracle.fork(theirs, length)
+        assert engine.length(a) == oracle.length(b)
+        close(engine.forward([(a, [7, 8, 9])])[0], oracle.forward([(b, [7, 8, 9])])[0], dtype)
+    close(engine.forward([(ours, [1, 2])])[0], oracle.forward([(theirs, [1, 2])])[0], dtype)
+    for count in (1, 0, 6, 13):
+        engine.drop(ours, count)
+        oracle.drop(theirs, count)
+        close(engine.forward([(ours, [11])])[0], oracle.forward([(theirs, [11])])[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
+    engine, oracle = engines(architecture, dtype)
+    prompt = tokens(40)
+    found = engine.forward([(engine.new(), prompt)], all_logits=True)[0]
+    wanted = oracle.forward([(oracle.new(), prompt)], all_logits=True)[0]
+    close(found, wanted, dtype)
+    assert engine.cache.layout.dtype == dtype
+    assert np.abs(found - wanted).max() > 1e-6 * np.abs(wanted).max()  # it is not float32 after all
+
+
+def test_what_forks_share_is_stored_once() -> None:
+    engine, _ = engines("llama")
+    sequence = engine.new()
+    engine.forward([(sequence, tokens(10))])
+    assert engine.cache.used_pages == 3
+    forks = [engine.fork(sequence) for _ in range(3)]
+    assert engine.cache.used_pages == 3
+    engine.forward([(s, [1]) for s in forks])
+    assert engine.cache.used_pages == 3 + 3  # each has the last page of its own now
+    for s in (*forks, sequence):
+        engine.remove(s)
+    assert engine.cache.used_pages == 0
+
+
+def test_a_full_cache_refuses_and_the_others_go_on() -> None:
+    engine, oracle = engines("llama", max_bytes=6 * CompiledEngine(step("llama")).cache.layout.page_bytes)
+    a, b = engine.new(), engine.new()
+    twin = oracle.new()
+    engine.forward([(a, tokens(9)), (b, tokens(8))])
+    oracle.forward([(twin, tokens(9))])
+    with pytest.raises(CacheFullError, match="the cache is full: 2 more pages of 4 tokens are needed, 1 of 6 are free"):
+        engine.forward([(b, tokens(8))])
+    fork = engine.fork(a)
+    with pytest.raises(CacheFullError, match="remove sequences, or give it more than"):
+        engine.forward([(fork, [1]), (b, [1])])  # a copy of the page that a and its fork share, and a page for b
+    assert [engine.length(s) for s in (a, b, fork)] == [9, 8, 9]
+    assert engine.cache.used_pages == 5
+    close(engine.forward([(a, [4])])[0], oracle.forward([(twin, [4])])[0])
+    engine.remove(b)
+    engine.remove(fork)
+    close(engine.forward([(a, tokens(10))])[0], oracle.forward([(twin, tokens(10))])[0])
+
+
+def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, oracle = engines("llama", chunk=4)
+    ours, theirs = engine.new(), oracle.new()
+    engine.forward([(ours, tokens(6))])
+    oracle.forward([(theirs, tokens(6))])
+    run, calls = engine._run, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(engine, "_run", failing)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward([(ours, tokens(12))])
+    assert engine.length(ours) == 6 and engine.cache.used_pages == 2
+    close(engine.forward([(ours, [5])])[0], oracle.forward([(theirs, [5])])[0])
+
+
+def test_errors_name_what_is_wrong() -> None:
+    engine, _ = engines("llama")
+    sequence = engine.new()
+    engine.forward([(sequence, tokens(10))])
+    with pytest.raises(InvalidArgumentError, match="has 10 tokens and is given 87 more; the model's context holds 96"):
+        engine.forward([(sequence, tokens(87))])
+    with pytest.raises(InvalidArgumentError, match="token 61 is not in the vocabulary of 61"):
+        engine.forward([(sequence, [61])])
+    with pytest.raises(InvalidArgumentError, match="there is no sequence 99"):
+        engine.forward([(99, [1])])
+    with pytest.raises(InvalidArgumentError, match="has 10 tokens, not 11 to fork"):
+        engine.fork(sequence, 11)
+    with pytest.raises(InvalidArgumentError, match="has 10 tokens, not 11 to drop"):
+        engine.drop(sequence, 11)
+    with pytest.raises(InvalidArgumentError, match="a step takes 1 to 32 tokens, not chunks of 33"):
+        engines("llama", chunk=33)
+    with pytest.raises(InvalidArgumentError, match="does not hold one page of 4 tokens, which takes 1024"):
+        engines("llama", max_bytes=1000)
+    with pytest.raises(InvalidArgumentError, match="not one step of a decoder with a paged cache"):
+        CompiledEngine(dense("llama"))
+    with pytest.raises(InvalidArgumentError, match="a cache holds float32, float16, int8, not 'int4'"):
+        build_step(small_checkpoint("llama"), cache_dtype="int4")
+    assert engine.length(sequence) == 10
+
+
+def test_an_engine_runs_from_a_saved_model(tmp_path: Any) -> None:
+    step("gemma3").save(tmp_path / "model.rlx")
+    engine = CompiledEngine(rl.load(tmp_path / "model.rlx"))
+    _, oracle = engines("gemma3")
+    close(engine.forward([(engine.new(), tokens(20))])[0], oracle.forward([(oracle.new(), tokens(20))])[0])
+
+
+class Sequences(RuleBasedStateMachine):
+    """Any order of operations; pages are neither lost nor used twice."""
+
+    sequences = st.integers(0, 10**6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours, self.theirs = engines("mistral", max_bytes=24 * engines("mistral")[0].cache.layout.page_bytes)
+        self.pairs: list[tuple[int, int]] = []
+
+    def pick(self, number: int) -> tuple[int, int]:
+        return self.pairs[number % len(self.pairs)]
+
+    @precondition(lambda self: len(self.pairs) < 6)
+    @rule()
+    def new(self) -> None:
+        self.pairs.append((self.ours.new(), self.theirs.new()))
+
+    @precondition(lambda self: self.pairs)
+    @rule(number=sequences, counts=st.lists(st.integers(1, 14), min_size=1, max_size=4), whole=st.booleans())
+    def forward(self, number: int, counts: list[int], whole: bool) -> None:
+        chosen = dict.fromkeys(self.pick(number + k) for k in range(len(counts)))
+        given = [tokens(count, seed=number) for count in counts]
+        room = CONTEXT - max(self.ours.length(a) for a, _ in chosen)
+        if max(counts) > room:
+            return
+        before = [self.ours.length(a) for a, _ in self.pairs]
+        try:
+            found = self.ours.forward([(a, t) for (a, _), t in zip(chosen, given, strict=False)], all_logits=whole)
+        except CacheFullError:
+            assert [self.ours.length(a) for a, _ in self.pairs] == before
+            return
+        wanted = self.theirs.forward([(b, t) for (_, b), t in zip(chosen, given, strict=False)], all_logits=whole)
+        for a, b in zip(found, wanted, strict=True):
+            close(a, b)
+
+    @precondition(lambda self: 0 < len(self.pairs) < 6)
+    @rule(number=sequences, share=st.floats(0, 1))
+    def fork(self, number: int, share: float) -> None:
+        a, b = self.pick(number)
+        length = int(share * self.ours.length(a))
+        self.pairs.append((self.ours.fork(a, length), self.theirs.fork(b, length)))
+
+    @precondition(lambda self: self.pairs)
+    @rule(number=sequences, share=st.floats(0, 1))
+    def drop(self, number: int, share: float) -> None:
+        a, b = self.pick(number)
+        count = int(share * self.ours.length(a))
+        self.ours.drop(a, count)
+        self.theirs.drop(b, count)
+
+    @precondition(lambda self: self.pairs)
+    @rule(number=sequences)
+    def remove(self, number: int) -> None:
+        a, b = self.pairs.pop(number % len(self.pairs))
+        self.ours.remove(a)
+        self.theirs.remove(b)
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        cache_ = self.ours.cache
+        held: dict[int, int] = {}
+        for sequence in cache_._sequences.values():
+            assert len(sequence.pages) == -(-sequence.length // PAGE)
+            assert sequence.table[: len(sequence.pages)].tolist() == sequence.pages
+            for page in sequence.pages:
+                held[page] = held.get(page, 0) + 1
+        assert {k: n for k, n in enumerate(cache_._references) if n} == held
+        assert sorted([*cache_._free, *held]) == list(range(len(cache_._references)))
+        assert [self.ours.length(a) for a, _ in self.pairs] == [self.theirs.length(b) for _, b in self.pairs]
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
