@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -56,6 +57,27 @@ def test_compile_writes_one_file(run: Run, tmp_path: Path) -> None:
     done = run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"), "--max-context", "40")
     assert done.status == 0 and re.search(r"m\.rlx: \d+ kernels for \S+, \S+ kB, compiled in", done.out), done.err
     assert load(tmp_path / "m.rlx").context == 40
+
+
+def test_inspect_shows_what_the_file_says_of_the_model(run: Run) -> None:
+    done = run("inspect", "tiny.rlx")
+    assert done.status == 0
+    assert "language  architecture llama, vocab 258, context 64, stop (257,), chat_template yes\n" in done.out
+    assert "          source: tiny.model\n" in done.out
+    found = json.loads(run("inspect", "tiny.rlx", "--json").out)["language_model"]
+    assert found["context"] == 64 and found["special_tokens"] == {"bos_token": "<|start|>"}
+
+
+def test_a_checkpoint_can_be_looked_into(run: Run) -> None:
+    assert "paged_attention" in run("inspect", "tiny.model", "--ir").out
+    assert run("inspect", "tiny.model").status == 0
+
+
+def test_the_cache_of_keys_and_values_has_a_dtype(run: Run, tmp_path: Path) -> None:
+    assert run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"), "--cache-dtype", "float16").status == 0
+    llm = load(tmp_path / "m.rlx")
+    assert llm.data is not None and "float16" in {spec.dtype for spec in llm.data.signature.inputs}
+    assert len(llm.generate("abc", max_new_tokens=5, stop_tokens=()).tokens) == 5
 
 
 def test_generate_prints_what_the_library_gives(run: Run, folder: Path) -> None:
@@ -116,7 +138,7 @@ def test_a_checkpoint_is_compiled_once(run: Run, folder: Path, monkeypatch: pyte
         (["generate", "none.rlx", "x"], 1, "there is no file 'none.rlx'"),
         (["generate", ".", "x"], 1, "is a folder"),
         (["generate", "tiny.model/config.json", "x"], 1, "is no language model: give a file made by"),
-        (["generate", "tiny.rlx", "x", "--max-context", "9"], 2, "--max-context needs a checkpoint"),
+        (["generate", "tiny.rlx", "x", "--max-context", "9"], 2, "--max-context and --cache-dtype need a checkpoint"),
         (["generate", "tiny.rlx", "x", "--max-tokens", "99"], 2, "max_new_tokens=99 more do not fit into the context"),
         (["generate", "tiny.rlx", ""], 2, "the prompt is empty"),
         (["generate", "tiny.rlx", "a", "--seed", "1", "b", "--chut"], 2, "unrecognized arguments: --chut"),

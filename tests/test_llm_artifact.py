@@ -71,6 +71,10 @@ def test_the_cache_bounds_the_context(saved: Path) -> None:
     small = rl.llm.load(saved, cache_bytes=1 << 16)
     assert small.context == 48  # which is less than a page
     assert len(small.generate("a", max_new_tokens=47, stop_tokens=()).tokens) == 47
+    large = LanguageModel.of(build_checkpoint(checkpoint(context=200)), cache_bytes=1 << 15)
+    assert large.context == 128
+    with pytest.raises(InvalidArgumentError, match="context of 128; at most 127 do, or give the cache more bytes: the"):
+        large.generate("a", max_new_tokens=150)
     with pytest.raises(InvalidArgumentError, match="does not hold one page of 64 tokens"):
         rl.llm.load(saved, cache_bytes=100)
 

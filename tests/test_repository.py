@@ -56,6 +56,7 @@ LATE_IMPORTS = {
     "relaxlite/cli/bench.py": {"onnxruntime"},
     "relaxlite/cli/chat.py": {"readline"},  # not on every platform
     "relaxlite/cli/compile.py": {"relaxlite.cli.compiling_llm"},  # tokenizers and templates, for language models only
+    "relaxlite/cli/compiling.py": {"relaxlite.cli.compiling_llm"},  # the same
     "relaxlite/cli/demo.py": {"relaxlite.cli.demo_pictures"},  # Pillow and the ONNX importer
     "relaxlite/cli/language.py": {"relaxlite.cli.compiling_llm"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py

@@ -17,10 +17,10 @@ from relaxlite.runtime import artifact
 def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     is_language_model = is_checkpoint(args.model)
-    if not is_language_model and is_compiled(args.model):
+    if is_compiled(args.model):
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
-    if not is_language_model and args.max_context is not None:
-        raise InvalidArgumentError(f"--max-context needs a language model, and {args.model!r} is none")
+    if not is_language_model and (args.max_context or args.cache_dtype):
+        raise InvalidArgumentError(f"--max-context and --cache-dtype need a language model; {args.model!r} is none")
     output = _output(args)
     if is_language_model:
         from relaxlite.cli.compiling_llm import compile_checkpoint

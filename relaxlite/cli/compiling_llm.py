@@ -14,13 +14,16 @@ from tqdm import tqdm
 from relaxlite import models
 from relaxlite.cli.compiling import make_context, show_timings
 from relaxlite.cli.opening import check_not_onnx
+from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.frontend.llm.step import CACHE_DTYPES
+from relaxlite.ir.module import IRModule
 from relaxlite.llm import compiling
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
 
-_OPTIONS = ("max_context", "precision", "constant_memory", "libraries")
+_OPTIONS = ("max_context", "cache_dtype", "precision", "constant_memory", "libraries")
 _FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")  # of a Hugging Face folder: what is read of it
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CHUNK = 1 << 22
@@ -35,11 +38,18 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
             args.model,
             context.target,
             max_context=args.max_context,
+            cache_dtype=args.cache_dtype or CACHE_DTYPES[0],
             context=context,
             validate=getattr(args, "validate", False),
         )
     show_timings(args, context.timings)
     return data
+
+
+def import_checkpoint(args: argparse.Namespace) -> IRModule:
+    """The module of `args.model`, which has no tokenizer: to look at, and for `relaxlite run` and its like."""
+    check_not_onnx(args)
+    return compiling.module_of(read_checkpoint(args.model))
 
 
 def compile_once(args: argparse.Namespace) -> Path:

@@ -26,8 +26,10 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
             "with config.json"
         )
-    if args.max_context is not None:
-        raise InvalidArgumentError(f"--max-context needs a checkpoint, and {args.model!r} is compiled already")
+    if args.max_context or args.cache_dtype:
+        raise InvalidArgumentError(
+            f"--max-context and --cache-dtype need a checkpoint, and {args.model!r} is compiled already"
+        )
     return load(args.model)
 
 

@@ -39,6 +39,8 @@ def is_compiled(path: str) -> bool:
     found = Path(path)
     if not path or not found.exists():
         raise RelaxliteError(f"there is no file {path!r}")
+    if is_checkpoint(path):
+        return False
     if found.is_dir():
         raise RelaxliteError(f"{path!r} is a folder; give the path of a model in it")
     if found.suffix == ".rlx" or not found.is_file():  # what is read from a pipe cannot be read again

@@ -12,6 +12,7 @@ from relaxlite.version import __version__
 
 Number = int | float
 PRECISIONS = ("float32", "bf16")  # those of passes/lower_precision.py
+CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
@@ -77,7 +78,7 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an ONNX file, a GGUF file, or a Hugging Face folder of a language model")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the model's name with .rlx, in this folder")
-    _add_max_context(parser)
+    _add_cache_options(parser)
     parser.add_argument(
         "--validate",
         action="store_true",
@@ -351,14 +352,17 @@ its own width, then all of them as one batch.
 
 def _add_language_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a file made by `relaxlite compile`, a GGUF file, or a Hugging Face folder")
-    _add_max_context(parser)
+    _add_cache_options(parser)
     _add_target(parser)
     _add_threads(parser)
 
 
-def _add_max_context(parser: argparse.ArgumentParser) -> None:
+def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-context", type=_at_least(1), metavar="N", help="tokens of a language model's sequences (default: all)"
+    )
+    parser.add_argument(
+        "--cache-dtype", choices=CACHE_DTYPES, help="of a language model's keys and values (default: float32)"
     )
 
 

@@ -10,6 +10,7 @@ from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
+from relaxlite.ir.module import IRModule
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.model import LanguageModel
 from relaxlite.passes.manager import PassContext
@@ -63,11 +64,23 @@ def build_checkpoint(
 ) -> ExecutableData:
     """As `build`, of a checkpoint in memory."""
     attachments = attachments_of(checkpoint, max_context)
-    if max_context is not None:
-        checkpoint = replace(checkpoint, config=replace(checkpoint.config, context=max_context))
-    data = build_module(build_step(checkpoint, cache_dtype=cache_dtype), target, context=context, validate=validate)
+    module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype)
+    data = build_module(module, target, context=context, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
+
+
+def module_of(checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32") -> IRModule:
+    """The module that is compiled: a step of any number of tokens over the cache."""
+    context = _context(checkpoint, max_context)
+    return build_step(replace(checkpoint, config=replace(checkpoint.config, context=context)), cache_dtype=cache_dtype)
+
+
+def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
+    most = checkpoint.config.context
+    if max_context is not None and not 1 <= max_context <= most:
+        raise InvalidArgumentError(f"max_context must be from 1 to the model's own {most}, got {max_context}")
+    return max_context or most
 
 
 def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:
@@ -76,12 +89,10 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
     source = checkpoint.provenance.get("source", "the checkpoint")
     if tokenizer is None:
         raise ImportModelError(f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json")
-    if max_context is not None and not 1 <= max_context <= config.context:
-        raise InvalidArgumentError(f"max_context must be from 1 to the model's own {config.context}, got {max_context}")
     description = Description(
         architecture=config.architecture,
         vocab=config.vocab,
-        context=max_context or config.context,
+        context=_context(checkpoint, max_context),
         bos=tokenizer.bos,
         adds_bos=tokenizer.adds_bos,
         stop=tokenizer.stop,

@@ -242,7 +242,7 @@ class LanguageModel:
         if room < 1:
             raise InvalidArgumentError(
                 f"{what} has {len(tokens)} tokens, and the context holds {self.context}, of which the reply needs at "
-                "least one; shorten it"
+                f"least one; shorten it{self._bound()}"
             )
         if max_new_tokens is None:
             return min(MAX_NEW_TOKENS, room)
@@ -251,9 +251,14 @@ class LanguageModel:
         if max_new_tokens > room:
             raise InvalidArgumentError(
                 f"{what} has {len(tokens)} tokens, and max_new_tokens={max_new_tokens} more do not fit into the "
-                f"context of {self.context}; at most {room} do"
+                f"context of {self.context}; at most {room} do{self._bound()}"
             )
         return int(max_new_tokens)
+
+    def _bound(self) -> str:
+        """What to do where it is the cache that bounds the context."""
+        most = self.engine.context
+        return f", or give the cache more bytes: the model itself takes {most}" if self.context < most else ""
 
     # sequences
 
