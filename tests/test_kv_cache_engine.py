@@ -17,6 +17,7 @@ from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.engine import RecomputingEngine
+from relaxlite.runtime import kv_cache, threadpool
 from relaxlite.runtime.module import Executable
 from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, small_checkpoint
 
@@ -31,7 +32,7 @@ def dense(architecture: str) -> Executable:
 
 @cache
 def step(architecture: str, dtype: str = "float32") -> Executable:
-    """The one compilation of an architecture, which serves all tests."""
+    """The one compilation of an architecture and kind of cache, which serves all tests."""
     return rl.compile(build_step(small_checkpoint(architecture), page=PAGE, cache_dtype=dtype, step_tokens=32))
 
 
@@ -114,6 +115,21 @@ def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
     close(found, wanted, dtype)
     assert engine.cache.layout.dtype == dtype
     assert np.abs(found - wanted).max() > 1e-6 * np.abs(wanted).max()  # it is not float32 after all
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_long_contexts_are_shared_out_among_threads(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "PAGES_OF_PART", 1)
+    monkeypatch.setattr(threadpool, "num_threads", lambda: 7)
+    engine, oracle = engines(architecture)
+    ours, theirs = engine.new(), oracle.new()
+    for count in (30, 1, 3, 1, 2, 40, 1):
+        given = tokens(count)
+        close(engine.forward([(ours, given)])[0], oracle.forward([(theirs, given)])[0])
+    engine.cache.reserve([(ours, 1)])
+    parts = engine.cache.describe([(ours, 0, 1)]).blocks[:, 4:]
+    assert parts.tolist() == [[k, 7] for k in range(7)]
+    engine.cache.cancel([(ours, 1)])
 
 
 def test_what_forks_share_is_stored_once() -> None:

@@ -20,7 +20,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, ExternFunction, Function, GlobalVar, Let, ShapeValue, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
-from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, sym
 from relaxlite.ir.types import TensorType, TupleType
 from relaxlite.ir.verifier import verify
 from relaxlite.ir.visitor import bodies
@@ -29,7 +29,7 @@ from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lower_dps import lower_dps
 from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.memory_plan import MemoryPlan
+from relaxlite.passes.memory_plan import MemoryPlan, PlannedTensor
 from relaxlite.passes.plan_memory import ALIGNMENT
 from relaxlite.passes.plan_memory import plan_memory as plan_memory_pass
 from relaxlite.target import Target
@@ -1017,3 +1017,11 @@ def test_a_tuple_as_an_argument_runs_compiled() -> None:
     got = rl.compile(bb.module())(np.array([1, 2], "f4"), np.ones((2, 2), "f4"))
     assert got.tolist() == [[2, 2], [3, 3]]
     assert issubclass(ShapeMismatchError, ExecutionError)
+
+
+def test_a_summary_knows_sizes_that_the_arena_does_not_depend_on() -> None:
+    n, m = SymVar("n"), SymVar("m", upper=4)
+    tensors = (PlannedTensor("x", n * 64 + 64, sym(0), 0, 0), PlannedTensor("y", m * 16, sym(0), 1, 1))
+    plan = MemoryPlan("main", ("f", "g"), n * 64 + 64, tensors)
+    sizes = [example["sizes"] for example in plan.summary()["examples"]]
+    assert sizes and all(set(at) == {"n", "m"} and at["m"] <= 4 for at in sizes)

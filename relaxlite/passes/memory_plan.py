@@ -70,7 +70,8 @@ class MemoryPlan:
 
     def summary(self) -> dict[str, Any]:
         """What an executable keeps of the plan: its size as text, its bound, and its bytes at some sizes."""
-        variables = self.arena.free_vars()
+        sizes_of = (self.arena, *(tensor.nbytes for tensor in self.tensors))  # the arena's need not tell of small ones
+        variables = tuple(dict.fromkeys(v for size in sizes_of for v in size.free_vars()))
         samples = dict.fromkeys(tuple(nearest(v, size) for v in variables) for size in _EXAMPLES if variables)
         examples = []
         for sizes in samples:

@@ -20,10 +20,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from relaxlite.errors import CacheFullError, InvalidArgumentError
+from relaxlite.runtime import threadpool
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 FIRST_PAGES = 8  # of a pool when the first token comes
-ROW_DTYPES = {"float32": 4, "float16": 2, "int8": 1}
+ENOUGH_TASKS = 4  # of each thread, to share them out evenly
+PAGES_OF_PART = 16  # at least: putting parts together costs as much as some pages (measured: 4 % at 8 pages)
+MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
+DTYPES = ("float32", "float16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,8 @@ class CacheLayout:
     block: int = 16
 
     def __post_init__(self) -> None:
-        if self.dtype not in ROW_DTYPES:
-            raise InvalidArgumentError(f"a cache holds {', '.join(ROW_DTYPES)}, not {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise InvalidArgumentError(f"a cache holds {', '.join(DTYPES)}, not {self.dtype!r}")
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -61,7 +65,7 @@ class CacheLayout:
 
 class StepInputs(NamedTuple):
     """What a step of n tokens of b sequences is told: positions int64 [n], slots int64 [n] (page * size + row), table
-    int32 [b, pages], blocks int64 [w, 4] (see the op paged_attention)."""
+    int32 [b, pages], blocks int64 [w, 6] (see the op paged_attention)."""
 
     positions: Array
     slots: Array
@@ -187,7 +191,8 @@ class KVCache:
             position = found.length + first
             slot = found.pages[position // page] * page + position % page
             table = found.table[: position // page + 1].reshape(1, -1)
-            return StepInputs(np.array([position]), np.array([slot]), table, np.array([[0, 0, 1, position]]))
+            blocks = [(0, 0, 1, position)]
+            return StepInputs(np.array([position]), np.array([slot]), table, np.array(self._parted(blocks)))
         positions, slots, blocks, row = [], [], [], 0
         widest = max(self._pages_of(self.length(s) + first + count) for s, first, count in parts)
         table = np.zeros((len(parts), widest), np.int32)
@@ -201,7 +206,22 @@ class KVCache:
             slots.append(found.table[at // page].astype(np.int64) * page + at % page)
             blocks += [(k, row + t, min(block, count - t), start + t) for t in range(0, count, block)]
             row += count
-        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(blocks, np.int64))
+        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(self._parted(blocks)))
+
+    def _parted(self, blocks: list[tuple[int, int, int, int]]) -> list[tuple[int, ...]]:
+        """The blocks with part and parts: those with long contexts in several, where they are too few for all threads
+        to have equal work."""
+        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), len(blocks) * self.layout.kv_heads
+        if tasks % threads == 0 or tasks >= ENOUGH_TASKS * threads:
+            return [(*block, 0, 1) for block in blocks]
+        usual = next(
+            n for n in range(2, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads
+        )
+        found: list[tuple[int, ...]] = []
+        for block in blocks:
+            parts = max(1, min(usual, (block[3] // self.layout.page + 1) // PAGES_OF_PART))
+            found += [(*block, part, parts) for part in range(parts)]
+        return found
 
     def commit(self, batch: Sequence[tuple[int, int]]) -> None:
         """The reserved tokens are written: the sequences are that much longer."""

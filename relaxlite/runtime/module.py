@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from relaxlite import config
+from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
@@ -197,13 +197,14 @@ class _InputPlan:
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec, self.what, self.dtype, self.rank = spec, f"argument '{spec.name}'", spec.dtype, len(spec.shape)
+        self.numpy_dtype = dtypes.to_numpy(spec.dtype)
         dims = list(enumerate(spec.shape))
         self.constants = [(axis, dim) for axis, dim in dims if isinstance(dim, int)]
         self.symbols = [(axis, dim) for axis, dim in dims if isinstance(dim, str) and dim.isidentifier()]
 
     def check_donated(self, value: Any) -> None:
         """InputError unless the array is one that a call can write its new contents to."""
-        if not isinstance(value, np.ndarray) or not value.flags.carray or str(value.dtype) != self.dtype:
+        if not isinstance(value, np.ndarray) or value.dtype != self.numpy_dtype or not value.flags.carray:
             raise InputError(
                 f"{self.what} is overwritten: it must be a writable, dense NumPy array of {self.dtype}, got "
                 f"{type(value).__name__} {getattr(value, 'dtype', '')}"

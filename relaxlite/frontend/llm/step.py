@@ -1,6 +1,6 @@
 """One function for prefill, decode and everything between: tokens of several sequences, appended to a paged cache.
 
-    main(tokens int64[n], positions int64[n], slots int64[n], table int32[b, m], blocks int64[w, 4], wanted int64[r],
+    main(tokens int64[n], positions int64[n], slots int64[n], table int32[b, m], blocks int64[w, 6], wanted int64[r],
          keys_0, values_0, ...) -> logits float32[r, vocab]
 
 Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
@@ -26,6 +26,7 @@ from relaxlite.ir.types import TensorType
 PAGE = 64  # tokens; vectors run along them, so that fewer are slower and more are left empty (measured: 16 to 64)
 BLOCK_ROWS = 64  # queries times heads that share keys
 STEP_TOKENS = 512
+MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
 DONATED = "donated"  # as passes/donate.py calls it
 _GREATEST = 127  # of an int8
@@ -40,14 +41,15 @@ def build_step(
     config = checkpoint.config
     bb = BlockBuilder()
     n, rows = bb.symbol("n", lower=1, upper=step_tokens), bb.symbol("rows", lower=1, upper=step_tokens)
-    batch, blocks = bb.symbol("batch", lower=1, upper=step_tokens), bb.symbol("blocks", lower=1, upper=step_tokens)
+    batch = bb.symbol("batch", lower=1, upper=step_tokens)
+    blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MOST_PARTS)
     context_pages = bb.symbol("context_pages", lower=1, upper=-(-config.context // page))
     types = {
         "tokens": TensorType.of((n,), "int64"),
         "positions": TensorType.of((n,), "int64"),
         "slots": TensorType.of((n,), "int64"),
         "table": TensorType.of((batch, context_pages), "int32"),
-        "blocks": TensorType.of((blocks, 4), "int64"),
+        "blocks": TensorType.of((blocks, 6), "int64"),
         "wanted": TensorType.of((rows,), "int64"),
     }
     given = len(types)

@@ -10,6 +10,9 @@ one after another, without padding; a list of blocks says which rows of queries 
         for each page:  S[r, j] = scale * q[r] . k[j]           as far as row r may see key j
                         softmax online, as in nn_attention.py
                         O[r, e] = O[r, e]*shrink[r] + sum over j of P[r, j] * v[j, e]
+
+Where that makes fewer tasks than threads, as for one token after a long context, a block comes in several parts, each
+with a range of the pages, whose results a second loop combines (Dao et al., "Flash-Decoding", 2023).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, S
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
-BLOCK_FIELDS = 4  # of a block of queries: its sequence, first row, number of rows, position of the first row
+BLOCK_FIELDS = 6  # of a block: its sequence, first row, number of rows, position of the first row, part, parts
 SPAN = 4  # pages whose scores are computed before their values are read
 LOWEST = float(np.finfo(np.float32).min)  # of a score that is not seen: -inf - -inf would be NaN
 
@@ -107,8 +110,10 @@ class KvAppend(Op):
 class PagedAttention(Op):
     """Causal attention of q (n, heads, width) over pages: keys (kv_heads, pages, width, page), values (kv_heads, pages,
     page, depth), float32, float16 or int8 with scales (kv_heads, pages, page, 1) of each key and value. table int32 (s,
-    m): the pages of each sequence in order. blocks int64 (w, 4): sequence, first row of q, rows (at most `block`) and
-    the position of the first row; a row at position p sees the keys at positions p - `window` + 1 (None: 0) to p.
+    m): the pages of each sequence in order. blocks int64 (w, 6): sequence, first row of q, rows (at most `block`), the
+    position of the first row, part and parts; a row at position p sees the keys at positions p - `window` + 1 (None:
+    0) to p. The parts 0, 1, ... of a block stand one after another, alike but for their number; each takes its share of
+    the pages.
 
     Rows of q that no block names are 0; blocks do not overlap. Sums are in float32, and so are q and the result.
     """
@@ -152,12 +157,17 @@ class PagedAttention(Op):
             "paged_attention: pools of different sizes",
             *((keys.shape[1], x.shape[1]) for x in (values, *scales)),
         )
-        parts = _Parts(q, keys, values, table, blocks, tuple(scales), out, scale, window, block)
-        w, h = SymVar("w"), SymVar("h")
-        # Blocks do not overlap, which is the caller's promise: the loops cannot show it.
-        nest = For(w, blocks.shape[0], For(h, keys.shape[0], _Block(parts, w, h).stmt(), "parallel"), "parallel")
-        zero = compute(out, lambda *i: literal(0.0, out.dtype))
-        return seq(*checks, zero, nest)
+        width, rows = values.shape[3], block * ((as_int(q.shape[1]) or 1) // (as_int(keys.shape[0]) or 1))
+        shape = (blocks.shape[0], keys.shape[0], sym(rows))
+        sums, top, total = (
+            Buffer(name, (*shape, *more), "float32")
+            for name, more in (("part_sums", (width,)), ("part_top", ()), ("part_total", ()))
+        )
+        parts = _Parts(q, keys, values, table, blocks, tuple(scales), out, sums, top, total, scale, window, block)
+        body = seq(_tasks(parts, _Attend), _tasks(parts, _Combine))
+        for buffer in (sums, top, total):
+            body = Allocate(buffer, body)
+        return seq(*checks, compute(out, lambda *i: literal(0.0, out.dtype)), body)
 
     def reference(self, q: Any, keys: Any, values: Any, table: Any, blocks: Any, *scales: Any, **attrs: Any) -> Any:
         group, page, window = q.shape[1] // keys.shape[0], keys.shape[3], attrs["window"]
@@ -165,8 +175,8 @@ class PagedAttention(Op):
         if scales:
             k, v = k * scales[0], v * scales[1]
         out = np.zeros((*q.shape[:2], v.shape[3]), np.float32)
-        for sequence, first, rows, position in blocks.tolist():
-            for t in range(rows):
+        for sequence, first, rows, position, part, _ in blocks.tolist():
+            for t in range(rows if part == 0 else 0):
                 stop = position + t + 1
                 start = 0 if window is None else max(0, stop - window)
                 pages = table[sequence, : (stop + page - 1) // page]
@@ -184,10 +194,12 @@ class PagedAttention(Op):
 
         def blocks(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
             """Of 7 rows, three of sequence 0 and then four of sequence 1."""
-            return np.array([(0, 0, 1, 6), (0, 1, 2, 7), (1, 3, 3, 0), (1, 6, 1, 3)], np.int64)
+            several = [(0, 1, 2, 7, part, 5) for part in range(5)]  # more parts than pages
+            last = [(1, 6, 1, 3, 0, 2), (1, 6, 1, 3, 1, 2)]
+            return np.array([(0, 0, 1, 6, 0, 1), *several, (1, 3, 3, 0, 0, 1), *last], np.int64)
 
         ints = ("int32", "int64")
-        shapes = ((7, 4, 8), (2, "p + 5", 8, 4), (2, "p + 5", 4, 16), ("s + 2", 3), (4, 4))
+        shapes = ((7, 4, 8), (2, "p + 5", 8, 4), (2, "p + 5", 4, 16), ("s + 2", 3), (9, 6))
         made = {3: table, 4: blocks}
         yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, made)
         yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, made)
@@ -214,13 +226,25 @@ class _Parts:
     blocks: Buffer
     scales: tuple[Buffer, ...]  # none, or of keys and of values
     out: Buffer
+    part_sums: Buffer  # (blocks, heads of keys, rows, width): of blocks in several parts, not yet divided
+    part_top: Buffer  # (blocks, heads of keys, rows)
+    part_total: Buffer
     scale: float
     window: int | None
     block: int
 
 
+def _tasks(parts: _Parts, make: type[_Block]) -> Stmt:
+    """One parallel loop over blocks and heads. Their rows do not overlap, which is the caller's promise: no loop can
+    show it."""
+    t, w, h = SymVar("t"), SymVar("w"), SymVar("h")
+    heads = parts.keys.shape[0]
+    body = LetIndex(w, index(t // heads).value, LetIndex(h, index(t % heads).value, make(parts, w, h).stmt()))
+    return For(t, parts.blocks.shape[0] * heads, body, "parallel")
+
+
 class _Block:
-    """The statements for block `w` of queries and head `h` of keys. Rows are queries times heads that share keys."""
+    """What both loops know of block `w` of queries and head `h` of keys; rows are queries times heads that share it."""
 
     def __init__(self, parts: _Parts, w: SymExpr, h: SymExpr) -> None:
         self.parts, self.w, self.h = parts, w, h
@@ -228,14 +252,21 @@ class _Block:
         self.group = heads // kv_heads
         self.most = self.group * parts.block
         self.width, self.depth, self.page = parts.q.shape[2], parts.values.shape[3], parts.keys.shape[3]
-        self.queries = self._local("queries", self.width)
-        self.scores = self._local("scores", self.page * SPAN)
         self.sums = self._local("sums", self.depth)
         self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
-        self.sequence = SymVar("sequence", lower=None)
-        self.first = SymVar("first", lower=None)
+        self.sequence, self.first = SymVar("sequence", lower=None), SymVar("first", lower=None)
         self.queried = SymVar("queried", lower=None, upper=parts.block)
-        self.position = SymVar("position", lower=None)
+        self.position, self.part, self.parted = (SymVar(n, lower=None) for n in ("position", "part", "parted"))
+        self.is_parted = smin(smax(self.parted - 1, sym(0)), sym(1))  # 1 or 0
+
+    def stmt(self) -> Stmt:
+        raise NotImplementedError
+
+    def _with_fields(self, body: Stmt) -> Stmt:
+        fields = (self.sequence, self.first, self.queried, self.position, self.part, self.parted)
+        for k, field in reversed(list(enumerate(fields))):
+            body = LetIndex(field, self.parts.blocks[self.w, sym(k)], body)
+        return body
 
     def _local(self, name: str, *columns: SymExpr) -> Buffer:
         return Buffer(name, (sym(self.most), *columns), "float32", "local")
@@ -244,46 +275,92 @@ class _Block:
     def rows(self) -> SymExpr:
         return self.queried * self.group
 
+    def _over_rows(self, times: SymExpr, make: Callable[[SymExpr, SymExpr, SymExpr], Stmt]) -> Stmt:
+        """make(row, query, head) for all of them; `times`: 1, or 0 for none."""
+        g, t = SymVar("g", upper=self.group - 1), SymVar("t", upper=self.parts.block - 1)
+        body = make(t * self.group + g, self.first + t, self.h * self.group + g)
+        return For(t, self.queried * times, For(g, sym(self.group), body))
+
+    def _starts(self, rows: SymExpr) -> Stmt:
+        """Nothing seen yet."""
+
+        def filled(buffer: Buffer, value: float) -> Stmt:
+            extents = (rows, *buffer.shape[1:])
+            return self._nest(extents, lambda *at: Store(buffer, at, literal(value, "float32")))
+
+        return seq(filled(self.sums, 0.0), filled(self.total, 0.0), filled(self.top, LOWEST))
+
+    def _nest(self, extents: tuple[SymExpr, ...], make: Callable[..., Stmt]) -> Stmt:
+        """Loops over rows and columns; the bound tells that the rows lie in their buffers."""
+        r = SymVar("r", upper=self.most - 1)
+        return For(r, extents[0], loops("j", extents[1:], lambda *at: make(r, *at)))
+
+    def _finish(self, times: SymExpr) -> Stmt:
+        """out = sums / total"""
+
+        def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
+            def element(e: SymExpr) -> Stmt:
+                found = Scalar(self.sums[r, e]) / Scalar(self.total[(r,)])
+                return Store(self.parts.out, (query, head, e), found.value)
+
+            return loops("e", (self.depth,), element)
+
+        return self._over_rows(times, row)
+
+
+class _Attend(_Block):
+    """Attention over the pages, or a part of them."""
+
+    def __init__(self, parts: _Parts, w: SymExpr, h: SymExpr) -> None:
+        super().__init__(parts, w, h)
+        self.queries = self._local("queries", self.width)
+        self.scores = self._local("scores", self.page * SPAN)
+
     def stmt(self) -> Stmt:
         parts = self.parts
         last = self.position + self.queried - 1
         begin = sym(0) if parts.window is None else smax(self.position - (parts.window - 1), sym(0)) // self.page
-        count = smax(last // self.page - begin + 1, sym(0))
-        checks = (
-            (index(self.sequence) >= 0) & (index(self.sequence) < parts.table.shape[0]),
-            (index(self.first) >= 0) & (index(self.queried) >= 0) & (index(self.queried) <= parts.block),
-            (index(self.first + self.queried) <= parts.q.shape[0]) & (index(self.position) >= 0),
-            index(last // self.page) < parts.table.shape[1],
-        )
-        names = ("the sequence", "the rows", "a row or the position", "the last page")
+        stop = last // self.page + 1
+        share = (smax(stop - begin, sym(0)) + self.parted - 1) // smax(self.parted, sym(1))
+        start = begin + self.part * share
+        count = smax(smin(share, stop - start), sym(0))
+        blocks = parts.blocks.shape[0]
+        checks = {
+            "its sequence": (index(self.sequence) >= 0) & (index(self.sequence) < parts.table.shape[0]),
+            "its number of rows": (index(self.queried) >= 0) & (index(self.queried) <= parts.block),
+            "a row": (index(self.first) >= 0) & (index(self.first + self.queried) <= parts.q.shape[0]),
+            "its position": (index(self.position) >= 0) & (index(last // self.page) < parts.table.shape[1]),
+            "its part": (index(self.part) >= 0) & (index(self.part) < self.parted),
+            "one of its parts": (index(self.w - self.part) >= 0) & (index(self.w - self.part + self.parted) <= blocks),
+        }
         guards = [
-            Check(cond.value, f"paged_attention: {name} of a block is out of range for its tables")
-            for cond, name in zip(checks, names, strict=True)
+            Check(cond.value, f"paged_attention: {what} is out of range in a block") for what, cond in checks.items()
         ]
-        starts = [(self.sums, 0.0), (self.total, 0.0), (self.top, LOWEST)]
         body = seq(
             *guards,
-            *(self._filled(buffer, value) for buffer, value in starts),
+            self._starts(self.rows),
             self._take_queries(),
-            loops("b", ((count + SPAN - 1) // SPAN,), lambda b: self._span(begin + b * SPAN, begin + count)),
-            self._finish(),
+            loops("b", ((count + SPAN - 1) // SPAN,), lambda b: self._span(start + b * SPAN, start + count)),
+            self._finish(1 - self.is_parted),
+            self._keep_part(),
         )
-        fields = (self.sequence, self.first, self.queried, self.position)
-        for k, field in reversed(list(enumerate(fields))):
-            body = LetIndex(field, parts.blocks[self.w, sym(k)], body)
+        body = self._with_fields(body)
         for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total):
             body = Allocate(buffer, body)
         return body
 
-    def _over_rows(self, make: Callable[[SymExpr, SymExpr, SymExpr], Stmt]) -> Stmt:
-        """make(row, query, head) for all of them."""
-        g, t = SymVar("g", upper=self.group - 1), SymVar("t", upper=self.parts.block - 1)
-        body = make(t * self.group + g, self.first + t, self.h * self.group + g)
-        return For(t, self.queried, For(g, sym(self.group), body))
+    def _keep_part(self) -> Stmt:
+        """For `_Combine`."""
+        parts, rows = self.parts, self.rows * self.is_parted
 
-    def _filled(self, buffer: Buffer, value: float) -> Stmt:
-        extents = (self.rows, *buffer.shape[1:])
-        return self._nest(extents, lambda *at: Store(buffer, at, literal(value, "float32")))
+        def keep(to: Buffer, given: Buffer) -> Callable[..., Stmt]:
+            return lambda *at: Store(to, (self.w, self.h, *at), given[at])
+
+        return seq(
+            self._nest((rows, self.depth), keep(parts.part_sums, self.sums)),
+            self._nest((rows,), keep(parts.part_top, self.top)),
+            self._nest((rows,), keep(parts.part_total, self.total)),
+        )
 
     def _take_queries(self) -> Stmt:
         def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
@@ -293,7 +370,7 @@ class _Block:
                 lambda d: Store(self.queries, (r, d), (Scalar(q[query, head, d]) * self.parts.scale).value),
             )  # fmt: skip
 
-        return self._over_rows(row)
+        return self._over_rows(sym(1), row)
 
     def _span(self, first: SymExpr, end: SymExpr) -> Stmt:
         """What the next pages of the sequence add, from `first` on, at most SPAN of them."""
@@ -308,9 +385,8 @@ class _Block:
 
         def weight(r: SymExpr, j: SymExpr) -> Stmt:
             found = ((Scalar(scores[r, j]) - Scalar(top[(r,)])) * LOG2_E).exp2()
-            if self.parts.window is not None:  # a row may see no key of these pages, nor of any before
-                found = select(Scalar(scores[r, j]) > LOWEST, found, 0.0)
-            return Store(scores, (r, j), found.value)
+            seen = Scalar(scores[r, j]) > LOWEST  # a row may see no key of these pages, nor of any before
+            return Store(scores, (r, j), select(seen, found, 0.0).value)
 
         def add_total(r: SymExpr, found: Scalar) -> Stmt:
             return Store(total, (r,), (Scalar(total[(r,)]) * Scalar(shrink[(r,)]) + found).value)
@@ -376,11 +452,6 @@ class _Block:
     def _read(self, pool: Buffer, *at: SymExpr) -> Scalar:
         return Scalar(pool[at]).cast("float32")
 
-    def _nest(self, extents: tuple[SymExpr, ...], make: Callable[..., Stmt]) -> Stmt:
-        """Loops over rows and columns; the bound tells that the rows lie in their buffers."""
-        r = SymVar("r", upper=self.most - 1)
-        return For(r, extents[0], loops("j", extents[1:], lambda *at: make(r, *at)))
-
     def _fold(
         self,
         combine: str,
@@ -400,14 +471,42 @@ class _Block:
 
         return self._nest(extents, element)
 
-    def _finish(self) -> Stmt:
-        """out = sums / total"""
 
-        def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
-            def element(e: SymExpr) -> Stmt:
-                found = Scalar(self.sums[r, e]) / Scalar(self.total[(r,)])
-                return Store(self.parts.out, (query, head, e), found.value)
+class _Combine(_Block):
+    """The parts of a block that has several, at the first of them."""
 
-            return loops("e", (self.depth,), element)
+    def stmt(self) -> Stmt:
+        parts, at = self.parts, (self.w, self.h)
+        leads = self.is_parted * (1 - smin(self.part, sym(1)))
+        rows = self.rows * leads
 
-        return self._over_rows(row)
+        def raise_top(p: SymExpr, r: SymExpr) -> Stmt:
+            found = Scalar(parts.part_top[at[0] + p, at[1], r])
+            return Store(self.top, (r,), Scalar(self.top[(r,)]).maximum(found).value)
+
+        def weigh(p: SymExpr, r: SymExpr) -> Stmt:
+            found = Scalar(parts.part_top[at[0] + p, at[1], r]) - Scalar(self.top[(r,)])
+            return Store(self.shrink, (r,), (found * LOG2_E).exp2().value)
+
+        def add(to: Buffer, given: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
+            found = Scalar(given[(at[0] + p, at[1], r, *e)]) * Scalar(self.shrink[(r,)])
+            return Store(to, (r, *e), (Scalar(to[(r, *e)]) + found).value)
+
+        def of_part(p: SymExpr) -> Stmt:
+            return seq(
+                self._nest((rows,), partial(weigh, p)),
+                self._nest((rows,), partial(add, self.total, parts.part_total, p)),
+                self._nest((rows, self.depth), partial(add, self.sums, parts.part_sums, p)),
+            )
+
+        body = self._with_fields(
+            seq(
+                self._starts(rows),
+                loops("p", (self.parted * leads,), lambda p: self._nest((rows,), partial(raise_top, p))),
+                loops("p", (self.parted * leads,), of_part),
+                self._finish(leads),
+            )
+        )
+        for buffer in (self.sums, self.top, self.shrink, self.total):
+            body = Allocate(buffer, body)
+        return body
