@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -167,6 +168,47 @@ def test_a_chat_in_a_pipe(run: Run, folder: Path) -> None:
     assert done.out.startswith(f"{reply}\nprompt: 21 tokens, ")
     assert "\ncontext: 25 of 64 tokens\nThere is no command /nope.\n/stats " in done.out
     assert done.out.endswith(f"The conversation is forgotten.\nThere is no reply yet.\n{reply}\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_a_chat_in_a_terminal(folder: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "relaxlite.cli", "chat", str(folder / "tiny.rlx"), "--max-tokens", "4"]
+
+    def attach() -> None:  # to the terminal, as a shell does
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    child = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=attach)
+    os.close(theirs)
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert select.select([ours], [], [], 30)[0], f"waiting for {text!r} behind {shown!r}"
+            shown += os.read(ours, 4096)
+        shown = shown.partition(text)[2]
+
+    try:
+        until(b"tiny.model, a context of 64 tokens. /help says more.")
+        until(b"> ")
+        os.write(ours, b"Hi\n")
+        until(b"Hi\r\n")
+        until(b"> ")
+        os.write(ours, b"/stats\n")
+        until(b"context: 25 of 64 tokens")
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
 
 
 def conversation(llm: Any, **options: Any) -> Conversation:
