@@ -210,6 +210,19 @@ def test_errors_name_what_is_wrong() -> None:
     assert engine.length(sequence) == 10
 
 
+def test_every_pass_keeps_what_a_step_computes() -> None:
+    for dtype in ("float32", "float16"):
+        engine = CompiledEngine(step("mistral", dtype))
+        a, b = engine.new(), engine.new()
+        engine.forward([(a, tokens(9)), (b, tokens(3))])
+        engine.cache.reserve([(a, 2), (b, 3)])
+        inputs = [np.arange(5), *engine.cache.describe([(a, 0, 2), (b, 0, 3)]), np.array([1, 4])]
+        pools = [np.nan_to_num(pool) if pool.dtype == np.float32 else pool for pool in engine.cache.pools]
+        pools = [np.clip(pool, -9, 9) for pool in pools]
+        module = build_step(small_checkpoint("mistral"), page=PAGE, cache_dtype=dtype, step_tokens=32)
+        assert rl.compile(module, validate=[(*inputs, *pools)])(*inputs, *pools).shape == (2, VOCAB)
+
+
 def test_an_engine_runs_from_a_saved_model(tmp_path: Any) -> None:
     step("gemma3").save(tmp_path / "model.rlx")
     engine = CompiledEngine(rl.load(tmp_path / "model.rlx"))

@@ -30,7 +30,7 @@ def copy(x: f32[k], out: f32[k]):
 """
 
 
-def planned(statements: str, result: str, size: str = "1024") -> IRModule:
+def planned(statements: str, result: str, size: str = "1024", helper: str = "") -> IRModule:
     """main(x: f32[n], c: bool[]) with an arena.
 
     `NAME at OFFSET` makes a tensor there, `NAME = SOURCE` copies into it, `LOOP x` begins a loop w over p = x.
@@ -51,7 +51,7 @@ def planned(statements: str, result: str, size: str = "1024") -> IRModule:
             lines.append(line)
     body = "\n".join(f"    {line}" for line in lines)
     head = 'n = symbol("n", upper=16)\n@function\ndef main(x: f32[n], c: bool[]):\n'
-    made = module(f"{head}{body}\n    return {result}\n{COPY}")
+    made = module(f"{head}{body}\n    return {result}\n{COPY}{helper}")
     verify(made, "dps")
     return made
 
@@ -164,3 +164,15 @@ def test_the_pass_replays_where_passes_are_verified(monkeypatch: pytest.MonkeyPa
     given = lower_dps(legalize(module(f'n = symbol("n")\n@function\ndef main(x: f32[n]):\n    {text}\n    return d\n')))
     with pytest.raises(PassError, match=r"the memory plan of main is wrong: step .*: b is written where a lies"):
         plan_memory(given, PassContext(Target.parse("llvm"), verify=True))
+
+
+def test_each_result_of_a_function_may_be_any_argument() -> None:
+    statements = "a at 0\na = x\nt: Tuple(f32[n], f32[n]) = call(both, a)\ny: f32[n] = t[1]\n"
+    helper = "\nj = symbol('j')\n@function\ndef both(v: f32[j]):\n    return (v, v)\n"
+    for rest, is_sound in ((OUT.format("y"), True), (f"b at 32\nb = x\n{OUT.format('y')}", False)):
+        made = planned(statements + rest, "out", helper=helper)
+        if is_sound:
+            replay(made)
+        else:
+            with pytest.raises(PassError, match="a is read, but b in step . has overwritten it"):
+                replay(made)

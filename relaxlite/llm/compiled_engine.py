@@ -69,7 +69,7 @@ class CompiledEngine:
 
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
         made: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
-        return made  # type: ignore[no-any-return]
+        return made
 
 
 def _asked(part: _Part, length: int, all_logits: bool) -> int:

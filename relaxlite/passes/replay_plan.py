@@ -42,7 +42,7 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.signatures import is_destination_passing
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
-from relaxlite.ir.types import ShapeType, TensorType, Type, defined_symbols, type_symbols
+from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, defined_symbols, type_symbols
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.arena_order import valuations
 
@@ -245,7 +245,10 @@ class _Replay:
         if not isinstance(callee, TensorProgram | ExternFunction):
             for value in values:
                 self._read(value)
-            return tuple(values)  # it may give back whatever it was given
+            fields = call.ty.fields if isinstance(call.ty, TupleType) else ()
+            return (
+                tuple(tuple(values) for _ in fields) if fields else tuple(values)
+            )  # each may be whatever it was given
         count = len(call.args) - (callee.num_outputs if is_destination_passing(call) else 0)
         for value in values[:count]:
             self._read(value)

@@ -489,8 +489,8 @@ class _Combine(_Block):
             return Store(self.shrink, (r,), (found * LOG2_E).exp2().value)
 
         def add(to: Buffer, given: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
-            found = Scalar(given[(at[0] + p, at[1], r, *e)]) * Scalar(self.shrink[(r,)])
-            return Store(to, (r, *e), (Scalar(to[(r, *e)]) + found).value)
+            source, place = (at[0] + p, at[1], r, *e), (r, *e)
+            return Store(to, place, (Scalar(to[place]) + Scalar(given[source]) * Scalar(self.shrink[(r,)])).value)
 
         def of_part(p: SymExpr) -> Stmt:
             return seq(
