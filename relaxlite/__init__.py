@@ -33,7 +33,19 @@ _HOME = {
     "SymVar": "relaxlite.ir.symbolic",
     "RelaxliteError": "relaxlite.errors",
 }
-_SUBMODULES = ("ir", "errors", "config", "driver", "runtime", "frontend", "passes", "codegen", "models", "machine")
+_SUBMODULES = (
+    "ir",
+    "errors",
+    "config",
+    "driver",
+    "runtime",
+    "frontend",
+    "passes",
+    "codegen",
+    "models",
+    "machine",
+    "llm",
+)
 
 __all__ = ["__version__", *_HOME, "ops"]
 

@@ -1,4 +1,4 @@
-"""The demo: what it reads, prints and saves with the real model, and what it says without a network."""
+"""The demo of pictures: what it reads, prints and saves with the real model, and what it says without a network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 from PIL import Image
 
 from relaxlite import cli
-from relaxlite.cli import demo
+from relaxlite.cli import demo_pictures as demo
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def shown(model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     """What the demo printed, and the folder of its pictures."""
     model_path(demo.MODEL)
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "relaxlite.cli", "demo", "--save-pictures", str(folder / "pictures")]
+    command = [sys.executable, "-m", "relaxlite.cli", "demo", "--pictures", "--save-pictures", str(folder / "pictures")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout, folder / "pictures"
@@ -57,18 +56,6 @@ def test_signature_kernels_and_stages_are_shown(shown: tuple[str, Path]) -> None
 
 
 @pytest.mark.models
-def test_the_readme_shows_what_is_printed(shown: tuple[str, Path]) -> None:
-    def plain(text: str) -> str:  # numbers and the processor are this machine's
-        return re.sub(r"kernels for \S+", "kernels for #", re.sub(r" *\d+(\.\d+)?", "#", text))
-
-    block = re.search(r"```text\n(.*?)```", README, re.DOTALL)
-    assert block is not None
-    printed = {plain(line) for line in shown[0].splitlines()}
-    for line in block[1].splitlines():
-        assert line.strip() in ("", "...") or plain(line) in printed, line
-
-
-@pytest.mark.models
 def test_the_pictures_are_saved(shown: tuple[str, Path]) -> None:
     pictures = sorted(shown[1].iterdir())
     assert [path.name for path in pictures] == [f"line{k}.png" for k in range(len(demo.LINES))]
@@ -82,7 +69,7 @@ def test_text_and_pictures_can_be_given(
 ) -> None:
     picture = Image.fromarray(demo.draw("twice the size").picture)
     picture.resize((picture.width * 2, picture.height * 2)).save(tmp_path / "large.png")
-    assert cli.main(["demo", "hello", "--image", str(tmp_path / "large.png")]) == 0
+    assert cli.main(["demo", "--pictures", "hello", "--image", str(tmp_path / "large.png")]) == 0
     out = capsys.readouterr().out
     assert [text for text in re.findall(r"%  (.*)$", out, re.MULTILINE)] == ["hello", "twice the size"]
     assert "1 of 1 drawn lines read to the letter" in out and "One compilation, 3 shapes." in out
@@ -94,7 +81,7 @@ def test_text_and_pictures_can_be_given(
 @pytest.mark.parametrize("variables", [{"PIP_NO_INDEX": "1"}, {"PIP_INDEX_URL": "http://127.0.0.1:9/simple"}])
 def test_without_a_network_it_says_so_and_how_to_go_on(tmp_path: Path, variables: dict[str, str]) -> None:
     environment = {**os.environ, "RELAXLITE_CACHE": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, **variables}
-    command = [sys.executable, "-m", "relaxlite.cli", "demo"]
+    command = [sys.executable, "-m", "relaxlite.cli", "demo", "--pictures"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "relaxlite demo: error: ppocrv4-rec: the Python package registry could not be reached" in done.stderr

@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
-    "llm": BASE | {"ir", "runtime", "frontend", "driver"},
+    "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver"},
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
@@ -54,6 +54,11 @@ LAYERS: dict[str, set[str]] = {
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {
     "relaxlite/cli/bench.py": {"onnxruntime"},
+    "relaxlite/cli/chat.py": {"readline"},  # not on every platform
+    "relaxlite/cli/compile.py": {"relaxlite.cli.compiling_llm"},  # tokenizers and templates, for language models only
+    "relaxlite/cli/compiling.py": {"relaxlite.cli.compiling_llm"},  # the same
+    "relaxlite/cli/demo.py": {"relaxlite.cli.demo_pictures"},  # Pillow and the ONNX importer
+    "relaxlite/cli/language.py": {"relaxlite.cli.compiling_llm"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py

@@ -59,6 +59,7 @@ def sample(**fields: object) -> ExecutableData:
         host=HostCode(bytes(range(99)), 4, ""),
         constants=(np.arange(6.0).reshape(2, 3), bfloat16, np.zeros((0, 4), np.int8), np.array(True)),
         target=HOST,
+        attachments={"tokenizer": b'{"vocab": []}', "empty": b""},
         metadata=Metadata(
             llvm="20.1", provenance={"model": "tiny"}, memory_plan={"peak": 12}, info={"notes": [1, "é"]}
         ),
@@ -82,7 +83,7 @@ def refused(path: Path) -> str:
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
     before, after = sample(), load(saved)
-    for field in ("functions", "signature", "kernels", "objects", "host", "target", "metadata"):
+    for field in ("functions", "signature", "kernels", "objects", "host", "target", "metadata", "attachments"):
         assert getattr(after, field) == getattr(before, field)
     assert disassemble(after) == disassemble(before)
     for old, new in zip(before.constants, after.constants, strict=True):
@@ -191,7 +192,7 @@ def test_flipped_bytes_are_found_or_lie_between_sections(saved: Path) -> None:
             found += 1
             continue
         assert (disassemble(data), [array.tobytes() for array in data.constants]) == good
-        assert data.objects == sample().objects
+        assert data.objects == sample().objects and data.attachments == sample().attachments
     assert found > 100
 
 
@@ -208,6 +209,9 @@ def test_every_flipped_byte_of_a_section_is_found(saved: Path) -> None:
     at = content.index(b'["ret"')
     saved.write_bytes(content[:at] + b"!" + content[at + 1 :])
     assert refused(saved) == "it is corrupted: the bytecode does not match its checksum"
+    at = content.index(b'{"vocab"')
+    saved.write_bytes(content[:at] + b"!" + content[at + 1 :])
+    assert refused(saved) == "it is corrupted: the attachment 'tokenizer' does not match its checksum"
 
 
 def test_large_weights_are_sampled_unless_all_is_asked_for(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +258,14 @@ def forge(path: Path, change: dict[str, object]) -> None:
         {"constants": []},
         {"constants": [["float99", [6]]] * 4},
         {"constants": [["float64", [7]]] * 4},
+        {"attachments": None},
+        {"attachments": ["tokenizer"]},
+        {"attachments": ["tokenizer", "tokenizer"]},
+        {"attachments": ["a", "b", "c", "d", "e", "f", "g"]},
         {"sections": []},
-        {"sections": [[-4096, 10, 0, 0]] * 7},
-        {"sections": [[1 << 62, 10, 0, 0]] * 7},
-        {"sections": [["a", 10, 0, 0]] * 7},
+        {"sections": [[-4096, 10, 0, 0]] * 9},
+        {"sections": [[1 << 62, 10, 0, 0]] * 9},
+        {"sections": [["a", 10, 0, 0]] * 9},
     ],
 )
 def test_forged_manifests_are_refused(saved: Path, change: dict[str, object]) -> None:

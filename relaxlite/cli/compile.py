@@ -1,4 +1,4 @@
-"""relaxlite compile: an ONNX model into one deployable file."""
+"""relaxlite compile: an ONNX model or a checkpoint of a language model into one deployable file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from relaxlite.cli.compiling import compile_model
-from relaxlite.cli.opening import is_compiled
+from relaxlite.cli.opening import is_checkpoint, is_compiled
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.runtime import artifact
@@ -16,10 +16,18 @@ from relaxlite.runtime import artifact
 
 def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
+    is_language_model = is_checkpoint(args.model)
     if is_compiled(args.model):
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
+    if not is_language_model and (args.max_context or args.cache_dtype):
+        raise InvalidArgumentError(f"--max-context and --cache-dtype need a language model; {args.model!r} is none")
     output = _output(args)
-    data = compile_model(args)
+    if is_language_model:
+        from relaxlite.cli.compiling_llm import compile_checkpoint
+
+        data = compile_checkpoint(args)
+    else:
+        data = compile_model(args)
     artifact.save(data, output)
     seconds = time.perf_counter() - start
     for title, specs in (("in ", data.signature.inputs), ("out", data.signature.outputs)):
@@ -31,7 +39,8 @@ def execute(args: argparse.Namespace) -> None:
 
 def _output(args: argparse.Namespace) -> Path:
     """Where to write to; checked before a long compilation."""
-    output = Path(args.output or Path(args.model).with_suffix(".rlx").name)
+    model = Path(args.model).resolve()
+    output = Path(args.output or f"{model.name if model.is_dir() else model.stem}.rlx")
     if output.is_dir():
         raise RelaxliteError(f"cannot write {str(output)!r}: it is a folder; name a file in it")
     if not output.parent.is_dir():

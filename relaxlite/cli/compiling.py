@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable
 
+from relaxlite.cli.opening import is_checkpoint
 from relaxlite.driver import build
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.onnx import from_onnx
@@ -31,9 +32,14 @@ def make_context(args: argparse.Namespace) -> PassContext:
 
 
 def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
-    """The ONNX file `args.model`, with the dimensions and bounds that the options give."""
+    """The ONNX file `args.model`, with the dimensions and bounds that the options give, or a checkpoint."""
     start = time.perf_counter()
-    module = from_onnx(args.model, dynamic_shapes=args.dynamic_shape or None, bounds=args.bound or None)
+    if is_checkpoint(args.model):
+        from relaxlite.cli.compiling_llm import import_checkpoint
+
+        module = import_checkpoint(args)
+    else:
+        module = from_onnx(args.model, dynamic_shapes=args.dynamic_shape or None, bounds=args.bound or None)
     context.timings.append(("import", time.perf_counter() - start))
     return module
 

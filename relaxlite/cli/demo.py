@@ -1,164 +1,54 @@
-"""relaxlite demo: one compiled text recogniser reads lines of every width.
-
-The model is PP-OCRv4's (PaddleOCR): a picture of one line, 48 pixels high, in; for every eighth column the
-probabilities of 6,625 characters out, to be read by greedy CTC (Graves et al., 2006).
-"""
+"""relaxlite demo: a small language model, compiled once, answers; with --pictures, see demo_pictures.py."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
 from relaxlite import models
-from relaxlite.cli.compiling import show_timings
+from relaxlite.cli.compiling_llm import compile_once
+from relaxlite.cli.generate import stats_text
 from relaxlite.cli.sizes import bytes_text
-from relaxlite.driver import compile as compile_module
-from relaxlite.errors import RelaxliteError
-from relaxlite.frontend.onnx import from_onnx
-from relaxlite.passes.manager import PassContext
-from relaxlite.runtime.module import Executable
-from relaxlite.target import Target
+from relaxlite.llm.model import LanguageModel, load
 
-MODEL = "ppocrv4-rec"
-HEIGHT = 48  # of a line, in pixels: what the model was trained on
-FONT_SIZE, MARGIN = 32, 4  # text fills the line, as after PP-OCR's own detector; wide margins are read as spaces
-LINES = (
-    "relaxlite",
-    "compiled once",
-    "every width is welcome",
-    "one program for all the shapes that come",
-    "No padding, no buckets, no recompilation: 12345.67",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    picture: np.ndarray  # (48, width, 3) uint8
-    text: str | None  # what was drawn; None for a picture that was given
+MODEL = "smollm2-135m-instruct"
+QUESTIONS = ("What is the capital of France?", "And what is it known for? Answer in one sentence.")
+MAX_TOKENS = 64
 
 
 def execute(args: argparse.Namespace) -> None:
-    lines = [draw(text) for text in args.text or (() if args.image else LINES)] + [open_line(f) for f in args.image]
-    if args.save_pictures:
-        _save_pictures(lines, Path(args.save_pictures))
-    print(f"1. Fetch {MODEL}, which reads a line of text in a picture")
+    if args.pictures or args.image or args.save_pictures:
+        from relaxlite.cli.demo_pictures import execute as read_pictures
+
+        return read_pictures(args)
+    questions = (" ".join(args.text),) if args.text else QUESTIONS
+    print(f"1. Fetch {MODEL}, a language model that chats", flush=True)
     path = models.fetch(MODEL)
     print(f"   {path}, {bytes_text(path.stat().st_size)}\n")
-    print("2. Compile it, once, for every batch, height and width")
-    exe, alphabet = _compile(args, path)
-    print("\n3. Read each line at its own width\n")
-    texts = _read_each(exe, alphabet, lines)
-    if len(lines) > 1:
-        print(f"\n4. Read the {len(lines)} lines as one batch, padded to the widest\n")
-        _read_batch(exe, alphabet, lines, texts)
-    shapes = len({line.picture.shape for line in lines}) + (len(lines) > 1)
-    print(f"\nOne compilation, {shapes} shape{'s' if shapes > 1 else ''}.", end=" ")
-    print('Try your own: relaxlite demo "any words" --image line.png')
-
-
-def _compile(args: argparse.Namespace, path: Path) -> tuple[Executable, list[str]]:
-    """The model, and the characters of its classes."""
-    context = PassContext(Target.host())
+    print("2. Compile it, once, for every batch and length, into one file", flush=True)
     start = time.perf_counter()
-    module = from_onnx(path, dynamic_shapes={"x": {0: "batch", 2: "height", 3: "width"}})
-    context.timings.append(("import", time.perf_counter() - start))
-    exe = compile_module(module, context.target, context=context)
+    options = {"model": str(path), "max_context": None, "cache_dtype": None, "target": None}
+    compiled = compile_once(argparse.Namespace(**{**vars(args), **options}))
     seconds = time.perf_counter() - start
-    for title, specs in (("in ", exe.inputs), ("out", exe.outputs)):
-        for spec in specs:
-            print(f"   {title}  {spec}")
-    ops = sum(exe.data.metadata.info["ops"].values())
-    print(f"   {ops} operators became {len(exe.data.kernels)} kernels for {exe.data.target.cpu} in {seconds:.1f} s:")
-    for name, spent in _stages(context.timings, seconds):
-        print(f"   {name:<36}{spent:5.1f} s  {'#' * round(40 * spent / seconds)}".rstrip())
-    show_timings(args, context.timings)
-    metadata = dict(module.attrs["metadata"])  # type: ignore[arg-type,var-annotated]
-    return exe, [*metadata["character"].splitlines(), " "]
-
-
-def _stages(timings: Sequence[tuple[str, float]], seconds: float) -> list[tuple[str, float]]:
-    named = {"import": "read the ONNX file", "codegen": "make machine code"}
-    spent = {text: sum(s for name, s in timings if name == key) for key, text in named.items()}
-    passes = sum(s for name, s in timings if name not in named)
-    rest = seconds - passes - sum(spent.values())
-    stages = [(named["import"], spent[named["import"]]), ("fuse, schedule and plan memory", passes)]
-    return [*stages, (named["codegen"], spent[named["codegen"]]), ("verify, load and link", rest)]
-
-
-def _read_each(exe: Executable, alphabet: Sequence[str], lines: Sequence[Line]) -> list[str]:
-    print(f"   {'size':>8}  {'ms':>6}  {'sure':>4}  text")
-    texts = []
-    for line in lines:
-        x = normalize([line.picture])
-        start = time.perf_counter()
-        scores = exe(x)  # (1, steps, classes)
-        elapsed = time.perf_counter() - start
-        text, confidence = decode(scores[0], alphabet)
-        print(f"   {x.shape[3]:>5}x{x.shape[2]}  {elapsed * 1e3:6.1f}  {confidence:4.0%}  {text}")
-        texts.append(text)
-    drawn = [(line.text, text) for line, text in zip(lines, texts, strict=True) if line.text is not None]
-    if drawn:
-        print(f"\n   {sum(a == b for a, b in drawn)} of {len(drawn)} drawn lines read to the letter")
-    return texts
-
-
-def _read_batch(exe: Executable, alphabet: Sequence[str], lines: Sequence[Line], alone: Sequence[str]) -> None:
-    batch = normalize([line.picture for line in lines])
+    print(f"   {compiled}, {bytes_text(compiled.stat().st_size)}, in {seconds:.1f} s")
     start = time.perf_counter()
-    scores = exe(batch)  # (lines, steps, classes)
-    elapsed = time.perf_counter() - start
-    same = sum(decode(s, alphabet)[0].strip() == text for s, text in zip(scores, alone, strict=True))
-    shapes = " -> ".join("x".join(map(str, array.shape)) for array in (batch, scores))
-    print(f"   {shapes} in {elapsed * 1e3:.1f} ms; {same} of {len(lines)} lines read as before")
+    llm = load(compiled)
+    print(f"   loaded in {time.perf_counter() - start:.2f} s; a context of {llm.context} tokens\n")
+    print("3. Ask it")
+    _ask(llm, questions)
+    print(f'\nTalk with it: relaxlite chat "{compiled}"')
+    return None
 
 
-# Pictures
-
-
-def draw(text: str) -> Line:
-    """Black text on white."""
-    font = ImageFont.load_default(size=FONT_SIZE)
-    picture = Image.new("RGB", (max(16, round(font.getlength(text)) + 2 * MARGIN), HEIGHT), "white")
-    ImageDraw.Draw(picture).text((MARGIN, HEIGHT // 2), text, fill="black", font=font, anchor="lm")
-    return Line(np.asarray(picture), text)
-
-
-def open_line(file: str) -> Line:
-    """A picture scaled to the model's height, its proportions kept."""
-    try:
-        with Image.open(file) as opened:
-            picture = opened.convert("RGB")
-    except UnidentifiedImageError:
-        raise RelaxliteError(f"{file}: not a picture that Pillow can read") from None
-    except OSError as error:
-        raise RelaxliteError(f"cannot read the picture {file!r}: {error.strerror or error}") from error
-    width = max(16, round(picture.width * HEIGHT / picture.height))
-    return Line(np.asarray(picture.resize((width, HEIGHT), Image.Resampling.BICUBIC)), None)
-
-
-def _save_pictures(lines: Sequence[Line], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for k, line in enumerate(lines):
-        Image.fromarray(line.picture).save(folder / f"line{k}.png")
-
-
-def normalize(pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """(48, w, 3) uint8 each -> (n, 3, 48, widest) float32 in -1 .. 1, blue first; zeros pad, as PP-OCR does."""
-    batch = np.zeros((len(pictures), 3, HEIGHT, max(p.shape[1] for p in pictures)), np.float32)
-    for row, picture in zip(batch, pictures, strict=True):
-        row[:, :, : picture.shape[1]] = picture[:, :, ::-1].transpose(2, 0, 1) / np.float32(127.5) - 1
-    return batch
-
-
-def decode(scores: np.ndarray, alphabet: Sequence[str]) -> tuple[str, float]:
-    """(steps, classes) -> the best class of each step, repeats merged and blanks (class 0) dropped, and how sure."""
-    best = scores.argmax(axis=1)
-    keep = (best != 0) & np.concatenate([[True], best[1:] != best[:-1]])
-    text = "".join(alphabet[c - 1] for c in best[keep])
-    return text, float(scores.max(axis=1)[keep].mean()) if keep.any() else 0.0
+def _ask(llm: LanguageModel, questions: tuple[str, ...]) -> None:
+    """One conversation; replies are the likeliest tokens, so that they are always the same."""
+    messages = []
+    for question in questions:
+        print(f"\n   > {question}\n   ", end="", flush=True)
+        messages.append({"role": "user", "content": question})
+        stream = llm.chat(messages, max_new_tokens=MAX_TOKENS, temperature=0, stream=True)
+        for piece in stream:
+            print(piece.replace("\n", "\n   "), end="", flush=True)
+        result = stream.result()
+        messages.append({"role": "assistant", "content": result.text})
+        print(f"\n   ({stats_text(result)})")

@@ -13,6 +13,7 @@ from typing import Any
 from relaxlite.cli.opening import check_not_compiled, is_compiled, open_data
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.llm.description import DESCRIPTION, Description
 from relaxlite.runtime.executable import Call, ExecutableData, TensorSpec, disassemble
 
 _FIXED = "\x00"
@@ -56,9 +57,17 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
         "memory": {"at_most": plan.get("at_most"), "outside": plan.get("outside", 0), "at": plan.get("examples", [])},
         "libraries": [asdict(library) for library in data.libraries],
+        "language_model": _language_model(data),
         "ops": dict(data.metadata.info.get("ops", {})),
         "kernels": _calls_of_kernels(data),
     }
+
+
+def _language_model(data: ExecutableData) -> dict[str, Any] | None:
+    """What the file says of a language model; None where it is none."""
+    if DESCRIPTION not in data.attachments:
+        return None
+    return asdict(Description.from_json(data.attachments[DESCRIPTION]))
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:
@@ -84,6 +93,11 @@ def _show(data: ExecutableData) -> None:
     source = found["source"]
     parts = [str(source.get("producer", "")), f"opset {source['opset']}" if source.get("opset") else ""]
     _show_lines("source", [", ".join(filter(None, parts))] if any(parts) else [])
+    if (language := found["language_model"]) is not None:
+        facts = ("architecture", "vocab", "context", "stop", *(["chat_template"] if language["chat_template"] else []))
+        texts = [f"{name} {'yes' if name == 'chat_template' else language[name]}" for name in facts]
+        origin = [f"{name}: {value}" for name, value in language["provenance"].items()]
+        _show_lines("language", [", ".join(texts), *origin])
     target, weights = found["target"], found["weights"]
     _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
     _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])

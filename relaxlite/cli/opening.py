@@ -11,6 +11,8 @@ from relaxlite.runtime.artifact import MAGIC, load
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.runtime.module import Executable
 
+_GGUF = b"GGUF"  # how such a file begins
+
 
 def open_model(args: argparse.Namespace) -> Executable:
     """An executable of `args.model`, with `args.threads`."""
@@ -37,12 +39,32 @@ def is_compiled(path: str) -> bool:
     found = Path(path)
     if not path or not found.exists():
         raise RelaxliteError(f"there is no file {path!r}")
+    if is_checkpoint(path):
+        return False
     if found.is_dir():
         raise RelaxliteError(f"{path!r} is a folder; give the path of a model in it")
     if found.suffix == ".rlx" or not found.is_file():  # what is read from a pipe cannot be read again
         return found.suffix == ".rlx"
     with open(found, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a path is a GGUF file or a Hugging Face folder."""
+    found = Path(path)
+    if not path or found.is_dir():
+        return bool(path) and (found / "config.json").exists()
+    if not found.is_file():
+        return False
+    with open(found, "rb") as file:
+        return file.read(len(_GGUF)) == _GGUF
+
+
+def check_not_onnx(args: argparse.Namespace) -> None:
+    """Refuse options that make sense for an ONNX file only."""
+    for name, option in (("dynamic_shape", "--dynamic-shape"), ("bound", "--bound")):
+        if getattr(args, name, None):
+            raise InvalidArgumentError(f"{option} needs an ONNX file, and {args.model!r} is a language model")
 
 
 def check_not_compiled(args: argparse.Namespace, **options: str) -> None:

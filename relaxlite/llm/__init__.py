@@ -1,5 +1,36 @@
 """Compiled language models at run time: text in, text out. How they are made: frontend/llm.
 
-engine.py            what generation needs of a compiled model
-compiled_engine.py   the engine of a compiled step over a paged cache of keys and values
+    llm = relaxlite.llm.compile("SmolLM2.gguf")       # or a Hugging Face folder
+    llm.save("smollm2.rlx"); llm = relaxlite.llm.load("smollm2.rlx")   # needs no compiler
+    print(llm.generate("The capital of France is", max_new_tokens=8))
+
+model.py        LanguageModel: generate, chat; load
+compiling.py    from a checkpoint to a LanguageModel: the only file that imports the compiler
+generation.py   the loop over a batch of sequences; sampling.py: from logits to a token
+tokenizer.py    text to tokens and back, also piece by piece; templates.py: a chat as text
+description.py  what an artifact says of a language model beside its code
+engine.py       what generation needs of a compiled model; compiled_engine.py: a step over a paged cache
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "compile": "relaxlite.llm.compiling",
+    "load": "relaxlite.llm.model",
+    "LanguageModel": "relaxlite.llm.model",
+    "Result": "relaxlite.llm.generation",
+    "Stream": "relaxlite.llm.generation",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'relaxlite.llm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

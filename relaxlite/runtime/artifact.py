@@ -1,8 +1,9 @@
-"""One file per compiled model: header, manifest, bytecode, object code, weights.
+"""One file per compiled model: header, manifest, bytecode, object code, attachments, weights.
 
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
     64       manifest, JSON: signature, target, kernels, metadata, and where every section lies with its crc32
-    4096 k   payload: bytecode (JSON), all objects, host function, weights: the first on a page, each 64-byte aligned
+    4096 k   payload: bytecode (JSON), all objects, host function, attachments (tokenizer and the like), weights: the
+             first weight on a page, each section 64-byte aligned
 
 Weights are memory-mapped read-only, so that processes share them and loading does not read them.
 
@@ -65,7 +66,7 @@ _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
-_CODE_SECTIONS = ("the bytecode", "the object code", "the host function")  # which stand before the weights
+_CODE_SECTIONS = ("the bytecode", "the object code", "the host function")  # then attachments, then weights
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -112,8 +113,8 @@ def _write(data: ExecutableData, file: BinaryIO) -> None:
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
     weights = [_bytes_of(array) for array in data.constants]
     objects = b"".join(data.objects)
-    blobs: list[bytes | memoryview] = [bytecode, objects, data.host.object_code, *weights]
-    sections, size = _layout(blobs)
+    blobs: list[bytes | memoryview] = [bytecode, objects, data.host.object_code, *data.attachments.values(), *weights]
+    sections, size = _layout(blobs, len(blobs) - len(weights))
     manifest = _to_json({**_manifest(data), "sections": sections})
     payload = _align(_HEADER_SIZE + len(manifest), _PAGE)
     producer = data.metadata.producer.encode()[:20]
@@ -126,11 +127,11 @@ def _write(data: ExecutableData, file: BinaryIO) -> None:
     file.truncate(payload + size)
 
 
-def _layout(blobs: list[bytes | memoryview]) -> tuple[list[tuple[int, int, int, int]], int]:
+def _layout(blobs: list[bytes | memoryview], first_weight: int) -> tuple[list[tuple[int, int, int, int]], int]:
     """Each section's offset in the payload, size, crc32 and sampled crc32; and the payload's size."""
     sections, end = [], 0
     for index, blob in enumerate(blobs):
-        offset = _align(end, _PAGE if index == len(_CODE_SECTIONS) else _ALIGNMENT)  # a page for the first weight
+        offset = _align(end, _PAGE if index == first_weight else _ALIGNMENT)
         end = offset + len(blob)
         sections.append((offset, len(blob), zlib.crc32(blob), _sampled_crc(blob)))
     return sections, end
@@ -165,6 +166,7 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "libraries": [asdict(library) for library in data.libraries],
         "host": [data.host.heap_slots, data.host.reason],
         "metadata": asdict(data.metadata),
+        "attachments": list(data.attachments),
         "constants": [(array.dtype.name, array.shape) for array in data.constants],
     }
 
@@ -243,7 +245,12 @@ def _read_manifest(content: np.ndarray) -> dict[str, Any]:
 
 def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> ExecutableData:
     target = TargetInfo(**{**manifest["target"], "features": tuple(manifest["target"]["features"])})
-    bytecode, code, host_code, *weights = _read_sections(content, manifest, verify=verify)
+    names = manifest["attachments"]
+    if len({str(name) for name in names}) < len(names) or len(names) + len(_CODE_SECTIONS) > len(manifest["sections"]):
+        raise ArtifactError(f"it is malformed: its attachments are {names!r}")
+    before = (*_CODE_SECTIONS, *(f"the attachment {name!r}" for name in names))
+    bytecode, code, host_code, *others = _read_sections(content, manifest, before, verify=verify)
+    attached, weights = others[: len(names)], others[len(names) :]
     if len(code) or len(host_code):
         _check_host(target)
     kinds = manifest["constants"]
@@ -265,6 +272,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
         host=HostCode(host_code.tobytes(), heap_slots, reason),
         target=target,
         metadata=Metadata(**manifest["metadata"]),
+        attachments={name: blob.tobytes() for name, blob in zip(names, attached, strict=True)},
     )
     validate(data)
     return data
@@ -278,21 +286,22 @@ def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
     return tuple(code[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
-def _read_sections(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> list[np.ndarray]:
+def _read_sections(
+    content: np.ndarray, manifest: dict[str, Any], before: tuple[str, ...], *, verify: bool
+) -> list[np.ndarray]:
+    """All sections, checked; `before` names those that stand before the weights."""
     sections = manifest["sections"]
-    whole = verify or sum(size for _, size, _, _ in sections[len(_CODE_SECTIONS) :]) <= CHECK_LIMIT
+    whole = verify or sum(size for _, size, _, _ in sections[len(before) :]) <= CHECK_LIMIT
     blobs = []
     for index, (offset, size, crc, sampled_crc) in enumerate(sections):
         start = manifest["payload"] + offset
         blob = content[start : start + size]
         is_good = (
-            zlib.crc32(blob.data) == crc
-            if whole or index < len(_CODE_SECTIONS)
-            else _sampled_crc(blob.data) == sampled_crc
+            zlib.crc32(blob.data) == crc if whole or index < len(before) else _sampled_crc(blob.data) == sampled_crc
         )
         if offset < 0 or len(blob) != size or not is_good:
-            number = index - len(_CODE_SECTIONS)
-            name = f"weight {number}" if number >= 0 else _CODE_SECTIONS[index]
+            number = index - len(before)
+            name = f"weight {number}" if number >= 0 else before[index]
             raise ArtifactError(f"it is corrupted: {name} does not match its checksum")
         blobs.append(blob)
     return blobs

@@ -208,6 +208,7 @@ class ExecutableData:
     target: TargetInfo = TargetInfo()
     metadata: Metadata = Metadata()
     libraries: tuple[LibraryInfo, ...] = ()
+    attachments: Mapping[str, bytes] = field(default_factory=dict)  # what travels with the model, as its tokenizer
 
 
 # What a builtin takes: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,

@@ -1,0 +1,133 @@
+"""relaxlite chat: a conversation in the terminal, or with a program at the other end of a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from relaxlite.cli.generate import stats_text
+from relaxlite.cli.language import generation_options, open_language_model
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.llm.generation import Result
+from relaxlite.llm.model import LanguageModel
+
+HELP = """\
+/stats   tokens and speed of the last reply, and how full the context is
+/reset   forget the conversation
+/help    this text
+/exit    end; Ctrl-D does too
+Ctrl-C stops a reply."""
+REPLY_ROOM = 256  # tokens of the context that are left to a reply, where there are that many
+
+
+def execute(args: argparse.Namespace) -> None:
+    llm = open_language_model(args)
+    if not llm.description.chat_template:
+        raise InvalidArgumentError(f"{llm.description.name} has no chat template; `relaxlite generate` needs none")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # not on every platform
+            import readline  # noqa: F401  (lets `input` edit lines)
+        print(f"{llm.description.name}, a context of {llm.context} tokens. /help says more.")
+    Conversation(llm, args.system, generation_options(args), is_terminal).run()
+
+
+class Conversation:
+    def __init__(self, llm: LanguageModel, system: str | None, options: dict[str, Any], is_terminal: bool) -> None:
+        self._llm, self._options, self._is_terminal = llm, options, is_terminal
+        self._start = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+        self._last: Result | None = None
+
+    def run(self) -> None:
+        """Until the end of the input."""
+        for line in self._lines():
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text.startswith("/"):
+                print(self._command(text), flush=True)
+            elif text:
+                self._reply(text)
+
+    def _lines(self) -> Iterator[str]:
+        if not self._is_terminal:
+            yield from sys.stdin
+            return
+        while True:
+            try:
+                yield input("\n> ")
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("\nCtrl-D or /exit ends the chat.")
+
+    def _command(self, text: str) -> str:
+        if text == "/reset":
+            self._messages = list(self._start)
+            self._last = None
+            self._llm.forget()
+            return "The conversation is forgotten."
+        if text == "/stats":
+            if self._last is None:
+                return "There is no reply yet."
+            usage = self._last.usage
+            used = usage.prompt_tokens + usage.new_tokens
+            return f"{stats_text(self._last)}\ncontext: {used} of {self._llm.context} tokens"
+        return HELP if text == "/help" else f"There is no command {text.split()[0]}.\n{HELP}"
+
+    def _reply(self, text: str) -> None:
+        """Answer, or say why not; then the message counts as not written."""
+        before = list(self._messages)
+        self._messages.append({"role": "user", "content": text})
+        try:
+            self._make_room()
+            stream = self._llm.chat(self._messages, stream=True, **self._options)
+            with _interruptible() as interrupted:
+                for piece in stream:
+                    print(piece, end="", flush=True)
+                    if interrupted:
+                        break
+        except RelaxliteError as error:
+            self._messages = before
+            print(f"relaxlite chat: {error}", file=sys.stderr, flush=True)
+            return
+        stream.close()
+        print("\n(stopped)" if interrupted else "", flush=True)
+        self._last = stream.result()
+        self._messages.append({"role": "assistant", "content": self._last.text})
+
+    def _make_room(self) -> None:
+        """Forget the oldest turns where the context has no room for a reply, and say so."""
+        wanted = min(self._options["max_new_tokens"] or REPLY_ROOM, self._llm.context // 2)
+        first, gone = len(self._start), 0
+        while len(self._messages) > first + 2:
+            if len(self._llm.encode_chat(self._messages)) + wanted <= self._llm.context:
+                break
+            del self._messages[first : first + 2]  # what was said and what was answered
+            gone += 2
+        if gone:
+            print(f"(the context is full: the {gone} oldest messages are forgotten)", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """A list that is empty until Ctrl-C; a second Ctrl-C interrupts at once."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,45 @@
+"""relaxlite generate: what a language model goes on with, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from relaxlite.cli.language import generation_options, open_language_model
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.llm.generation import Result
+
+
+def execute(args: argparse.Namespace) -> None:
+    prompts = args.prompt or [sys.stdin.read()]
+    if args.chat and len(prompts) > 1:
+        raise InvalidArgumentError("--chat takes one prompt")
+    llm = open_language_model(args)
+    options = generation_options(args)
+    if len(prompts) > 1:
+        results = llm.generate(prompts, **options)
+        for k, result in enumerate(results):
+            print(f"{'' if k == 0 else chr(10)}[{k}] {prompts[k]}{result.text}")
+    else:
+        if args.chat:
+            pieces = llm.chat([{"role": "user", "content": prompts[0]}], stream=True, **options)
+        else:
+            pieces = llm.generate(prompts[0], stream=True, **options)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        results = pieces.results()
+    if args.stats:
+        for result in results:
+            print(stats_text(result), file=sys.stderr)
+
+
+def stats_text(result: Result) -> str:
+    """One line: how many tokens, how fast, and why it ended."""
+    usage, speed = result.usage, result.speed
+    reused = f" ({usage.reused_tokens} from the cache)" if usage.reused_tokens else ""
+    return (
+        f"prompt: {usage.prompt_tokens} tokens{reused}, {speed.prefill_tokens_per_s:.1f} tokens/s, first token after "
+        f"{speed.first_token_s:.2f} s; reply: {usage.new_tokens} tokens, {speed.decode_tokens_per_s:.1f} tokens/s; "
+        f"ended by: {result.finish_reason}"
+    )

@@ -1,0 +1,42 @@
+"""Language models as the command line names them: a compiled file is loaded, a checkpoint compiled and kept."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from relaxlite.cli.opening import is_checkpoint, is_compiled
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.llm.model import LanguageModel, load
+from relaxlite.runtime import threadpool
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def open_language_model(args: argparse.Namespace) -> LanguageModel:
+    """The language model `args.model`, with `args.threads`."""
+    if args.threads is not None:
+        threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
+    if is_checkpoint(args.model):
+        from relaxlite.cli.compiling_llm import compile_once
+
+        return load(compile_once(args))
+    if not is_compiled(args.model):
+        raise RelaxliteError(
+            f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
+            "with config.json"
+        )
+    if args.max_context or args.cache_dtype:
+        raise InvalidArgumentError(
+            f"--max-context and --cache-dtype need a checkpoint, and {args.model!r} is compiled already"
+        )
+    return load(args.model)
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `LanguageModel.generate` and `chat` are given; None leaves it to the model."""
+    return {
+        "max_new_tokens": args.max_tokens,
+        "stop": tuple(args.stop),
+        **{name: getattr(args, name) for name in _SAMPLING},
+    }

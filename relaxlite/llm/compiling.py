@@ -1,0 +1,104 @@
+"""From a checkpoint to a language model that runs. Imports the compiler."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from relaxlite.driver import build as build_module
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.frontend.llm.step import build_step
+from relaxlite.ir.module import IRModule
+from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
+from relaxlite.llm.model import LanguageModel
+from relaxlite.passes.manager import PassContext
+from relaxlite.runtime.executable import ExecutableData
+from relaxlite.target import Target
+
+
+def compile(
+    path: str | os.PathLike[str],
+    target: str | Target = "llvm",
+    *,
+    max_context: int | None = None,
+    cache_dtype: str = "float32",
+    threads: int | None = None,
+) -> LanguageModel:
+    """Compile a GGUF file or a Hugging Face folder for a target, by default this processor.
+
+    `max_context`: how many tokens a sequence may have, where less than the model's own will do. `cache_dtype`: how keys
+    and values are kept, "float32", "float16" or "int8".
+    Raises ImportModelError for a checkpoint that cannot be read or has no tokenizer, InvalidArgumentError for a context
+    beyond the model's, and what `relaxlite.compile` raises.
+    """
+    return LanguageModel.of(build(path, target, max_context=max_context, cache_dtype=cache_dtype), threads=threads)
+
+
+def build(
+    path: str | os.PathLike[str],
+    target: str | Target = "llvm",
+    *,
+    max_context: int | None = None,
+    cache_dtype: str = "float32",
+    context: PassContext | None = None,
+    validate: bool = False,
+) -> ExecutableData:
+    """What `compile` makes, as plain data: also for a processor that is not this one. `context`, `validate`: as in
+    `relaxlite.compile`."""
+    checkpoint = read_checkpoint(path)
+    return build_checkpoint(
+        checkpoint, target, max_context=max_context, cache_dtype=cache_dtype, context=context, validate=validate
+    )
+
+
+def build_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | Target = "llvm",
+    *,
+    max_context: int | None = None,
+    cache_dtype: str = "float32",
+    context: PassContext | None = None,
+    validate: bool = False,
+) -> ExecutableData:
+    """As `build`, of a checkpoint in memory."""
+    attachments = attachments_of(checkpoint, max_context)
+    module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype)
+    data = build_module(module, target, context=context, validate=validate)
+    provenance = {**data.metadata.provenance, **checkpoint.provenance}
+    return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
+
+
+def module_of(checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32") -> IRModule:
+    """The module that is compiled: a step of any number of tokens over the cache."""
+    context = _context(checkpoint, max_context)
+    return build_step(replace(checkpoint, config=replace(checkpoint.config, context=context)), cache_dtype=cache_dtype)
+
+
+def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
+    most = checkpoint.config.context
+    if max_context is not None and not 1 <= max_context <= most:
+        raise InvalidArgumentError(f"max_context must be from 1 to the model's own {most}, got {max_context}")
+    return max_context or most
+
+
+def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:
+    """What an artifact says of a checkpoint beside its code; see llm/description.py."""
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    source = checkpoint.provenance.get("source", "the checkpoint")
+    if tokenizer is None:
+        raise ImportModelError(f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json")
+    description = Description(
+        architecture=config.architecture,
+        vocab=config.vocab,
+        context=_context(checkpoint, max_context),
+        bos=tokenizer.bos,
+        adds_bos=tokenizer.adds_bos,
+        stop=tokenizer.stop,
+        special_tokens=dict(tokenizer.special_tokens),
+        chat_template=tokenizer.chat_template,
+        generation=dict(checkpoint.generation),
+        provenance=dict(checkpoint.provenance),
+    )
+    return {DESCRIPTION: description.to_json(), TOKENIZER: tokenizer.json.encode()}

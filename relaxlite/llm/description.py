@@ -1,0 +1,72 @@
+"""What an artifact says of a language model beside its code: two attachments, "language_model" and "tokenizer"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from relaxlite.errors import ArtifactError
+
+DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; both are JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """`context`: tokens that a sequence holds at most. `stop`: tokens that end a reply. `special_tokens`: for the chat
+    template, by name ("bos_token"). `generation`: the checkpoint's defaults. `provenance`: source, licence."""
+
+    architecture: str
+    vocab: int
+    context: int
+    bos: int | None = None
+    adds_bos: bool = False
+    stop: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.provenance.get("name") or self.provenance.get("source") or self.architecture)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(content: bytes) -> Description:
+        """ArtifactError: a field is missing, unknown or of another kind."""
+        try:
+            raw = json.loads(content)
+            found = Description(**{**raw, "stop": tuple(raw.get("stop", ()))})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(f"its description of the language model is malformed: {error}") from error
+        for name, value in asdict(found).items():
+            if not isinstance(value, _KINDS[name]) or isinstance(value, bool) != (name == "adds_bos"):
+                raise ArtifactError(f"its description of the language model is malformed: {name} is {value!r}")
+        if found.vocab < 1 or found.context < 1 or not all(_is_token(token, found.vocab) for token in found.stop):
+            raise ArtifactError(
+                f"its description of the language model is malformed: a vocabulary of {found.vocab}, a context of "
+                f"{found.context}, stop tokens {found.stop}"
+            )
+        return found
+
+
+_KINDS: dict[str, Any] = {
+    "architecture": str,
+    "vocab": int,
+    "context": int,
+    "bos": int | None,
+    "adds_bos": bool,
+    "stop": tuple,
+    "special_tokens": dict,
+    "chat_template": str | None,
+    "generation": dict,
+    "provenance": dict,
+}
+
+
+def _is_token(value: object, vocab: int) -> bool:
+    return type(value) is int and 0 <= value < vocab

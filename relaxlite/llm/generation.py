@@ -1,0 +1,226 @@
+"""The loop that makes text: one batch of requests over an engine, token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from relaxlite.errors import CacheFullError
+from relaxlite.llm.engine import Engine
+from relaxlite.llm.sampling import Sampler, log_probability
+from relaxlite.llm.tokenizer import StopFilter, TextStream, Tokenizer
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+FinishReason = Literal["stop", "stop_string", "length", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens: of the prompt, how many of these were in the cache already, and new ones."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds until the first token was chosen; tokens per second of this sequence, 0 where there were none to time.
+    In a batch, sequences share the time: the batch makes that many more."""
+
+    first_token_s: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was generated for one prompt, without what ended it.
+
+    finish_reason  "stop": the model ended it; "stop_string": one of `stop` came; "length": max_new_tokens or the
+                   context; "closed": the stream was closed before
+    logprobs       natural logarithm of the model's probability of each token, before sampling's filters; if asked for
+    logits         float32 [new tokens, vocab] that each token was chosen by; if asked for
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    speed: Speed
+    logprobs: tuple[float, ...] | None = None
+    logits: Array | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of a batch: what it is to become, and what it has become so far."""
+
+    prompt: Sequence[int]
+    limit: int  # of new tokens
+    sampler: Sampler
+    stop_tokens: frozenset[int]
+    stop: Sequence[str]
+    wants_logprobs: bool = False
+    wants_logits: bool = False
+    sequence: int = 0
+    reused: int = 0  # tokens of the prompt that the sequence has already
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    logits: list[Array] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    started: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+
+    def result(self) -> Result:
+        new, prefilled = len(self.tokens), len(self.prompt) - self.reused
+        waited, decoding = self.first - self.started, self.ended - self.first
+        return Result(
+            text="".join(self.pieces),
+            tokens=tuple(self.tokens),
+            finish_reason=self.finish_reason or "closed",
+            usage=Usage(len(self.prompt), self.reused, new),
+            speed=Speed(
+                max(waited, 0.0),
+                prefilled / waited if waited > 0 else 0.0,
+                (new - 1) / decoding if decoding > 0 and new > 1 else 0.0,
+            ),
+            logprobs=tuple(self.logprobs) if self.wants_logprobs else None,
+            logits=np.array(self.logits, np.float32).reshape(new, -1) if self.wants_logits else None,
+        )
+
+
+def run(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    release: Callable[[Request, bool], None],
+    make_room: Callable[[], bool],
+) -> Generator[tuple[int, str], None, None]:
+    """Run requests to their ends; yields pieces of text, each with the number of its request.
+
+    The sequences hold `reused` tokens at first. `release(request, is_sound)` takes each sequence back, also when the
+    generator is closed early; unsound is one at which the engine failed.
+
+    Where the cache is full, `make_room` may free some of it; else the last sequence is taken out, and computed again
+    when another has ended. CacheFullError: not even one fits.
+    """
+    writers = {id(r): _Writer(tokenizer, r) for r in requests}
+    numbers = {id(r): k for k, r in enumerate(requests)}
+    start = time.perf_counter()
+    for request in requests:
+        request.started = start
+    active, waiting = list(requests), list[Request]()
+    fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
+    is_sound = False
+    try:
+        while active:
+            try:
+                found = engine.forward([(r.sequence, fed[id(r)]) for r in active])
+            except CacheFullError:
+                if make_room():
+                    continue
+                if len(active) == 1:
+                    raise
+                waiting.insert(0, last := active.pop())
+                engine.drop(last.sequence, engine.length(last.sequence))
+                fed[id(last)] = [*last.prompt, *last.tokens]
+                continue
+            pieces = [writers[id(r)].advance(logits[-1]) for r, logits in zip(active, found, strict=True)]
+            finished = [r for r in active if r.finish_reason is not None]
+            told = [(numbers[id(r)], piece) for r, piece in zip(active, pieces, strict=True) if piece]
+            active = [r for r in active if r.finish_reason is None]
+            for request in finished:
+                release(request, True)
+            fed |= {id(r): r.tokens[-1:] for r in active}
+            if waiting and (finished or not active):
+                active.append(waiting.pop(0))
+            yield from told
+    except GeneratorExit:
+        is_sound = True  # between two steps
+        raise
+    finally:
+        now = time.perf_counter()
+        for request in [*active, *waiting]:
+            request.ended = now
+            release(request, is_sound)
+
+
+class _Writer:
+    """Extends one request by a token at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self._request = request
+        self._tokens = list(request.prompt)  # and the new ones
+        self._stream = TextStream(tokenizer, request.prompt)
+        self._filter = StopFilter(request.stop)
+
+    def advance(self, logits: Array) -> str:
+        """Choose the next token by logits [vocab]; what may be shown. Sets the finish reason."""
+        r = self._request
+        token = r.sampler.choose(logits, self._tokens)
+        r.ended = time.perf_counter()
+        r.first = r.first or r.ended
+        if token in r.stop_tokens:
+            r.finish_reason = "stop"
+            return self._show(self._filter.push(self._stream.finish()))
+        r.tokens.append(token)
+        self._tokens.append(token)
+        if r.wants_logprobs:
+            r.logprobs.append(log_probability(logits, token))
+        if r.wants_logits:
+            r.logits.append(logits.astype(np.float32))
+        text = self._filter.push(self._stream.push(token))
+        if len(r.tokens) == r.limit:
+            r.finish_reason = "length"
+            text += self._filter.push(self._stream.finish())
+        return self._show(text)
+
+    def _show(self, text: str) -> str:
+        if self._filter.found is not None:
+            self._request.finish_reason = "stop_string"
+        elif self._request.finish_reason is not None:
+            text += self._filter.finish()
+        self._request.pieces.append(text)
+        return text
+
+
+class Stream:
+    """Pieces of text as they are made: strings, or (number of the prompt, string) for a list of prompts.
+
+    `close()` ends it early; `results()` reads what is left and returns one Result per prompt.
+    """
+
+    def __init__(
+        self, events: Generator[tuple[int, str], None, None], requests: Sequence[Request], is_list: bool
+    ) -> None:
+        self._events, self._requests, self._is_list = events, requests, is_list
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        number, piece = next(self._events)
+        return (number, piece) if self._is_list else piece
+
+    def close(self) -> None:
+        self._events.close()
+
+    def results(self) -> list[Result]:
+        for _ in self._events:
+            pass
+        return [request.result() for request in self._requests]
+
+    def result(self) -> Result:
+        """Of the only prompt."""
+        return self.results()[0]

@@ -1,0 +1,360 @@
+"""`LanguageModel`: text in, text out. No compiler is imported here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral
+from typing import Any, TypeAlias
+
+from relaxlite.errors import ArtifactError, InvalidArgumentError
+from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
+from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
+from relaxlite.llm.engine import Engine
+from relaxlite.llm.generation import Request, Stream, run
+from relaxlite.llm.sampling import Sampler, Sampling
+from relaxlite.llm.templates import Message, render_chat
+from relaxlite.llm.tokenizer import Tokenizer
+from relaxlite.runtime import artifact
+from relaxlite.runtime.executable import ExecutableData
+from relaxlite.runtime.module import Executable
+
+Prompt: TypeAlias = "str | Sequence[int]"
+
+MAX_NEW_TOKENS = 256  # where the caller says nothing
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The sequence of the last turn of a chat."""
+
+    sequence: int
+    tokens: list[int]
+
+
+class LanguageModel:
+    """A compiled language model with its tokenizer. Streams may run interleaved; threads take turns.
+
+    llm = relaxlite.llm.load("model.rlx")
+    print(llm.generate("The capital of France is", max_new_tokens=8))
+    for piece in llm.chat([{"role": "user", "content": "Hello"}], stream=True): print(piece, end="")
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        description: Description,
+        *,
+        data: ExecutableData | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        """`capacity`: the tokens that fit into the engine's memory, where that is bounded."""
+        self.engine, self.tokenizer, self.description, self.data = engine, tokenizer, description, data
+        self.context = engine.context if capacity is None else min(engine.context, capacity)
+        """How many tokens a sequence holds, prompt and reply together."""
+        self._kept: _Kept | None = None
+
+    @staticmethod
+    def of(data: ExecutableData, *, threads: int | None = None, cache_bytes: int = CACHE_BYTES) -> LanguageModel:
+        """From a compiled model. `cache_bytes` bounds the cache of keys and values, which grows as it is needed.
+
+        ArtifactError: it is no language model, or damaged.
+        """
+        missing = [name for name in (DESCRIPTION, TOKENIZER) if name not in data.attachments]
+        if missing:
+            raise ArtifactError(
+                f"it is no language model: it has no {' and no '.join(missing)}; `relaxlite run` runs other models"
+            )
+        description = Description.from_json(data.attachments[DESCRIPTION])
+        tokenizer = Tokenizer(data.attachments[TOKENIZER], bos=description.bos, adds_bos=description.adds_bos)
+        engine = CompiledEngine(Executable(data, threads=threads), max_bytes=cache_bytes)
+        capacity = engine.cache.max_pages * engine.cache.layout.page
+        return LanguageModel(engine, tokenizer, description, data=data, capacity=capacity)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to one file, which `load` reads. Raises ArtifactError."""
+        if self.data is None:
+            raise ArtifactError(f"cannot save to {os.fspath(path)}: this model was not compiled from a checkpoint")
+        artifact.save(self.data, path)
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] | None = None,
+        logprobs: bool = False,
+        logits: bool = False,
+        stream: bool = False,
+    ) -> Any:
+        """What goes on from a prompt (text, or tokens): a Result; for a list of prompts, run as one batch, a list.
+
+        max_new_tokens  default: 256, or what the context leaves. InvalidArgumentError for more than that
+        temperature, top_k, top_p, min_p, repetition_penalty
+                        see `Sampling`. Default: what the checkpoint says, else the likeliest token (temperature 0)
+        seed            of prompt k is seed + k, whatever stands beside it; None: another each time
+        stop            texts that end it, themselves not shown; `stop_tokens`: in place of the model's own
+        logprobs, logits  keep them in the result
+        stream          return a Stream of pieces of text instead
+
+        Raises InvalidArgumentError for an empty prompt, one that does not fit into the context, and bad parameters.
+        """
+        is_list, prompts = _prompts(prompt)
+        return self._run(
+            [self._encode(text) for text in prompts],
+            is_list,
+            stream=stream,
+            keeps=False,
+            max_new_tokens=max_new_tokens,
+            sampling=self._sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            seed=seed,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            logprobs=logprobs,
+            logits=logits,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: bool = False,
+        logits: bool = False,
+        stream: bool = False,
+        template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+    ) -> Any:
+        """The reply to a chat, a list of {"role": ..., "content": ...}: a Result, or a Stream as in `generate`.
+
+        The last chat stays in the cache: what the next one has in common with it is not computed again.
+        `template` takes the place of the model's own, `template_options` are its variables (`tools`, ...).
+        InvalidArgumentError: the model has no template, or it refuses the messages; and as in `generate`.
+        """
+        tokens = self.encode_chat(messages, template=template, **(template_options or {}))
+        return self._run(
+            [tokens],
+            False,
+            stream=stream,
+            keeps=True,
+            max_new_tokens=max_new_tokens,
+            sampling=self._sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            seed=seed,
+            stop=stop,
+            stop_tokens=None,
+            logprobs=logprobs,
+            logits=logits,
+        )
+
+    def encode_chat(self, messages: Sequence[Message], *, template: str | None = None, **options: Any) -> list[int]:
+        """The tokens of a chat, up to where the reply begins."""
+        template = template or self.description.chat_template
+        if not template:
+            raise InvalidArgumentError(
+                f"{self.description.name} has no chat template: give one (`template=`), or use `generate`"
+            )
+        text = render_chat(template, messages, self.description.special_tokens, **options)
+        return self.tokenizer.encode(text, marks=False)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return [int(token) for token in prompt]
+
+    def _sampling(
+        self,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+        min_p: float | None,
+        repetition_penalty: float | None,
+    ) -> Sampling:
+        given = (temperature, top_k, top_p, min_p, repetition_penalty)
+        names = [field.name for field in fields(Sampling)]
+        chosen = {name: value for name, value in zip(names, given, strict=True) if value is not None}
+        return Sampling(**{**_defaults(self.description), **chosen})
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        is_list: bool,
+        *,
+        stream: bool,
+        keeps: bool,
+        max_new_tokens: int | None,
+        sampling: Sampling,
+        seed: int | None,
+        stop: str | Sequence[str],
+        stop_tokens: Sequence[int] | None,
+        logprobs: bool,
+        logits: bool,
+    ) -> Any:
+        ends = frozenset(self.description.stop if stop_tokens is None else map(int, stop_tokens))
+        texts = _stop_strings(stop)
+        if seed is not None and (not isinstance(seed, Integral) or seed < 0):
+            raise InvalidArgumentError(f"seed must be a whole number from 0, got {seed!r}")
+        limits = [self._limit(tokens, k if is_list else None, max_new_tokens) for k, tokens in enumerate(prompts)]
+        requests = [
+            Request(
+                tokens,
+                limit,
+                Sampler(sampling, None if seed is None else int(seed) + k),
+                ends,
+                texts,
+                wants_logprobs=logprobs,
+                wants_logits=logits,
+            )
+            for k, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        pieces = Stream(self._events(requests, keeps=keeps), requests, is_list)
+        if stream:
+            return pieces
+        return pieces.results() if is_list else pieces.result()
+
+    def _events(self, requests: list[Request], *, keeps: bool) -> Any:
+        """The pieces of requests. Sequences are opened when the first piece is asked for."""
+        for request in requests:
+            request.sequence, request.reused = self._open(request.prompt) if keeps else (self.engine.new(), 0)
+        yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
+
+    def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None) -> int:
+        """How many tokens may follow a prompt."""
+        what = "the prompt" if number is None else f"prompt {number}"
+        if not tokens:
+            raise InvalidArgumentError(f"{what} is empty")
+        room = self.context - len(tokens)
+        if room < 1:
+            raise InvalidArgumentError(
+                f"{what} has {len(tokens)} tokens, and the context holds {self.context}, of which the reply needs at "
+                f"least one; shorten it{self._bound()}"
+            )
+        if max_new_tokens is None:
+            return min(MAX_NEW_TOKENS, room)
+        if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            raise InvalidArgumentError(f"max_new_tokens must be a whole number from 1, got {max_new_tokens!r}")
+        if max_new_tokens > room:
+            raise InvalidArgumentError(
+                f"{what} has {len(tokens)} tokens, and max_new_tokens={max_new_tokens} more do not fit into the "
+                f"context of {self.context}; at most {room} do{self._bound()}"
+            )
+        return int(max_new_tokens)
+
+    def _bound(self) -> str:
+        """What to do where it is the cache that bounds the context."""
+        most = self.engine.context
+        return f", or give the cache more bytes: the model itself takes {most}" if self.context < most else ""
+
+    # sequences
+
+    def _open(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """A sequence for a chat, and how many tokens of its prompt it holds: the kept one, if it has any of them.
+
+        Who uses the kept sequence takes it away, so that interleaved streams do not share it.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return self.engine.new(), 0
+        common = 0
+        for a, b in zip(kept.tokens, prompt[:-1], strict=False):  # the last token is computed again: for its logits
+            if a != b:
+                break
+            common += 1
+        if len(kept.tokens) > common:
+            self.engine.drop(kept.sequence, len(kept.tokens) - common)
+        return kept.sequence, common
+
+    def _keep(self, request: Request, is_sound: bool) -> None:
+        if not is_sound:
+            self._remove(request, is_sound)
+            return
+        if self._kept is not None:
+            self.engine.remove(self._kept.sequence)
+        written = [*request.prompt, *request.tokens][: self.engine.length(request.sequence)]
+        self._kept = _Kept(request.sequence, written)
+
+    def _remove(self, request: Request, is_sound: bool) -> None:
+        self.engine.remove(request.sequence)
+
+    def forget(self) -> bool:
+        """Give the memory of the last chat back; says whether there was any."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self.engine.remove(kept.sequence)
+        return kept is not None
+
+    def __repr__(self) -> str:
+        d = self.description
+        return f"LanguageModel({d.name!r}, {d.architecture}, vocab {d.vocab}, context {self.context})"
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    verify: bool = False,
+) -> LanguageModel:
+    """A language model from a file that `relaxlite compile` or `LanguageModel.save` wrote.
+
+    `cache_bytes` bounds the cache of keys and values. ArtifactError says what is wrong with the file; `verify` checks
+    every byte of the weights.
+    """
+    data = artifact.load(path, verify=verify)
+    try:
+        return LanguageModel.of(data, threads=threads, cache_bytes=cache_bytes)
+    except ArtifactError as error:
+        raise ArtifactError(f"cannot load {os.fspath(path)}: {error}") from error
+
+
+def _prompts(prompt: Any) -> tuple[bool, list[Prompt]]:
+    """Whether there are several, and they."""
+    if isinstance(prompt, str):
+        return False, [prompt]
+    if not hasattr(prompt, "__iter__") or isinstance(prompt, bytes):
+        raise InvalidArgumentError(f"a prompt is text or a list of tokens, got {type(prompt).__name__}")
+    items = list(prompt)
+    if items and all(isinstance(item, Integral) for item in items):
+        return False, [items]
+    if not items:
+        raise InvalidArgumentError("there is no prompt: the list is empty")
+    for k, item in enumerate(items):
+        is_tokens = hasattr(item, "__iter__") and not isinstance(item, bytes | dict)
+        if not isinstance(item, str) and not (is_tokens and all(isinstance(token, Integral) for token in item)):
+            raise InvalidArgumentError(f"prompt {k} is {item!r}; a prompt is text or a list of tokens")
+    return True, items
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidArgumentError(f"stop must be texts of at least one character, got {text!r}")
+    return texts
+
+
+def _defaults(description: Description) -> dict[str, Any]:
+    """What the checkpoint says about sampling: all of it where it says that tokens are sampled."""
+    said = dict(description.generation)
+    names = {field.name for field in fields(Sampling)}
+    found = {name: value for name, value in said.items() if name in names and value is not None}
+    if not said.get("do_sample"):
+        found.pop("temperature", None)
+    elif "temperature" not in found:
+        found["temperature"] = 1.0
+    return found

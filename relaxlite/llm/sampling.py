@@ -1,0 +1,132 @@
+"""From logits to the next token, in NumPy.
+
+The steps and their order are those of transformers: repetition penalty, then, where sampled, temperature, top-k, top-p,
+min-p. A token that a step removes takes no part in the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from relaxlite.errors import ExecutionError, InvalidArgumentError
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_LIKELY = 1024  # tokens among which top-p usually finds all of its own, without sorting the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. The defaults take the likeliest one.
+
+    temperature         divides the logits; 0: the likeliest token, whatever the filters below say
+    top_k               only the k likeliest tokens (and their equals); 0: all
+    top_p               only the likeliest tokens whose probabilities first sum to p (Holtzman et al., arXiv 1904.09751)
+    min_p               only tokens at least p times as likely as the likeliest (Nguyen et al., arXiv 2407.01082)
+    repetition_penalty  divides positive logits of tokens that occurred, multiplies others (Keskar et al., 1909.05858)
+
+    InvalidArgumentError for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require("temperature", self.temperature, 0, math.inf)
+        _require("top_p", self.top_p, 0, 1, is_open=True)
+        _require("min_p", self.min_p, 0, 1)
+        _require("repetition_penalty", self.repetition_penalty, 0, math.inf, is_open=True)
+        if not isinstance(self.top_k, Integral) or isinstance(self.top_k, bool) or self.top_k < 0:
+            raise InvalidArgumentError(f"top_k must be a whole number from 0 (all tokens), got {self.top_k!r}")
+
+
+def _require(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not low <= float(value) <= high or (is_open and value == low) or math.isinf(value):  # type: ignore[arg-type]
+        limits = f"from {low}" + ("" if math.isinf(high) else f" to {high}") + (f", {low} excluded" if is_open else "")
+        raise InvalidArgumentError(f"{name} must be a number {limits}, got {value!r}")
+
+
+class Sampler:
+    """Chooses the tokens of one sequence. Equal seeds, logits and tokens give equal choices."""
+
+    def __init__(self, sampling: Sampling, seed: int | None = None) -> None:
+        self.sampling = sampling
+        self._random = np.random.default_rng(seed)
+
+    def choose(self, logits: Array, tokens: Sequence[int]) -> int:
+        """The token behind `tokens`, by logits [vocab]. ExecutionError where those hold NaN or nothing finite."""
+        how = self.sampling
+        scores = penalized(logits, tokens, how.repetition_penalty)
+        best = int(np.argmax(scores))  # NaN counts as the largest
+        if not math.isfinite(scores[best]):
+            bad = int(np.count_nonzero(~np.isfinite(logits)))
+            raise ExecutionError(
+                f"the model computed logits that are no numbers: {bad} of {logits.size} behind {len(tokens)} tokens"
+            )
+        if how.temperature == 0:
+            return best
+        places, probabilities = candidates(scores.astype(np.float64), how)
+        sums = np.cumsum(probabilities)
+        at = np.searchsorted(sums, self._random.random() * sums[-1], side="right")
+        return int(places[min(int(at), places.size - 1)])
+
+
+def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
+    """Scores [vocab] with those of tokens that occurred made less likely (more, where penalty < 1)."""
+    if penalty == 1.0 or not len(tokens):
+        return scores
+    scores = scores.copy()
+    seen = np.unique(np.asarray(tokens))
+    scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+    return scores
+
+
+def candidates(scores: Array, how: Sampling) -> tuple[Array, Array]:
+    """The tokens that may come next, ascending, and their probabilities, which sum to 1. `how.temperature` > 0."""
+    places = np.arange(scores.size)
+    scores = (scores - scores.max()) / how.temperature  # the largest is 0: no temperature overflows it
+    if 0 < how.top_k < scores.size:
+        least = np.partition(scores, scores.size - how.top_k)[scores.size - how.top_k]
+        places = np.flatnonzero(scores >= least)
+    probabilities = _softmax(scores[places])
+    if how.top_p < 1.0:
+        kept = _nucleus(probabilities, how.top_p)
+        places, probabilities = places[kept], _softmax(scores[places[kept]])
+    if how.min_p > 0.0:
+        kept = probabilities >= how.min_p * probabilities.max()
+        places, probabilities = places[kept], _softmax(scores[places[kept]])
+    return places, probabilities
+
+
+def _nucleus(probabilities: Array, p: float) -> Array:
+    """Where the likeliest are, ascending, up to and with the one at which their sum reaches p."""
+    order = np.arange(probabilities.size)
+    if order.size > _LIKELY:
+        likely = np.argpartition(probabilities, order.size - _LIKELY)[order.size - _LIKELY :]
+        if probabilities[likely].sum() >= p:
+            order = np.sort(likely)
+    order = order[np.argsort(-probabilities[order], kind="stable")]
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    return np.sort(order[(before < p) | (np.arange(order.size) == 0)])
+
+
+def _softmax(scores: Array) -> Array:
+    powers = np.exp(scores - scores.max())
+    return powers / powers.sum()
+
+
+def log_probability(logits: Array, token: int) -> float:
+    """Of a token by the model itself: before penalty, temperature and filters."""
+    wide = logits.astype(np.float64)
+    largest = wide.max()
+    return float(wide[token] - largest - np.log(np.exp(wide - largest).sum()))

@@ -1,0 +1,104 @@
+"""Text to tokens and back, by the `tokenizers` library, which is imported here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as Library
+
+from relaxlite.errors import ArtifactError, InvalidArgumentError
+
+_REPLACEMENT = "\ufffd"  # what bytes become that are no UTF-8 (yet)
+_LONGEST = 4  # bytes of a character in UTF-8, each of which may be a token
+
+
+class Tokenizer:
+    """`json` is the library's own format; `bos` starts each text where `adds_bos`."""
+
+    def __init__(self, json: str | bytes, *, bos: int | None = None, adds_bos: bool = False) -> None:
+        try:
+            text = json if isinstance(json, str) else json.decode()
+            self._library = Library.from_str(text)
+        except Exception as error:  # the library raises Exception itself
+            raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
+        self._start = [bos] if adds_bos and bos is not None else []
+
+    @property
+    def size(self) -> int:
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, marks: bool = True) -> list[int]:
+        """Tokens of a text. `marks`: with those that the model wants around every text; a chat template writes its own.
+
+        InvalidArgumentError for text that UTF-8 does not have (single surrogates).
+        """
+        try:
+            tokens = self._library.encode(text, add_special_tokens=marks).ids
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(f"the text is not valid Unicode: {error}") from error
+        return [*self._start, *tokens] if marks and tokens[: len(self._start)] != self._start else tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""
+        return self._library.decode(list(tokens), skip_special_tokens=True)
+
+
+class TextStream:
+    """Text of tokens that come one by one.
+
+    What a token reads as may depend on its neighbours (spaces, characters of several tokens), so the text behind it is
+    the difference between two windows: the tokens that were shown last, and these with what came since. An unfinished
+    character waits for its other bytes. `before`: the tokens that the text goes on from.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._shown = list(before[-_LONGEST:])  # the tokens of the last piece: the left neighbours of what comes
+        self._waiting: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that a token completes; "" while a character is unfinished."""
+        self._waiting.append(token)
+        text = self._text()
+        if not text or (text.endswith(_REPLACEMENT) and len(self._waiting) < _LONGEST):
+            return ""
+        return self._show(text)
+
+    def finish(self) -> str:
+        """What still waits, finished or not."""
+        return self._show(self._text())
+
+    def _text(self) -> str:
+        before = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode([*self._shown, *self._waiting])[len(before) :]
+
+    def _show(self, text: str) -> str:
+        self._shown, self._waiting = self._waiting, []
+        return text
+
+
+class StopFilter:
+    """Text up to the first of some strings, of which no part is ever shown."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""  # the end of the text so far, where a stop string may have begun
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """What may be shown; `found` is set once a stop string was seen, and nothing is shown from then on."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        places = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if places:
+            at, _, self.found = min(places)
+            self._held = ""
+            return text[:at]
+        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held

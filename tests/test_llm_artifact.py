@@ -1,0 +1,131 @@
+"""Language models as files: what is compiled comes back, without the compiler; damaged descriptions are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relaxlite as rl
+from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
+from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.llm.compiling import attachments_of, build_checkpoint
+from relaxlite.llm.description import Description
+from relaxlite.llm.model import LanguageModel
+from relaxlite.runtime import artifact
+from relaxlite.runtime.executable import ExecutableData
+from tests.tiny_llm import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def data() -> ExecutableData:
+    return build_checkpoint(checkpoint(), max_context=48)
+
+
+@pytest.fixture(scope="module")
+def saved(data: ExecutableData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llm") / "tiny.rlx"
+    LanguageModel.of(data).save(path)
+    return path
+
+
+def test_a_loaded_model_says_what_the_compiled_one_does(data: ExecutableData, saved: Path) -> None:
+    before, after = LanguageModel.of(data), rl.llm.load(saved)
+    assert after.description == before.description and after.context == 48
+    assert after.description.provenance == {"source": "tiny", "license": "apache-2.0"}
+    assert repr(after) == "LanguageModel('tiny', llama, vocab 258, context 48)"
+    whole = rl.compile(build_dense(checkpoint()))  # the oracle: all of a text at once
+    prompts = ["a", "The capital", "é"]
+    options = {"max_new_tokens": 9, "stop_tokens": (), "logits": True}
+    first, second = before.generate(prompts, **options), after.generate(prompts, **options)
+    assert [r.tokens for r in first] == [r.tokens for r in second]
+    for prompt, result in zip(prompts, second, strict=True):
+        tokens = [*prompt.encode(), *result.tokens]
+        logits = whole(np.array([tokens]))[0, len(prompt.encode()) - 1 : -1]
+        np.testing.assert_allclose(result.logits, logits, atol=1e-4 * np.abs(logits).max())
+        assert result.tokens == tuple(logits.argmax(axis=1))
+
+
+def test_loading_needs_neither_compiler_nor_transformers(saved: Path) -> None:
+    code = (
+        "import sys, relaxlite as rl\n"
+        f"llm = rl.llm.load({str(saved)!r})\n"
+        "print(len(llm.generate('abc', max_new_tokens=3, stop_tokens=()).tokens))\n"
+        "print(len(llm.chat([{'role': 'user', 'content': 'x'}], max_new_tokens=2).text) >= 0)\n"
+        "bad = [m for m in sys.modules if m.startswith(('relaxlite.ir', 'relaxlite.passes', 'relaxlite.codegen',"
+        " 'relaxlite.frontend', 'relaxlite.driver', 'torch', 'transformers', 'onnx', 'sympy', 'gguf'))]\n"
+        "assert not bad, bad\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "3\nTrue\n"), done.stderr
+
+
+def test_the_cache_bounds_the_context(saved: Path) -> None:
+    small = rl.llm.load(saved, cache_bytes=1 << 16)
+    assert small.context == 48  # which is less than a page
+    assert len(small.generate("a", max_new_tokens=47, stop_tokens=()).tokens) == 47
+    large = LanguageModel.of(build_checkpoint(checkpoint(context=200)), cache_bytes=1 << 15)
+    assert large.context == 128
+    with pytest.raises(InvalidArgumentError, match="context of 128; at most 127 do, or give the cache more bytes: the"):
+        large.generate("a", max_new_tokens=150)
+    with pytest.raises(InvalidArgumentError, match="does not hold one page of 64 tokens"):
+        rl.llm.load(saved, cache_bytes=100)
+
+
+def test_other_artifacts_are_no_language_models(data: ExecutableData, tmp_path: Path) -> None:
+    artifact.save(replace(data, attachments={}), tmp_path / "m.rlx")
+    with pytest.raises(ArtifactError, match="no language model: it has no language_model and no tokenizer"):
+        rl.llm.load(tmp_path / "m.rlx")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("language_model", {"vocab": None}),
+        ("language_model", {"vocab": 0}),
+        ("language_model", {"context": "64"}),
+        ("language_model", {"context": True}),
+        ("language_model", {"adds_bos": 1}),
+        ("language_model", {"stop": [258]}),
+        ("language_model", {"stop": 5}),
+        ("language_model", {"stop": ["x"]}),
+        ("language_model", {"special_tokens": []}),
+        ("language_model", {"surprise": 1}),
+        ("language_model", b"[]"),
+        ("language_model", b"\xff"),
+        ("language_model", b"{}"),
+        ("tokenizer", b"{}"),
+        ("tokenizer", b"\xff"),
+    ],
+)
+def test_damaged_descriptions_are_refused(
+    data: ExecutableData, tmp_path: Path, name: str, change: dict[str, object] | bytes
+) -> None:
+    attachments = dict(data.attachments)
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads(attachments[name]), **change}).encode()
+    artifact.save(replace(data, attachments={**attachments, name: change}), tmp_path / "m.rlx")
+    with pytest.raises(ArtifactError, match=r"cannot load .*m\.rlx: (its description|the tokenizer)"):
+        rl.llm.load(tmp_path / "m.rlx")
+
+
+def test_descriptions_come_back() -> None:
+    found = Description.from_json(attachments_of(checkpoint())["language_model"])
+    assert found.context == 64 and found.stop == (257,) and found.special_tokens == {"bos_token": "<|start|>"}
+
+
+def test_checkpoints_without_a_tokenizer_and_contexts_beyond_the_models_are_refused() -> None:
+    with pytest.raises(ImportModelError, match=r"tiny: there is no tokenizer; .* tokenizer\.json"):
+        build_checkpoint(replace(checkpoint(), tokenizer=None))
+    for wrong in (0, 65):
+        with pytest.raises(
+            InvalidArgumentError, match=f"max_context must be from 1 to the model's own 64, got {wrong}"
+        ):
+            build_checkpoint(checkpoint(), max_context=wrong)

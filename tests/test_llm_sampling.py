@@ -1,0 +1,128 @@
+"""Sampling against straightforward references, and against transformers where that is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaxlite.llm.sampling import Sampler, Sampling, candidates, log_probability, penalized
+
+CASES: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.3, "top_k": 1},
+    {"temperature": 1.0, "top_k": 10_000},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 2.0, "top_p": 0.95},
+    {"temperature": 0.5, "top_p": 1e-9},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.5, "min_p": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1e-6, "top_k": 3},
+]
+
+
+def reference(scores: np.ndarray[Any, Any], how: Sampling) -> np.ndarray[Any, Any]:
+    """Probabilities [vocab], one filter after the other over the whole vocabulary, by loops."""
+    weights = np.exp((scores - scores.max()) / how.temperature)
+    order = sorted(range(scores.size), key=lambda k: (-scores[k], k))
+    if how.top_k:
+        least = scores[order[: how.top_k][-1]]
+        weights = np.where(scores >= least, weights, 0)
+    if how.top_p < 1:
+        total, kept = 0.0, []
+        for k in order:
+            if kept and total >= how.top_p * weights.sum():
+                break
+            kept.append(k)
+            total += weights[k]
+        weights = np.where(np.isin(np.arange(scores.size), kept), weights, 0)
+    if how.min_p:
+        weights = np.where(weights >= how.min_p * weights.max(), weights, 0)
+    return weights / weights.sum()
+
+
+def spread(scores: np.ndarray[Any, Any], how: Sampling) -> np.ndarray[Any, Any]:
+    places, probabilities = candidates(scores, how)
+    found = np.zeros(scores.size)
+    found[places] = probabilities
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 300, 5000])
+def test_filters_are_those_of_the_reference(case: dict[str, Any], vocab: int) -> None:
+    how = Sampling(**case)
+    for seed in range(3):
+        scores = np.random.default_rng(seed).normal(0, 3, vocab)
+        np.testing.assert_allclose(spread(scores, how), reference(scores, how), rtol=1e-9, atol=1e-300)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_filters_are_those_of_transformers(case: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    rng = np.random.default_rng(1)
+    scores, tokens = rng.normal(0, 3, 500), [3, 5, 5, 499]
+    steps = [process.RepetitionPenaltyLogitsProcessor(1.3), process.TemperatureLogitsWarper(case["temperature"])]
+    if "top_k" in case:
+        steps.append(process.TopKLogitsWarper(case["top_k"]))
+    if "top_p" in case:
+        steps.append(process.TopPLogitsWarper(case["top_p"]))
+    if "min_p" in case:
+        steps.append(process.MinPLogitsWarper(case["min_p"]))
+    wanted = torch.tensor(scores)[None]
+    for step in steps:
+        wanted = step(torch.tensor(tokens)[None], wanted)
+    found = spread(penalized(scores, tokens, 1.3), Sampling(**case))
+    np.testing.assert_allclose(found, torch.softmax(wanted, -1)[0].numpy(), rtol=1e-9, atol=1e-300)
+
+
+def test_equals_at_the_edge_of_top_k_stay() -> None:
+    places, probabilities = candidates(np.array([1.0, 2.0, 1.0, 0.0, 1.0]), Sampling(temperature=1.0, top_k=2))
+    assert places.tolist() == [0, 1, 2, 4]
+    assert probabilities.sum() == pytest.approx(1)
+
+
+def test_logits_of_minus_infinity_are_never_chosen() -> None:
+    scores = np.full(10, -np.inf)
+    scores[[2, 7]] = 1.0
+    choose = Sampler(Sampling(temperature=5.0), seed=0).choose
+    assert {choose(scores, []) for _ in range(50)} == {2, 7}
+
+
+def test_penalties_push_away_what_occurred_on_both_sides_of_zero() -> None:
+    scores = np.array([2.0, -2.0, 1.0, -1.0])
+    assert penalized(scores, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 1.0, -1.0]
+    assert penalized(scores, [0, 1], 0.5).tolist() == [4.0, -1.0, 1.0, -1.0]
+    assert scores.tolist() == [2.0, -2.0, 1.0, -1.0]
+
+
+def test_temperature_zero_takes_the_likeliest_whatever_the_seed() -> None:
+    scores = np.random.default_rng(0).normal(0, 1, 50).astype(np.float32)
+    for seed in (None, 0, 1):
+        assert Sampler(Sampling(top_k=3, top_p=0.1), seed).choose(scores, []) == int(scores.argmax())
+    assert Sampler(Sampling(repetition_penalty=100.0)).choose(scores, [int(scores.argmax())]) != int(scores.argmax())
+
+
+def test_equal_seeds_choose_equally() -> None:
+    scores, how = np.zeros(1000, np.float32), Sampling(temperature=1.0)
+    first, second, other = (
+        [sampler.choose(scores, []) for _ in range(20)] for sampler in (Sampler(how, 4), Sampler(how, 4), Sampler(how))
+    )
+    assert first == second != other
+
+
+def test_tokens_come_as_often_as_they_are_likely() -> None:
+    scores = np.log(np.array([0.1, 0.2, 0.3, 0.4]))
+    sampler = Sampler(Sampling(temperature=1.0), seed=0)
+    counts = np.bincount([sampler.choose(scores, []) for _ in range(4000)], minlength=4) / 4000
+    np.testing.assert_allclose(counts, [0.1, 0.2, 0.3, 0.4], atol=0.03)
+
+
+def test_log_probabilities_do_not_overflow() -> None:
+    logits = np.array([1000.0, 1000.0, -1000.0], np.float32)
+    assert log_probability(logits, 0) == pytest.approx(np.log(0.5))
+    assert log_probability(logits, 2) == pytest.approx(-2000 - np.log(2))

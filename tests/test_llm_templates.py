@@ -1,0 +1,79 @@
+"""Chat templates: what they may use, and what they refuse."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from relaxlite.errors import InvalidArgumentError
+from relaxlite.llm.templates import render_chat
+
+CHAT = [
+    {"role": "user", "content": "Hi <b>"},
+    {"role": "assistant", "content": "Yes"},
+    {"role": "user", "content": "?"},
+]
+TEMPLATES = {
+    "ChatML": (
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "blocks and indents": (
+        "{{ bos_token }}\n  {%- for m in messages %}\n    {% if m.role == 'user' %}\n[INST] {{ m.content }} [/INST]\n"
+        "    {% else %}\n{{ m.content | trim }}{{ eos_token }}\n    {% endif %}\n  {% endfor %}\n"
+    ),
+    "loop controls": (
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{% if m.role == 'assistant' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
+    ),
+    "JSON": (
+        "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ {'b': 'ä', 'a': 1} | tojson(sort_keys=True) }}"
+    ),
+    "marked replies": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "options": "{% if tools is none %}no tools{% endif %}{% if documents %}papers{% endif %}{{ namespace(x=1).x }}",
+}
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_are_those_of_transformers(name: str) -> None:
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    wanted, _ = utilities.render_jinja_template(
+        conversations=[CHAT], chat_template=TEMPLATES[name], add_generation_prompt=True, **SPECIAL
+    )
+    assert [render_chat(TEMPLATES[name], CHAT, SPECIAL)] == wanted
+
+
+def test_a_chat_ends_where_the_reply_begins() -> None:
+    text = render_chat(TEMPLATES["ChatML"], CHAT[:1], {})
+    assert text == "<|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n"
+    assert not render_chat(TEMPLATES["ChatML"], CHAT[:1], {}, add_generation_prompt=False).endswith("assistant\n")
+
+
+def test_the_date_and_options_can_be_used() -> None:
+    assert render_chat("{{ strftime_now('%Y') }}", CHAT, {}) == str(datetime.now().year)
+    assert render_chat("{{ tools | length }}", CHAT, {}, tools=[1, 2]) == "2"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", CHAT, "refuses these messages: roles must alternate"),
+        ("a\n{% for %}", CHAT, "the chat template is wrong, line 2: "),
+        ("{{ messages.x.y }}", CHAT, "the chat template is wrong: "),
+        ("{{ 'a' + 1 }}", CHAT, "the chat template fails: TypeError"),
+        ("{{ ''.__class__.__mro__ }}", CHAT, "the chat template is wrong: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", CHAT, "the chat template is wrong: "),
+        ("x", [], "a chat is a list of messages such as"),
+        ("x", "Hello", "a chat is a list of messages such as"),
+        ("x", {"role": "user"}, "a chat is a list of messages such as"),
+        ("x", [{"content": "a"}], """message 0 is {'content': 'a'}; it needs a "role" and a "content\""""),
+        ("x", ["a"], "message 0 is 'a'"),
+    ],
+)
+def test_what_is_wrong_is_said(template: str, messages: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        render_chat(template, messages, {})
+    assert message in str(caught.value)
