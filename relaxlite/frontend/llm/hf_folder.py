@@ -180,9 +180,9 @@ def _first_of_template(processor: Any) -> str | None:
     if not isinstance(processor, Mapping):
         return None
     for step in processor.get("processors", [processor]):
-        first = next(iter(step.get("single") or ()), {})
-        if "SpecialToken" in first:
-            return str(first["SpecialToken"]["id"])
+        pieces = step.get("single") or ()
+        if pieces and "SpecialToken" in pieces[0]:
+            return str(pieces[0]["SpecialToken"]["id"])
     return None
 
 

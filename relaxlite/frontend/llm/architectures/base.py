@@ -62,7 +62,7 @@ class Hyperparameters:
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number. ImportModelError: it is missing and has no default, or is none."""
-        found = self.get(name, default)
+        found: Any = self.get(name, default)
         if not _is_positive(found):
             raise self._error(name, found, "a positive number")
         return float(found)
