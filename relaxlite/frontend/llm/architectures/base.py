@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
@@ -63,9 +63,9 @@ class Hyperparameters:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number. ImportModelError: it is missing and has no default, or is none."""
         found: Any = self.get(name, default)
-        if not _is_positive(found):
-            raise self._error(name, found, "a positive number")
-        return float(found)
+        if _is_positive(found):
+            return float(found)
+        raise self._error(name, found, "a positive number")
 
     def flag(self, name: str) -> bool:
         return bool(self.get(name, False))
@@ -193,7 +193,7 @@ class Hyperparameters:
         return DecoderConfig(architecture, **found)
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
