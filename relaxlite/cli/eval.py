@@ -41,7 +41,8 @@ def execute(args: argparse.Namespace) -> None:
     if args.quantize is not None:
         checkpoint = quantize_checkpoint(checkpoint, args.quantize)
     prefix = _prefix(checkpoint)
-    window = args.window if args.window is not None else min(512, checkpoint.config.context)
+    contexts = [one.config.context for one in (checkpoint, reference) if one is not None]
+    window = args.window if args.window is not None else min(512, *contexts)
     against = None if reference is None else _engine(args, reference)
     total = count_predictions(len(tokens), len(prefix))
     with tqdm(total=total, desc="eval", unit="token", disable=None, leave=False) as bar:

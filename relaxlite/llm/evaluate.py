@@ -1,9 +1,9 @@
 """How well a language model predicts a text, and how close its predictions are to another's.
 
-A text of n tokens is cut into windows of `window` tokens, `stride` apart. Each window is computed from its beginning;
-of its predictions those count that no window before has made. So every token of the text but the first is predicted
-once, and (behind the first window) from at least window - stride tokens. A small stride gives each more context, and
-costs more: what is reported depends on both, so they stand in the result.
+A model reads windows of `window` tokens, `stride` apart, each from its beginning; of its predictions those count that
+no window before has made. So every token of the text but the first is predicted once, and behind the first window from
+more than window - stride tokens. A small stride gives each more context, and costs more: what is reported depends on
+both, so they stand in the result.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def evaluate(
 ) -> Evaluation:
     """Predict `tokens` with an engine, and with another one to compare it `against`.
 
-    `stride`: tokens between windows; None: `window`. `prefix` begins each window (the token for the beginning of a
+    `stride`: tokens between windows; None: as far apart as they are long. `prefix` begins each window (the token for the beginning of a
     text, where a model wants it) and counts as part of it; with it the text's first token is predicted too. `progress`
     is told how many more predictions are made. Raises InvalidArgumentError for fewer than two tokens, a window that
     does not fit, vocabularies that differ; ExecutionError for logits that are NaN.
     """
-    stride = window if stride is None else stride
+    stride = max(window - len(prefix), 1) if stride is None else stride
     _check(engine, tokens, window, stride, prefix, against)
     losses: list[Array] = []
     hits: list[Array] = []
@@ -87,7 +87,7 @@ def evaluate(
     mean, error = _mean(loss)
     comparison = _joined(compared) if compared else None
     accuracy = float(np.concatenate(hits).mean())
-    return Evaluation(loss.size, window, stride, mean, error, math.exp(mean), accuracy, comparison)
+    return Evaluation(loss.size, window, stride, mean, error, _exp(mean), accuracy, comparison)
 
 
 def count_predictions(tokens: int, prefix: int) -> int:
@@ -98,7 +98,7 @@ def count_predictions(tokens: int, prefix: int) -> int:
 def _check(
     engine: Engine, tokens: Sequence[int], window: int, stride: int, prefix: Sequence[int], against: Engine | None
 ) -> None:
-    least = 2 + len(prefix)
+    least = 1 + len(prefix)
     for one in (engine, against):
         if one is not None and not least <= window <= one.context:
             raise InvalidArgumentError(
@@ -113,12 +113,12 @@ def _check(
 
 
 def _windows(count: int, window: int, stride: int, *, has_prefix: bool) -> Iterator[tuple[range, range]]:
-    """For each window: the tokens that are only read, and those behind them that are predicted (the last one is not
-    read). The first window without a prefix reads one token to begin with."""
+    """For each window: the places that are only read, and those behind them that are predicted, of which the last is
+    not read. Without a prefix the text's first token is only read."""
     done = 0 if has_prefix else 1
     begin = 0
     while done < count:
-        end = min(begin + window, count)
+        end = min(begin + window + 1, count)
         yield range(begin, done), range(done, end)
         done = end
         begin += stride
@@ -163,10 +163,16 @@ def _compare(reference: Array, model: Array, wanted: Array) -> _Compared:
 def _joined(parts: Sequence[_Compared]) -> Comparison:
     divergence, error = _mean(np.concatenate([part.divergence for part in parts]))
     agreement = float(np.concatenate([part.is_same for part in parts]).mean())
-    return Comparison(divergence, error, agreement, math.exp(_mean(np.concatenate([p.loss for p in parts]))[0]))
+    return Comparison(divergence, error, agreement, _exp(_mean(np.concatenate([p.loss for p in parts]))[0]))
 
 
 def _mean(values: Array) -> tuple[float, float]:
-    """And its standard error."""
-    error = values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.inf
-    return float(values.mean()), float(error)
+    """And its standard error, which is unknown (infinite) for one value, or where a value is infinite."""
+    mean = float(values.mean())
+    if values.size < 2 or math.isinf(mean):
+        return mean, math.inf
+    return mean, float(values.std(ddof=1)) / math.sqrt(values.size)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 709 else math.inf  # as far as float64 reaches
