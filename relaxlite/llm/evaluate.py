@@ -61,10 +61,10 @@ def evaluate(
 ) -> Evaluation:
     """Predict `tokens` with an engine, and with another one to compare it `against`.
 
-    `stride`: tokens between windows; None: as far apart as they are long. `prefix` begins each window (the token for the beginning of a
-    text, where a model wants it) and counts as part of it; with it the text's first token is predicted too. `progress`
-    is told how many more predictions are made. Raises InvalidArgumentError for fewer than two tokens, a window that
-    does not fit, vocabularies that differ; ExecutionError for logits that are NaN.
+    `stride`: tokens between windows; None: as far apart as they are long. `prefix` begins each window (the token for
+    the beginning of a text, where a model wants it) and counts as part of it; with it the text's first token is
+    predicted too. `progress` is told how many more predictions are made. Raises InvalidArgumentError for fewer than two
+    tokens, a window that does not fit, vocabularies that differ; ExecutionError for logits that are NaN.
     """
     stride = max(window - len(prefix), 1) if stride is None else stride
     _check(engine, tokens, window, stride, prefix, against)

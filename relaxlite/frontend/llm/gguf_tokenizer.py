@@ -96,7 +96,7 @@ class _Fields:
 
 
 def _byte_level(fields: _Fields) -> dict[str, Any]:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = fields.pre_tokenizer
     made = Tokenizer(models.BPE(ignore_merges=pre.keeps_words))
@@ -105,6 +105,8 @@ def _byte_level(fields: _Fields) -> dict[str, Any]:
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     made.decoder = decoders.ByteLevel()
+    if pre.composes:
+        made.normalizer = normalizers.NFC()
     merges = fields.list("merges", str)
     for merge in merges:
         left, _, right = merge.partition(" ")
@@ -165,7 +167,7 @@ def _added(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
     """Control tokens and those that users defined are never parted. The latter are looked for in the text whose spaces
     are replaced, as SentencePiece does; where a prefix is added too, they would get it as well, so not there."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
-    in_normalized = normalizer is not None and not fields.flag("add_space_prefix", True)
+    in_normalized = normalizer is not None and not fields.flag("add_space_prefix", True)  # never so of byte level
     return [
         {
             "id": place,

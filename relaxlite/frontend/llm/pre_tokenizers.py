@@ -38,11 +38,12 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001  (its own signs)
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     """`keeps_words`: a piece that is a token is that token, whatever the merges say. `adds_bos`: texts begin with the
-    token for that, where the file does not say."""
+    token for that, where the file does not say. `composes`: text is brought to Unicode's form NFC first."""
 
     patterns: tuple[str, ...]
     keeps_words: bool = False
     adds_bos: bool = False
+    composes: bool = False
 
 
 def _named(names: str, *patterns: str, keeps_words: bool = False) -> dict[str, PreTokenizer]:
@@ -54,7 +55,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("smollm starcoder refact command-r codeshell exaone minerva-7b", r"\p{N}", _GPT2),
     **_named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", _LLAMA3, keeps_words=True),
     **_named("smaug-bpe dbrx glm4 chatglm-bpe", _LLAMA3),
-    **_named("qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez", _QWEN2),
+    **_named("deepseek-r1-qwen stablelm2 hunyuan megrez", _QWEN2),
+    "qwen2": PreTokenizer((_QWEN2,), composes=True),
     **_named("tekken", _by_case("", r"\p{N}"), keeps_words=True),
     **_named("gpt-4o llama4", _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")),
     **_named("deepseek-v3", *_DEEPSEEK3),
