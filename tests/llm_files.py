@@ -30,7 +30,9 @@ def fields(name: str, **more: Any) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in {**common, **more}.items()}
 
 
-def tensors(name: str, *, seed: int = 0, tied: bool = False, biases: tuple[str, ...] = ()) -> dict[str, Array]:
+def tensors(
+    name: str, *, seed: int = 0, tied: bool = False, biases: tuple[str, ...] = (), vocab: int = VOCAB
+) -> dict[str, Array]:
     """Random weights in float32 for an architecture."""
     rng = np.random.default_rng(seed)
 
@@ -40,9 +42,9 @@ def tensors(name: str, *, seed: int = 0, tied: bool = False, biases: tuple[str, 
     def vector(size: int, around: float = 0.0) -> Array:
         return (around + 0.2 * rng.standard_normal(size)).astype(np.float32)
 
-    found = {"token_embd.weight": matrix(VOCAB, HIDDEN) * 4, "output_norm.weight": vector(HIDDEN, 1)}
+    found = {"token_embd.weight": matrix(vocab, HIDDEN) * 4, "output_norm.weight": vector(HIDDEN, 1)}
     if not tied:
-        found["output.weight"] = matrix(VOCAB, HIDDEN)
+        found["output.weight"] = matrix(vocab, HIDDEN)
     widths = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH, "attn_output": HIDDEN}
     widths |= {"ffn_gate": INTER, "ffn_up": INTER, "ffn_down": HIDDEN}
     norms = ["attn_norm", "ffn_norm"]

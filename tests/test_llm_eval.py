@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from relaxlite.cli import main
 from relaxlite.errors import ExecutionError, InvalidArgumentError
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.quantize import quantize, quantize_checkpoint
+from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm import evaluate as module
 from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.llm.evaluate import count_predictions, evaluate
@@ -120,3 +127,96 @@ def test_nothing_stays_in_the_engine_and_bad_requests_are_refused() -> None:
     with pytest.raises(ExecutionError, match="are not finite"):
         evaluate(broken, TOKENS, window=8)
     assert not broken._tokens
+
+
+# The command
+
+
+TEXT = "abba ab, a cab\r\nand a bad ab\u00e9 " * 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("tokenizers")
+    from tests import llm_files as files
+
+    folder = tmp_path_factory.mktemp("eval")
+    weights = files.tensors("llama", vocab=258)
+    metadata = {**files.fields("llama"), **files.byte_tokenizer("<s>")}
+    metadata |= {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.add_bos_token": True}
+    (folder / "text.txt").write_bytes(TEXT.encode())
+    return files.write(folder / "m.gguf", "llama", metadata, weights)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    code = main(["eval", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_computes_what_numpy_does(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests import llm_files as files
+
+    options = ["--text", model.parent / "text.txt", "--window", 30, "--stride", 12, "--json"]
+    code, out, err = run(capsys, model, *options, "--quantize", "q4_0", "--against", model)
+    assert code == 0, err
+    found = json.loads(out)
+    data = TEXT.encode()
+    tokens: list[int] = []
+    while data:
+        tokens.append(256 if data[:2] == b"ab" else data[0])
+        data = data[2 if data[:2] == b"ab" else 1 :]
+    metadata = files.fields("llama")
+    whole = read_checkpoint(model)
+    losses = {}
+    for name, weights in (("whole", files.tensors("llama", vocab=258)), ("blocks", blocks_of(whole))):
+        logits = [
+            files.forward("llama", metadata, weights, [257, *tokens[begin:end]])[done - begin :]
+            for begin, done, end in windows(len(tokens), 29, 12)
+        ]
+        found_logits = np.concatenate(logits)
+        log = found_logits - np.log(np.exp(found_logits).sum(1, keepdims=True))
+        losses[name] = -log[np.arange(len(tokens)), tokens].mean()
+    assert found["tokens"] == len(tokens)
+    assert found["loss"] == pytest.approx(losses["blocks"], rel=1e-4)
+    assert found["comparison"]["perplexity"] == pytest.approx(math.exp(losses["whole"]), rel=1e-4)
+    assert found["comparison"]["kl_divergence"] > 0
+    assert (found["window"], found["stride"], found["quantize"]) == (30, 12, "q4_0")
+
+
+def windows(count: int, width: int, stride: int) -> list[tuple[int, int, int]]:
+    """(begin, first place predicted, end of the places read) of each window that begins with a prefix."""
+    found, done, begin = [], 0, 0
+    while done < count:
+        end = min(begin + width + 1, count)
+        found.append((begin, done, end - 1))
+        done, begin = end, begin + stride
+    return found
+
+
+def blocks_of(whole: Any) -> dict[str, np.ndarray]:
+    """Weights by GGUF's names as they are once quantized; queries and keys have their rows moved when they are read, so
+    each row is quantized as in the file."""
+    from tests import llm_files as files
+
+    made = quantize_checkpoint(whole, "q4_0").weights
+    found = {}
+    for name, values in files.tensors("llama", vocab=258).items():
+        kind = made["embed"].block_format if name in ("token_embd.weight", "output.weight") else "Q4_0"
+        is_matrix = values.ndim == 2
+        found[name] = quantize(Weight(values, values.shape), str(kind)).to_float32() if is_matrix else values
+    return found
+
+
+def test_the_command_for_people_and_its_mistakes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = model.parent / "text.txt"
+    code, out, _ = run(capsys, model, "--text", text, "--tokens", 9)
+    assert code == 0
+    assert "perplexity  " in out and "9 tokens, windows of 128, 127 apart" in out and "against" not in out
+    assert run(capsys, model, "--text", text, "--window", 1000)[2].count("it must be from 2 to the context 128") == 1
+    (model.parent / "bad.txt").write_bytes(b"a\xff")
+    code, _, err = run(capsys, model, "--text", model.parent / "bad.txt")
+    assert code == 1 and "no text in UTF-8 (invalid start byte at byte 1)" in err
+    code, _, err = run(capsys, model, "--text", model.parent / "none.txt")
+    assert code == 1 and "none.txt: No such file or directory" in err
+    code, _, err = run(capsys, model.parent / "none.gguf", "--text", text)
+    assert code == 1 and "no such file or folder" in err
