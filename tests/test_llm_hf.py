@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
@@ -167,6 +169,23 @@ def test_biases() -> None:
 def test_what_we_would_compute_otherwise_is_refused(name: str, more: dict[str, Any], problem: str) -> None:
     with pytest.raises(ImportModelError, match=f"place: .*{problem}"):
         describe({**PUBLISHED[name][0], **more}, "place")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = sorted({key for raw, _ in PUBLISHED.values() for key in raw} | {"rope_parameters", "layer_types", "head_dim"})
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(sorted(PUBLISHED)), st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
+def test_any_values_give_a_configuration_or_an_error(name: str, changes: dict[str, Any]) -> None:
+    try:
+        assert describe({**PUBLISHED[name][0], **changes}, "place")[0].layers > 0
+    except ImportModelError as error:
+        assert str(error).startswith("place: ")
 
 
 # Folders
