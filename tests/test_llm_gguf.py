@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relaxlite as rl
+from relaxlite import models
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.dense import build_dense
@@ -258,3 +260,28 @@ def test_truncated_files_are_refused(whole: tuple[Path, bytes], share: float) ->
         path.write_bytes(good[:end])
         with pytest.raises(ImportModelError, match=r"truncated|does not begin with"):
             read_checkpoint(path)
+
+
+# Real models, where they are there
+
+
+@pytest.mark.models
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
+def test_real_models_give_the_logits_of_transformers(name: str) -> None:
+    """On the weights of the blocks in float32: the largest difference is below 1e-4 of the largest logit."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    paths = sorted((models.cache_folder() / name).glob("*.gguf"))
+    if not paths:
+        pytest.skip(f"{name} is not in the cache folder")
+    checkpoint = read_checkpoint(paths[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        paths[0].parent, gguf_file=os.path.basename(paths[0]), dtype=torch.float32
+    ).eval()
+    exe = rl.compile(build_dense(checkpoint))
+    for seed, count in enumerate((1, 7, 64, 130)):
+        tokens = np.random.default_rng(seed).integers(0, checkpoint.config.vocab, (1, count))
+        with torch.no_grad():
+            wanted = model(torch.tensor(tokens)).logits.numpy()
+        np.testing.assert_allclose(exe(tokens), wanted, atol=1e-4 * np.abs(wanted).max())

@@ -161,6 +161,16 @@ def test_biases() -> None:
         ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic' are not"),
         ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "linear"}}, r"factor of the rotary embedding \(linear\)"),
         ("TinyLlama-1.1B-Chat", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not read"),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {**LLAMA3_SCALING, "original_max_position_embeddings": "x"}},
+            r"original_max_position_embeddings of the rotary embedding \(llama3\) is 'x'",
+        ),
+        (
+            "Qwen2.5-0.5B-Instruct",
+            {"use_sliding_window": True, "max_window_layers": "x"},
+            "max_window_layers is 'x', no integer",
+        ),
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not"),
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types must name"),
@@ -176,14 +186,18 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"]), "factor": JSON},
+    optional=dict.fromkeys(("low_freq_factor", "rope_theta", "original_max_position_embeddings", "beta_fast"), JSON),
+)
 KEYS = sorted({key for raw, _ in PUBLISHED.values() for key in raw} | {"rope_parameters", "layer_types", "head_dim"})
 
 
 @settings(deadline=None, max_examples=400)
-@given(st.sampled_from(sorted(PUBLISHED)), st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
-def test_any_values_give_a_configuration_or_an_error(name: str, changes: dict[str, Any]) -> None:
+@given(st.sampled_from(sorted(PUBLISHED)), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3), JSON | ROPE)
+def test_any_values_give_a_configuration_or_an_error(name: str, changes: dict[str, Any], rope: Any) -> None:
     try:
-        assert describe({**PUBLISHED[name][0], **changes}, "place")[0].layers > 0
+        assert describe({**PUBLISHED[name][0], "rope_scaling": rope, **changes}, "place")[0].layers > 0
     except ImportModelError as error:
         assert str(error).startswith("place: ")
 

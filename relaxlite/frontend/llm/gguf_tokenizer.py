@@ -39,10 +39,11 @@ def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
     ends = [eos, fields.token("eot"), fields.token("eom")]
     ends += [place for place, kind in enumerate(fields.types) if kind == _CONTROL and fields.tokens[place] in _ENDS]
     names = {"bos_token": bos, "eos_token": eos, "unk_token": fields.token("unknown")}
+    template = raw.get("tokenizer.chat_template")
     adds_bos = model == "llama" or fields.pre_tokenizer.adds_bos
     return TokenizerData(
         json.dumps(parts, ensure_ascii=False),
-        raw.get("tokenizer.chat_template"),
+        template if isinstance(template, str) and template else None,
         bos,
         tuple(dict.fromkeys(place for place in ends if place is not None)),
         bool(raw.get("tokenizer.ggml.add_bos_token", adds_bos)) and bos is not None,

@@ -170,9 +170,10 @@ def _chat_template(folder: Path, said: Mapping[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text("utf-8")
     template = said.get("chat_template")
-    if isinstance(template, list) and template:
-        template = next((t["template"] for t in template if t.get("name") == "default"), template[0]["template"])
-    return template or None
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) and template else None
 
 
 def _first_of_template(processor: Any) -> str | None:

@@ -121,7 +121,6 @@ class Hyperparameters:
         kind = said.get("rope_type", said.get("type", "default"))
         if kind == "default":
             return None
-        original = said.get("original_max_position_embeddings") or self.integer("context")
 
         def number(key: str, default: float | None = None) -> float:
             found = said.get(key)
@@ -132,6 +131,7 @@ class Hyperparameters:
 
         if kind == "linear":
             return RopeScaling("linear", number("factor"))
+        original = number("original_max_position_embeddings", self.integer("context"))
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
             return RopeScaling("llama3", number("factor"), int(original), low, high)

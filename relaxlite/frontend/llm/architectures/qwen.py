@@ -3,6 +3,7 @@ keys instead."""
 
 from __future__ import annotations
 
+from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
 
@@ -13,8 +14,10 @@ def _window(h: Hyperparameters) -> dict[str, object]:
         return {}
     types = h.layer_types()
     if types is None:
-        first = h.raw.get("max_window_layers", 0)
-        types = tuple(k >= first for k in range(h.integer("layers")))
+        first, layers = h.raw.get("max_window_layers", 0), h.integer("layers")
+        if not isinstance(first, int):
+            raise ImportModelError(f"{h.source}: max_window_layers is {first!r}, no integer")
+        types = tuple(k >= first for k in range(layers))
     return {"window": h.integer("window"), "is_local": types}
 
 
