@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama, heads of their own": ("LlamaConfig", {"num_key_value_heads": 4, "head_dim": 24}),
     "llama, tied, llama3 rope": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, all biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama, yarn rope": ("LlamaConfig", {"rope_parameters": YARN}),
     "llama, linear rope": (
         "LlamaConfig",
@@ -43,7 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "qwen3, biases": ("Qwen3Config", {"head_dim": 32, "attention_bias": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma3, biases": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 8, "attention_bias": True}),
     "gemma3": (
         "Gemma3TextConfig",
         {"num_hidden_layers": 7, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24},

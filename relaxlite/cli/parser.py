@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from relaxlite.version import __version__
 
 Number = int | float
+QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/quantize.py
 PRECISIONS = ("float32", "bf16")  # those of passes/lower_precision.py
 CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
@@ -153,6 +154,21 @@ def _opt(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
 
 
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a GGUF file, or a Hugging Face folder")
+    parser.add_argument("--text", required=True, metavar="FILE", help="the text, in UTF-8")
+    parser.add_argument("--against", metavar="MODEL", help="compare with this model, of the same tokenizer")
+    parser.add_argument("--quantize", choices=QUANTIZED, help="quantize the weights of MODEL first, not of --against")
+    parser.add_argument("--tokens", type=_at_least(2), metavar="N", help="only the text's first N tokens")
+    parser.add_argument(
+        "--window", type=_at_least(2), metavar="N", help="tokens computed at once (default: 512, or the context)"
+    )
+    parser.add_argument("--stride", type=_at_least(1), metavar="N", help="tokens between windows (default: --window)")
+    parser.add_argument("--json", action="store_true", help="the figures, for programs")
+    _add_threads(parser)
+    _add_target(parser)
+
+
 def _fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="*", help="models to fetch; none: list those that can be had")
     parser.add_argument("--to", metavar="DIR", help="the folder to keep models in (default: the cache)")
@@ -256,6 +272,17 @@ input is a message. Where the context is full, the oldest messages are forgotten
   relaxlite chat smollm2.rlx
   relaxlite chat SmolLM2.gguf --system "You answer in one sentence." --temperature 0.7""",
         _chat,
+    ),
+    "eval": Command(
+        "measure how well a language model predicts a text",
+        """\
+Prints the perplexity, and with --against how far the predictions are from another model's: KL divergence and how often
+both find the same token likeliest. The text is cut into windows; each token is predicted once, from those before it
+in its window. A smaller stride gives it more of them.
+
+  relaxlite eval SmolLM2.gguf --text alice.txt --window 512 --stride 256
+  relaxlite eval folder --quantize q4_0 --against folder --text alice.txt --json""",
+        _eval,
     ),
     "inspect": Command(
         "show a model's signature, ops, kernels and memory plan",

@@ -10,6 +10,7 @@ generation.py   the loop over a batch of sequences; sampling.py: from logits to 
 tokenizer.py    text to tokens and back, also piece by piece; templates.py: a chat as text
 description.py  what an artifact says of a language model beside its code
 engine.py       what generation needs of a compiled model; compiled_engine.py: a step over a paged cache
+evaluate.py     perplexity, and the distance from another model
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Weights have our names, whatever the checkpoint calls them:
 
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]
-    layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
-               mlp_norm, gate, up, down, mlp_post_norm
+    layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, attn_post_norm,
+               mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm
 
 Matrices are [out, in], as in both kinds of checkpoints. Rotary embeddings work on halves of a head.
 """
@@ -85,6 +85,10 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
     if c.has_qkv_bias:
         layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+    if c.has_o_bias:
+        layer |= {"o_bias": (c.hidden,)}
+    if c.has_mlp_bias:
+        layer |= {"gate_bias": (c.intermediate,), "up_bias": (c.intermediate,), "down_bias": (c.hidden,)}
     if c.has_qk_norm:
         layer |= {"q_norm": (c.head_width,), "k_norm": (c.head_width,)}
     if c.has_post_norms:
@@ -99,17 +103,18 @@ def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: 
     """ImportModelError for what is missing, has another shape, or is there but means nothing to us."""
     expected = expected_weights(config)
     missing = [name for name in expected if name not in weights]
+    unknown = [name for name in weights if name not in expected]
     if missing:
+        instead = f"; {_some(unknown)} there and unknown" if unknown else ""
         raise ImportModelError(
             f"{source}: {_some(missing)} missing; a {config.architecture} of {config.layers} layers has "
-            f"{len(expected)} weights, the file {len(weights)}"
+            f"{len(expected)} weights, the file {len(weights)}{instead}"
         )
     for name, shape in expected.items():
         if weights[name].shape != shape:
             raise ImportModelError(
                 f"{source}: weight {name} has shape {weights[name].shape}, the hyperparameters say {shape}"
             )
-    unknown = [name for name in weights if name not in expected]
     if unknown:
         raise ImportModelError(f"{source}: {_some(unknown)} unknown to the architecture {config.architecture}")
 

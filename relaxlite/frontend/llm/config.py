@@ -100,6 +100,8 @@ class DecoderConfig:
     is_tied: bool  # the logits use the token embedding
     activation: Activation = "silu"
     has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False  # of gate, up and down
     has_qk_norm: bool = False  # RMS norm of each head's query and key
     has_post_norms: bool = False  # norms behind attention and MLP too, before they are added
     query_scale: float | None = None  # None: head_width**-0.5

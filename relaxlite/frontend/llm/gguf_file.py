@@ -35,12 +35,11 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     name = str(raw.get("general.architecture", ""))
     architecture = find_architecture(name, source)
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    raw.setdefault(f"{name}.vocab_size", len(raw.get("tokenizer.ggml.tokens", ())) or None)
-    raw.setdefault(f"{name}.is_tied", GGUF_WHOLE["head"] not in tensors)
+    raw |= {f"{name}.{key}": value for key, value in _seen_in(tensors).items()}
     config = architecture.describe(Hyperparameters(source, raw, True, f"{name}."))
     divisors = tensors.pop("rope_freqs.weight", None)
     if divisors is not None:
-        config = _with_divisors(config, _weight(file, divisors, source).data)
+        config = _with_divisors(config, _weight(file, divisors, source), source)
     names = {theirs: ours for ours, theirs in _names(config).items()}
     weights = {names.get(theirs, theirs): _weight(file, tensor, source) for theirs, tensor in tensors.items()}
     check_weights(config, weights, source)
@@ -49,6 +48,17 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     said = {key: raw.get(f"general.{key}") for key in _PROVENANCE}
     provenance = {"source": os.path.basename(source)} | {key: str(value) for key, value in said.items() if value}
     return Checkpoint(config, weights, read_tokenizer(raw, source), provenance)
+
+
+def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Hyperparameters that no field names, but the tensors show."""
+    embedding = tensors.get(GGUF_WHOLE["embed"])
+    found: dict[str, Any] = {"is_tied": GGUF_WHOLE["head"] not in tensors}
+    if embedding is not None and embedding.shape:
+        found["vocab_size"] = embedding.shape[0]
+    for key, weight in (("qkv_bias", "q_bias"), ("o_bias", "o_bias"), ("mlp_bias", "down_bias")):
+        found[key] = f"blk.0.{GGUF_LAYER[weight]}" in tensors
+    return found
 
 
 def _names(config: DecoderConfig) -> dict[str, str]:
@@ -83,8 +93,13 @@ def _bytes(file: GgufFile, tensor: TensorInfo, rows: int, row_bytes: int, what: 
     return file.data[tensor.offset : end].reshape(rows, row_bytes)
 
 
-def _with_divisors(config: DecoderConfig, divisors: np.ndarray[Any, Any]) -> DecoderConfig:
-    return replace(config, rope=replace(config.rope, divisors=tuple(map(float, divisors))))
+def _with_divisors(config: DecoderConfig, divisors: Weight, source: str) -> DecoderConfig:
+    if divisors.shape != (config.rope.width // 2,) or divisors.block_format is not None:
+        raise ImportModelError(
+            f"{source}: tensor 'rope_freqs.weight' has shape {divisors.shape}; {config.rope.width} elements of a head "
+            f"are turned, so it needs {config.rope.width // 2} numbers"
+        )
+    return replace(config, rope=replace(config.rope, divisors=tuple(map(float, divisors.data))))
 
 
 def _in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -68,7 +69,8 @@ class _Reader:
         if kind != _ARRAY:
             return self.take(_scalar(kind))
         inner, count = self.take("I"), self.take("Q")
-        if count > len(self.data) - self.at:
+        least = {_STRING: 8, _ARRAY: 12}.get(inner) or struct.calcsize("<" + _scalar(inner))  # bytes of each value
+        if count * least > len(self.data) - self.at:
             raise ValueError(f"a list of {count} values at byte {self.at} goes beyond the end")
         if inner in (_STRING, _ARRAY):
             return [self.value(inner) for _ in range(count)]
@@ -103,7 +105,9 @@ def _read(reader: _Reader) -> GgufFile:
     reader.at = 4
     version, tensors, values = reader.take("I"), reader.take("Q"), reader.take("Q")
     if version not in (2, 3):
-        raise ValueError(f"version {version} is not read, 2 and 3 are")
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
+            raise ValueError("it is written for machines with the highest byte first, which is not read")
+        raise ValueError(f"version {version} is not read, 2 and 3 are (convert the model again)")
     metadata: dict[str, Any] = {}
     for _ in range(values):
         name = reader.string()
@@ -116,9 +120,13 @@ def _read(reader: _Reader) -> GgufFile:
         dims = [reader.take("Q") for _ in range(rank)]
         kind, offset = reader.take("I"), reader.take("Q")
         infos.append((name, tuple(reversed(dims)), TYPE_NAMES.get(kind, f"number {kind}"), offset))
-    alignment = int(metadata.get("general.alignment", 32))
-    if alignment < 1:
-        raise ValueError(f"an alignment of {alignment}")
+    names = [name for name, *_ in infos]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"there are two tensors {twice!r}")
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"an alignment of {alignment!r}")
     start = -(-reader.at // alignment) * alignment
     found = tuple(TensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in infos)
     return GgufFile(metadata, found, np.frombuffer(reader.data, np.uint8))

@@ -1,112 +1,182 @@
-"""The tokenizer inside of a GGUF file as one of the `tokenizers` library."""
+"""The tokenizer inside of a GGUF file as one of the `tokenizers` library, in that library's JSON.
+
+Its parts (how text is normalized, parted, decoded) are made with the library; vocabulary and merges are written into
+its JSON directly, as handing it half a million merges and asking for them again takes several times as long.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import TokenizerData
+from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS
 
-_CONTROL, _USER_DEFINED, _UNKNOWN, _BYTE = 3, 4, 2, 6  # token types
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# How text is parted before pairs are merged, by tokenizer.ggml.pre: (regular expression, digits one by one)
-_PRE: Mapping[str, tuple[str, bool]] = {
-    **dict.fromkeys(("default", "gpt-2"), (_GPT2, False)),
-    "smollm": (_GPT2, True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), (_LLAMA3, False)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2, False)),
-}
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|eom_id|>", "<|end|>")
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
+# Control tokens that end a reply, under whatever name a file calls its own end.
+_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>", "<|endoftext|>",
+    "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<｜end▁of▁sentence｜>", "<EOT>",  # noqa: RUF001
+)  # fmt: skip
 
 
 def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
-    """From the fields of a GGUF file; None where it holds no tokenizer. ImportModelError for an unknown kind."""
+    """From the fields of a GGUF file; None where it holds no tokenizer. ImportModelError for an unknown kind, and for
+    fields that contradict each other."""
     model = raw.get("tokenizer.ggml.model")
-    if model is None:
+    if model in (None, "none", "no_vocab"):
         return None
-    tokens: list[str] = list(raw["tokenizer.ggml.tokens"])
-    types: list[int] = list(raw.get("tokenizer.ggml.token_type", [1] * len(tokens)))
-    if model == "gpt2":
-        made = _byte_level(raw, tokens, source)
-    elif model == "llama":
-        made = _sentence_piece(raw, tokens, types)
-    else:
-        raise ImportModelError(f"{source}: the tokenizer model {model!r} is not known; known are 'gpt2', 'llama'")
-    _add_special(made, tokens, types)
-    bos, eos = raw.get("tokenizer.ggml.bos_token_id"), raw.get("tokenizer.ggml.eos_token_id")
-    ends = [eos, raw.get("tokenizer.ggml.eot_token_id"), *(tokens.index(t) for t in _END_OF_TURN if t in tokens)]
-    names = {"bos_token": bos, "eos_token": eos, "unk_token": raw.get("tokenizer.ggml.unknown_token_id")}
+    fields = _Fields(raw, source)
+    if model not in ("gpt2", "llama"):
+        raise fields.error(f"the tokenizer model {model!r} is not known; known are 'gpt2', 'llama'")
+    parts = _byte_level(fields) if model == "gpt2" else _sentence_piece(fields)
+    parts["added_tokens"] = _added(fields, parts["normalizer"])
+    bos, eos = fields.token("bos"), fields.token("eos")
+    ends = [eos, fields.token("eot"), fields.token("eom")]
+    ends += [place for place, kind in enumerate(fields.types) if kind == _CONTROL and fields.tokens[place] in _ENDS]
+    names = {"bos_token": bos, "eos_token": eos, "unk_token": fields.token("unknown")}
+    template = raw.get("tokenizer.chat_template")
+    adds_bos = model == "llama" or fields.pre_tokenizer.adds_bos
     return TokenizerData(
-        made.to_str(),
-        raw.get("tokenizer.chat_template"),
+        json.dumps(parts, ensure_ascii=False),
+        template if isinstance(template, str) and template else None,
         bos,
-        tuple(dict.fromkeys(int(t) for t in ends if t is not None)),
-        bool(raw.get("tokenizer.ggml.add_bos_token", model == "llama")),
-        {name: tokens[number] for name, number in names.items() if number is not None},
+        tuple(dict.fromkeys(place for place in ends if place is not None)),
+        bool(raw.get("tokenizer.ggml.add_bos_token", adds_bos)) and bos is not None,
+        {name: fields.tokens[place] for name, place in names.items() if place is not None},
     )
 
 
-def _byte_level(raw: Mapping[str, Any], tokens: Sequence[str], source: str) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+class _Fields:
+    """The fields of a tokenizer, checked."""
 
-    kind = str(raw.get("tokenizer.ggml.pre", "default"))
-    if kind not in _PRE:
-        raise ImportModelError(f"{source}: the pre-tokenizer {kind!r} is not known; known are {', '.join(_PRE)}")
-    merges = [tuple(merge.split(" ", 1)) for merge in raw["tokenizer.ggml.merges"]]
-    whole = kind.startswith(("llama", "smaug"))  # a word that is a token is one, whatever the merges
-    model = models.BPE(vocab={t: k for k, t in enumerate(tokens)}, merges=merges, ignore_merges=whole)
-    made = Tokenizer(model)
-    pattern, by_digit = _PRE[kind]
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if by_digit else []
-    steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+        self._raw, self._source = raw, source
+        self.tokens: list[str] = self.list("tokens", str)
+        self.types: list[int] = [_NORMAL] * len(self.tokens)
+        if raw.get("tokenizer.ggml.token_type") is not None:
+            self.types = self.list("token_type", int, len(self.tokens))
+        self.places = {token: place for place, token in enumerate(self.tokens)}
+
+    def error(self, text: str) -> ImportModelError:
+        return ImportModelError(f"{self._source}: {text}")
+
+    def list(self, name: str, kind: type, count: int | None = None) -> list[Any]:
+        found = self._raw.get(f"tokenizer.ggml.{name}")
+        if not isinstance(found, list) or not found or not all(isinstance(value, kind) for value in found):
+            raise self.error(f"tokenizer.ggml.{name} is missing, or no list of {kind.__name__}")
+        if count is not None and len(found) != count:
+            raise self.error(f"there are {count} tokens, and tokenizer.ggml.{name} has {len(found)} values")
+        return found
+
+    def token(self, name: str) -> int | None:
+        """The token with a meaning: bos, eos, ..."""
+        found = self._raw.get(f"tokenizer.ggml.{name}_token_id")
+        if found is None:
+            return None
+        if not isinstance(found, int) or not 0 <= found < len(self.tokens):
+            raise self.error(f"tokenizer.ggml.{name}_token_id is {found}; there are {len(self.tokens)} tokens")
+        return found
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self._raw.get(f"tokenizer.ggml.{name}", default))
+
+    @property
+    def pre_tokenizer(self) -> Any:
+        kind = self._raw.get("tokenizer.ggml.pre", "default")
+        if kind not in PRE_TOKENIZERS:
+            raise self.error(
+                f"the pre-tokenizer {kind!r} is not known; known are {', '.join(PRE_TOKENIZERS)} "
+                "(a Hugging Face folder of the model brings its own)"
+            )
+        return PRE_TOKENIZERS[kind]
+
+
+def _byte_level(fields: _Fields) -> dict[str, Any]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = fields.pre_tokenizer
+    made = Tokenizer(models.BPE(ignore_merges=pre.keeps_words))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     made.decoder = decoders.ByteLevel()
-    return made
+    if pre.composes:
+        made.normalizer = normalizers.NFC()
+    merges = fields.list("merges", str)
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in fields.places or right not in fields.places or left + right not in fields.places:
+            raise fields.error(f"the merge {merge!r} is not one of two tokens to a third")
+    return _filled(made, fields.places, merges)
 
 
-def _sentence_piece(raw: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Any:
+def _sentence_piece(fields: _Fields) -> dict[str, Any]:
     """Byte-pair encoding whose merges follow from the scores: any two tokens that make a token, better ones first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    places = {t: k for k, t in enumerate(tokens)}
-    scores = raw["tokenizer.ggml.scores"]
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for token, place in places.items():
-        if types[place] not in (1, _USER_DEFINED) or len(token) < 2:
-            continue
-        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [(places[a], places[b], a, b) for a, b in parts if a in places and b in places]
-        ranked += [(-scores[place], *pair) for pair in sorted(known)]
-    ranked.sort(key=lambda item: item[0])  # stable: equal scores stay in order of their tokens
-    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    model = models.BPE(
-        vocab=places,
-        merges=[(a, b) for *_, a, b in ranked],
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=_BYTE in types,
-    )
-    made = Tokenizer(model)
-    prefix = bool(raw.get("tokenizer.ggml.add_space_prefix", True))
+    unknown = next((t for t, kind in zip(fields.tokens, fields.types, strict=True) if kind == _UNKNOWN), None)
+    made = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=_BYTE in fields.types))
+    prefix = fields.flag("add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
-    return made
+    parts = _filled(made, fields.places, _merges_by_score(fields))
+    parts["model"]["unk_token"] = unknown
+    return parts
 
 
-def _add_special(tokenizer: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Control tokens and those that users defined are never parted."""
-    from tokenizers import AddedToken
+def _merges_by_score(fields: _Fields) -> list[str]:
+    """Every "left right" that joins two tokens to a third: best third first, then in the order of their tokens.
 
-    control = [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
-    defined = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in defined])
+    In sorted order a token comes behind all tokens that it begins with: those are kept on a stack. Tokens with a space
+    join nothing, as texts have none once they are normalized.
+    """
+    scores = np.asarray(fields.list("scores", float, len(fields.tokens)))
+    places, types = fields.places, fields.types
+    merges: list[str] = []
+    joined: list[int] = []
+    stack: list[str] = []
+    for token in sorted(token for token in places if token and " " not in token):
+        while stack and not token.startswith(stack[-1]):
+            stack.pop()
+        place = places[token]
+        if stack and types[place] in (_NORMAL, _USER_DEFINED):
+            firsts = [a for a in stack if token[len(a) :] in places]
+            if len(firsts) > 1:
+                firsts.sort(key=places.__getitem__)
+            merges += [f"{a} {token[len(a) :]}" for a in firsts]
+            joined += [place] * len(firsts)
+        stack.append(token)
+    thirds = np.asarray(joined, np.int64)
+    return [merges[k] for k in np.lexsort((thirds, -scores[thirds])).tolist()]
+
+
+def _filled(made: Any, places: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads(made.to_str())
+    parts["model"] |= {"vocab": places, "merges": merges}
+    return parts
+
+
+def _added(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
+    """Control tokens and those that users defined are never parted. The latter are looked for in the text whose spaces
+    are replaced, as SentencePiece does; where a prefix is added too, they would get it as well, so not there."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    in_normalized = normalizer is not None and not fields.flag("add_space_prefix", True)  # never so of byte level
+    return [
+        {
+            "id": place,
+            "content": token,
+            **plain,
+            "normalized": in_normalized and fields.types[place] == _USER_DEFINED,
+            "special": fields.types[place] == _CONTROL,
+        }
+        for token, place in fields.places.items()
+        if fields.types[place] in (_CONTROL, _USER_DEFINED) and token
+    ]

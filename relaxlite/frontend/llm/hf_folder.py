@@ -30,18 +30,30 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     raw = _json(folder / "config.json", needed=True)
-    raw = {**raw, **raw.get("text_config", {})}  # of models that see pictures too
     source = str(folder)
-    architecture = find_architecture(str(raw.get("model_type", "")), source)
+    config, architecture = describe(raw, source)
     tensors = _tensors(folder)
-    raw.setdefault("tie_word_embeddings", architecture.ties_by_default)
-    config = architecture.describe(Hyperparameters(source, raw, False))
     weights = _renamed(tensors, architecture, config)
     check_weights(config, weights, source)
     provenance = {"source": folder.resolve().name, **_model_card(folder)}
     generation = _json(folder / "generation_config.json")
     defaults = {name: generation[name] for name in _GENERATION if generation.get(name) is not None}
     return Checkpoint(config, weights, _tokenizer(folder, raw, generation), provenance, defaults)
+
+
+def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Architecture]:
+    """The configuration that a config.json stands for. ImportModelError: nothing that we know."""
+    text = raw.get("text_config")
+    raw = {**raw, **(text if isinstance(text, Mapping) else {})}  # of models that see pictures too
+    method = raw.get("quantization_config")
+    if method:
+        name = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise ImportModelError(
+            f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
+        )
+    architecture = find_architecture(str(raw.get("model_type", "")), source)
+    raw = {**architecture.defaults, **raw}
+    return architecture.describe(Hyperparameters(source, raw, False)), architecture
 
 
 def _json(path: Path, *, needed: bool = False) -> dict[str, Any]:
@@ -60,7 +72,10 @@ def _json(path: Path, *, needed: bool = False) -> dict[str, Any]:
 
 def _tensors(folder: Path) -> dict[str, Weight]:
     index = _json(folder / "model.safetensors.index.json")
-    names = sorted(set(index["weight_map"].values())) if index.get("weight_map") else ["model.safetensors"]
+    shards = index.get("weight_map") or {"": "model.safetensors"}
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ImportModelError(f"{folder}: weight_map of model.safetensors.index.json names no files")
+    names = sorted(set(shards.values()))
     found: dict[str, Weight] = {}
     for name in names:
         if not (folder / name).is_file():
@@ -81,6 +96,8 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
         if data.size < 8 or size > data.size - 8:
             raise ValueError("its header goes beyond its end")
         header = json.loads(data[8 : 8 + size].tobytes())
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         return {
             name: _weight(entry, data[8 + size :], name) for name, entry in header.items() if name != "__metadata__"
         }
@@ -107,6 +124,8 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
     found = {}
     for theirs, weight in tensors.items():
         name = theirs.removeprefix("language_model.")
+        if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
+            name = "model." + name.removeprefix("model.language_model.")
         ours = names.get(name, name)
         if name.endswith(_IGNORED) or (ours == "head" and config.is_tied) or name.startswith(_OTHER_PARTS):
             continue
@@ -114,7 +133,9 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
     return found
 
 
-_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+_OTHER_PARTS = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+)  # fmt: skip
 
 
 def _offset(weight: Weight, offset: float) -> Weight:
@@ -125,19 +146,45 @@ def _tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str, An
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
-    said = _json(folder / "tokenizer_config.json")
-    template = said.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = next((t["template"] for t in template if t.get("name") == "default"), template[0]["template"])
-    if template is None and (folder / "chat_template.jinja").exists():
-        template = (folder / "chat_template.jinja").read_text("utf-8")
+    made, said = _json(path), _json(folder / "tokenizer_config.json")
     special = {name: _text(said[name]) for name in ("bos_token", "eos_token", "unk_token") if said.get(name)}
+    places = {token.get("content"): token.get("id") for token in made.get("added_tokens") or ()}
+    bos = places.get(special.get("bos_token"), raw.get("bos_token_id"))
     stop = generation.get("eos_token_id", raw.get("eos_token_id"))
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    bos = raw.get("bos_token_id")
+    stops = [*(stop if isinstance(stop, list) else [stop]), places.get(special.get("eos_token"))]
+    adds_bos = said.get("add_bos_token")
+    if adds_bos is None:
+        adds_bos = _first_of_template(made.get("post_processor")) == special.get("bos_token", "")
     return TokenizerData(
-        path.read_text("utf-8"), template, bos, tuple(stops), bool(said.get("add_bos_token", False)), special
+        path.read_text("utf-8"),
+        _chat_template(folder, said),
+        bos,
+        tuple(dict.fromkeys(token for token in stops if token is not None)),
+        bool(adds_bos) and bos is not None,
+        special,
     )
+
+
+def _chat_template(folder: Path, said: Mapping[str, Any]) -> str | None:
+    """In a file of its own, or in tokenizer_config.json, there perhaps several by name."""
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text("utf-8")
+    template = said.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) and template else None
+
+
+def _first_of_template(processor: Any) -> str | None:
+    """The special token that a post-processor of tokenizer.json puts before a text."""
+    if not isinstance(processor, Mapping):
+        return None
+    for step in processor.get("processors", [processor]):
+        pieces = step.get("single") or ()
+        if pieces and "SpecialToken" in pieces[0]:
+            return str(pieces[0]["SpecialToken"]["id"])
+    return None
 
 
 def _text(token: Any) -> str:

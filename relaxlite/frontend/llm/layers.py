@@ -62,23 +62,24 @@ class Decoder:
 
     def attention(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         c, name = self.config, f"layers.{k}"
-        q = self.heads(self.linear(f"{name}.q", x, f"{name}.q_bias"), c.heads)
-        keys = self.heads(self.linear(f"{name}.k", x, f"{name}.k_bias"), c.kv_heads)
-        values = self.heads(self.linear(f"{name}.v", x, f"{name}.v_bias"), c.kv_heads)
+        q = self.heads(self.linear(f"{name}.q", x, c.has_qkv_bias), c.heads)
+        keys = self.heads(self.linear(f"{name}.k", x, c.has_qkv_bias), c.kv_heads)
+        values = self.heads(self.linear(f"{name}.v", x, c.has_qkv_bias), c.kv_heads)
         if c.has_qk_norm:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         rope = c.rope_of(k)
         mixed = mix(k, self.rotate(q, positions, rope), self.rotate(keys, positions, rope), values)
         joined = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
-        return self.linear(f"{name}.o", joined)
+        return self.linear(f"{name}.o", joined, c.has_o_bias)
 
     def mlp(self, k: int, x: Expr) -> Var:
-        gate, up = self.linear(f"layers.{k}.gate", x), self.linear(f"layers.{k}.up", x)
+        name, has_bias = f"layers.{k}", self.config.has_mlp_bias
+        gate, up = self.linear(f"{name}.gate", x, has_bias), self.linear(f"{name}.up", x, has_bias)
         if self.config.activation == "silu":
             gate = self.op("multiply", gate, self.op("sigmoid", gate))
         else:
             gate = self.op("gelu", gate, approximate="tanh")
-        return self.linear(f"layers.{k}.down", self.op("multiply", gate, up))
+        return self.linear(f"{name}.down", self.op("multiply", gate, up), has_bias)
 
     def norm(self, name: str, x: Expr) -> Var:
         return self.op("rms_norm", x, self.vector(name), epsilon=self.config.norm_epsilon)
@@ -86,10 +87,10 @@ class Decoder:
     def post_norm(self, name: str, x: Expr) -> Expr:
         return self.norm(name, x) if self.config.has_post_norms else x
 
-    def linear(self, name: str, x: Expr, bias: str | None = None) -> Var:
-        """x @ W^T, plus a bias where the architecture has one."""
+    def linear(self, name: str, x: Expr, has_bias: bool = False) -> Var:
+        """x @ W^T, plus the bias of that name."""
         y = self.op("matmul", x, np.ascontiguousarray(self.vector(name).T))
-        return self.op("add", y, self.vector(bias)) if bias is not None and self.config.has_qkv_bias else y
+        return self.op("add", y, self.vector(f"{name}_bias")) if has_bias else y
 
     def vector(self, name: str) -> np.ndarray[Any, Any]:
         """A weight in float32 as it lies in the checkpoint."""

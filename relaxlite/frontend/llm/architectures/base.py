@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
@@ -27,8 +28,13 @@ _KEYS = {
     "window_pattern": ("sliding_window_pattern", "attention.sliding_window_pattern"),
     "is_tied": ("tie_word_embeddings", "is_tied"),
     "query_scalar": ("query_pre_attn_scalar", "attention.query_scalar"),
-    "activation": ("hidden_activation", "activation"),
+    "activation": ("hidden_act", "activation"),
+    "logit_cap": ("final_logit_softcapping", "final_logit_softcapping"),
+    "qkv_bias": ("attention_bias", "qkv_bias"),
+    "o_bias": ("attention_bias", "o_bias"),
+    "mlp_bias": ("mlp_bias", "mlp_bias"),
 }
+_MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,70 +51,141 @@ class Hyperparameters:
         found = self.raw.get(self.prefix + gguf if self.is_gguf else hugging_face)
         return default if found is None else found
 
-    def need(self, name: str) -> Any:
-        found = self.get(name)
-        if found is None:
-            key = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
-            raise ImportModelError(f"{self.source}: the hyperparameter {key!r} is missing")
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer. ImportModelError: it is missing and has no default, or is none."""
+        found = self.get(name, default)
+        if isinstance(found, list) and found and all(value == found[0] for value in found):
+            found = found[0]  # one for each layer, and all the same
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST.get(name, 2**31):
+            raise self._error(name, found, "a positive integer, the same for all layers")
         return found
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number. ImportModelError: it is missing and has no default, or is none."""
+        found: Any = self.get(name, default)
+        if _is_positive(found):
+            return float(found)
+        raise self._error(name, found, "a positive number")
+
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name, False))
+
+    def layer_types(self) -> tuple[bool, ...] | None:
+        """By layer, whether it is local; None where config.json does not say."""
+        types = None if self.is_gguf else self.raw.get("layer_types")
+        if types is None:
+            return None
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != self.integer("layers") or set(types) - set(known):
+            raise ImportModelError(f"{self.source}: layer_types must name {' or '.join(known)} for each layer")
+        return tuple(kind == "sliding_attention" for kind in types)
+
+    def _error(self, name: str, found: Any, wanted: str) -> ImportModelError:
+        key = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
+        if found is None:
+            return ImportModelError(f"{self.source}: the hyperparameter {key!r} is missing")
+        return ImportModelError(f"{self.source}: the hyperparameter {key!r} is {_short(found)}; it must be {wanted}")
+
+    def refuse(self, **unsupported: Any) -> None:
+        """ImportModelError where config.json gives one of these another value than the one that we compute with."""
+        for key, value in unsupported.items():
+            if not self.is_gguf and self.raw.get(key, value) not in (None, value):
+                raise ImportModelError(
+                    f"{self.source}: {key} = {_short(self.raw[key])} is not supported, only {value!r} is"
+                )
 
     def rope(self, width: int, default_base: float = 10000.0, section: str | None = None) -> Rope:
         """The rotary embedding; `section` picks the part of `rope_parameters` for one kind of layer."""
         if self.is_gguf:
-            return Rope(
-                float(self.get("rope_base", default_base)), int(self.get("rope_width", width)), self._gguf_scaling()
-            )
+            base = self.number("rope_base", default_base)
+            return Rope(base, self._turned(self.integer("rope_width", width), width), self._gguf_scaling())
         said: Mapping[str, Any] = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if not isinstance(said, Mapping):
+            raise ImportModelError(f"{self.source}: rope_parameters are {_short(said)}, no object")
         if section is not None and isinstance(said.get(section), Mapping):
             said = said[section]
         base = said.get("rope_theta", self.get("rope_base", default_base))
-        share = said.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0))
-        return Rope(float(base), int(width * share), self._scaling(said))
+        share = said.get("partial_rotary_factor", self.raw.get("partial_rotary_factor")) or 1.0
+        if not _is_positive(base) or not _is_positive(share):
+            raise ImportModelError(f"{self.source}: a rotary base of {_short(base)} over {_short(share)} of each head")
+        return Rope(float(base), self._turned(int(width * share), width), self._scaling(said))
+
+    def _turned(self, count: int, width: int) -> int:
+        if count % 2 or not 0 < count <= width:
+            raise ImportModelError(
+                f"{self.source}: rotary embeddings cannot turn {count} of {width} elements of a head"
+            )
+        return count
 
     def _scaling(self, said: Mapping[str, Any]) -> RopeScaling | None:
         kind = said.get("rope_type", said.get("type", "default"))
         if kind == "default":
             return None
-        original = said.get("original_max_position_embeddings", self.get("context", 0))
+
+        def number(key: str, default: float | None = None) -> float:
+            found = said.get(key)
+            found = default if found is None else found
+            if not _is_positive(found):
+                raise ImportModelError(f"{self.source}: {key} of the rotary embedding ({kind}) is {_short(found)}")
+            return float(found)
+
         if kind == "linear":
-            return RopeScaling("linear", float(said["factor"]))
+            return RopeScaling("linear", number("factor"))
+        original = number("original_max_position_embeddings", self.integer("context"))
         if kind == "llama3":
-            low, high = said["low_freq_factor"], said["high_freq_factor"]
-            return RopeScaling("llama3", float(said["factor"]), int(original), float(low), float(high))
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            return RopeScaling("llama3", number("factor"), int(original), low, high)
         if kind == "yarn":
-            fast, slow = said.get("beta_fast") or 32.0, said.get("beta_slow") or 1.0
-            found = said.get("attention_factor")
+            for key in ("mscale", "mscale_all_dim"):
+                if said.get(key):
+                    raise ImportModelError(f"{self.source}: {key} of yarn is not supported, attention_factor is")
+            if not said.get("truncate", True):
+                raise ImportModelError(f"{self.source}: yarn is supported with truncate = true only")
             return RopeScaling(
-                "yarn", float(said["factor"]), int(original), beta_fast=float(fast), beta_slow=float(slow),
-                attention_factor=None if found is None else float(found),
+                "yarn", number("factor"), int(original), beta_fast=number("beta_fast", 32.0),
+                beta_slow=number("beta_slow", 1.0),
+                attention_factor=None if said.get("attention_factor") is None else number("attention_factor"),
             )  # fmt: skip
         raise ImportModelError(
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, llama3, yarn"
         )
 
     def _gguf_scaling(self) -> RopeScaling | None:
-        kind = self.raw.get(f"{self.prefix}rope.scaling.type", "none")
-        factor = float(self.raw.get(f"{self.prefix}rope.scaling.factor", 1.0))
-        original = int(self.raw.get(f"{self.prefix}rope.scaling.original_context_length", self.get("context", 0)))
-        if kind == "none" or factor in (0.0, 1.0):
+        place = f"{self.prefix}rope.scaling."
+        kind = self.raw.get(place + "type", "none")
+        factor = self.raw.get(place + "factor", 1.0) or 1.0
+        original = self.raw.get(place + "original_context_length") or self.integer("context")
+        fast, slow = self.raw.get(place + "yarn_beta_fast", 32.0), self.raw.get(place + "yarn_beta_slow", 1.0)
+        more = self.raw.get(place + "attn_factor", 1.0)
+        if not all(_is_positive(value) for value in (factor, original, fast, slow, more)):
+            raise ImportModelError(f"{self.source}: {place}* must be positive numbers")
+        if kind == "none" or factor == 1.0:
             return None
         if kind == "linear":
-            return RopeScaling("linear", factor)
+            return RopeScaling("linear", float(factor))
         if kind == "yarn":
-            return RopeScaling("yarn", factor, original)
+            attention = None if more == 1.0 else more * (0.1 * math.log(factor) + 1)
+            return RopeScaling("yarn", float(factor), int(original), 1.0, 4.0, float(fast), float(slow), attention)
         raise ImportModelError(
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn"
         )
 
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
         """The configuration that follows from the usual hyperparameters, but for what is given."""
-        hidden, heads = int(self.need("hidden")), int(self.need("heads"))
-        width = int(self.get("head_width", hidden // heads))
+        hidden, heads = self.integer("hidden"), self.integer("heads")
+        width = self.integer("head_width", hidden // heads)
+        kv_heads = self.integer("kv_heads", heads)
+        if heads % kv_heads:
+            raise ImportModelError(f"{self.source}: {heads} heads cannot share {kv_heads} heads of keys and values")
+        if self.is_gguf and self.raw.get(f"{self.prefix}attention.value_length", width) != width:
+            raise ImportModelError(f"{self.source}: values of another width than keys are not supported")
+        if self.is_gguf and self.raw.get(f"{self.prefix}expert_count"):
+            raise ImportModelError(f"{self.source}: mixtures of experts are not supported")
         found: dict[str, Any] = {
-            "vocab": int(self.need("vocab")), "hidden": hidden, "layers": int(self.need("layers")), "heads": heads,
-            "kv_heads": int(self.get("kv_heads", heads)), "head_width": width,
-            "intermediate": int(self.need("intermediate")), "context": int(self.need("context")),
-            "norm_epsilon": float(self.need("norm_epsilon")), "is_tied": bool(self.get("is_tied", False)),
+            "vocab": self.integer("vocab"), "hidden": hidden, "layers": self.integer("layers"), "heads": heads,
+            "kv_heads": kv_heads, "head_width": width, "intermediate": self.integer("intermediate"),
+            "context": self.integer("context"), "norm_epsilon": self.number("norm_epsilon"),
+            "is_tied": self.flag("is_tied"),
         }  # fmt: skip
         found |= specific
         if "rope" not in found:
@@ -116,35 +193,50 @@ class Hyperparameters:
         return DecoderConfig(architecture, **found)
 
 
+def _is_positive(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:56] + " ..."
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`names`: what checkpoints call it. `describe` makes the configuration; `hugging_face` has the names of weights in
-    a layer that differ from the usual ones; `is_interleaved`: GGUF stores its queries and keys with the two
-    elements that are turned together side by side; `norm_offset`: Hugging Face stores norms less that number;
-    `ties_by_default`: the logits use the token embedding where config.json says nothing."""
+    """One architecture, for both kinds of checkpoints.
+
+    `names`: what checkpoints call it. `describe` makes the configuration. `hugging_face` has the names of weights in a
+    layer that differ from the usual ones; `defaults` is what config.json may leave out, by its keys. `is_interleaved`:
+    GGUF stores its queries and keys with the two elements that are turned together side by side. `norm_offset`:
+    Hugging Face stores norms less that number.
+    """
 
     names: tuple[str, ...]
     describe: Callable[[Hyperparameters], DecoderConfig]
     hugging_face: Mapping[str, str] | None = None
     is_interleaved: bool = False
     norm_offset: float = 0.0
-    ties_by_default: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 # of a layer: our name -> as Hugging Face calls it behind "model.layers.K.", and GGUF behind "blk.K."
 HUGGING_FACE_LAYER = {
     "attn_norm": "input_layernorm.weight", "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight", "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias", "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight", "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight",
+    "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias", "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight", "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight", "gate_bias": "mlp.gate_proj.bias", "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
 }  # fmt: skip
 GGUF_LAYER = {
     "attn_norm": "attn_norm.weight", "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight",
     "o": "attn_output.weight", "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias",
-    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight", "attn_post_norm": "post_attention_norm.weight",
-    "mlp_norm": "ffn_norm.weight", "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
-    "mlp_post_norm": "post_ffw_norm.weight",
+    "o_bias": "attn_output.bias", "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
+    "attn_post_norm": "post_attention_norm.weight", "mlp_norm": "ffn_norm.weight", "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight", "down": "ffn_down.weight", "gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias", "mlp_post_norm": "post_ffw_norm.weight",
 }  # fmt: skip
 HUGGING_FACE_WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 GGUF_WHOLE = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}

@@ -9,31 +9,37 @@ from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Archit
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 
 _PATTERN = 6  # every sixth layer is global
+_LAYERS_OF_27B = 62
 
 
 def _gemma3(h: Hyperparameters) -> DecoderConfig:
-    width, layers = int(h.get("head_width", 256)), int(h.need("layers"))
-    types = h.raw.get("layer_types")
-    if types is not None:
-        is_local = tuple(kind == "sliding_attention" for kind in types)
-    else:
-        every = int(h.get("window_pattern", _PATTERN))
+    h.refuse(
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, use_bidirectional_attention=False
+    )  # fmt: skip
+    width, layers = h.integer("head_width", 256), h.integer("layers")
+    is_local = h.layer_types()
+    if is_local is None:
+        every = h.integer("window_pattern", _PATTERN)
         is_local = tuple((k + 1) % every != 0 for k in range(layers))
     local = h.rope(width, section="sliding_attention").base if "rope_parameters" in h.raw else 10000.0
-    scalar = float(h.get("query_scalar", width))
+    # Only the largest model scales queries by another number, and GGUF files do not say it.
+    is_largest = h.is_gguf and layers == _LAYERS_OF_27B
+    scalar = h.number("query_scalar", h.integer("hidden") / h.integer("heads") if is_largest else width)
     return h.decoder(
         "gemma3",
         head_width=width,
         rope=h.rope(width, 1000000.0, section="full_attention"),
-        local_rope=Rope(float(h.get("rope_local_base", local)), width),
-        window=int(h.get("window", 4096)),
+        local_rope=Rope(h.number("rope_local_base", local), width),
+        window=h.integer("window", 4096),
         is_local=is_local,
         activation="gelu_tanh",
+        has_qkv_bias=h.flag("qkv_bias"),
+        has_o_bias=h.flag("o_bias"),
         has_qk_norm=True,
         has_post_norms=True,
         query_scale=scalar**-0.5,
-        embedding_scale=float(np.float32(int(h.need("hidden")) ** 0.5)),
-        logit_cap=h.raw.get("final_logit_softcapping"),
+        embedding_scale=float(np.float32(h.integer("hidden") ** 0.5)),
+        logit_cap=h.number("logit_cap") if h.get("logit_cap") is not None else None,
     )
 
 
@@ -47,5 +53,15 @@ GEMMA3 = Architecture(
         "mlp_post_norm": "post_feedforward_layernorm.weight",
     },
     norm_offset=1.0,
-    ties_by_default=True,
+    # config.json of the published models that see pictures says little more than how wide and deep they are
+    defaults={
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+    },
 )

@@ -1,0 +1,67 @@
+"""How byte-pair encodings of GGUF files part text before they merge pairs: `tokenizer.ggml.pre` by name.
+
+Each entry is a sequence of regular expressions (Oniguruma); each isolates its matches in the pieces that the one before
+left. They are those that the models' tokenizer.json files publish, under the names of llama.cpp, llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _by_case(endings: str, digits: str) -> str:
+    """Words that change from capitals to small letters at most once."""
+    head = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{head}{_UPPER}*{_LOWER}+{endings}|{head}{_UPPER}+{_LOWER}*{endings}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _SPACES
+
+
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    + _SPACES,
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001  (its own signs)
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """`keeps_words`: a piece that is a token is that token, whatever the merges say. `adds_bos`: texts begin with the
+    token for that, where the file does not say. `composes`: text is brought to Unicode's form NFC first."""
+
+    patterns: tuple[str, ...]
+    keeps_words: bool = False
+    adds_bos: bool = False
+    composes: bool = False
+
+
+def _named(names: str, *patterns: str, keeps_words: bool = False) -> dict[str, PreTokenizer]:
+    return dict.fromkeys(names.split(), PreTokenizer(patterns, keeps_words, adds_bos=keeps_words))
+
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **_named("default gpt-2 phi-2 mpt olmo jais trillion roberta-bpe exaone4", _GPT2),
+    **_named("smollm starcoder refact command-r codeshell exaone minerva-7b", r"\p{N}", _GPT2),
+    **_named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", _LLAMA3, keeps_words=True),
+    **_named("smaug-bpe dbrx glm4 chatglm-bpe", _LLAMA3),
+    **_named("deepseek-r1-qwen stablelm2 hunyuan megrez", _QWEN2),
+    "qwen2": PreTokenizer((_QWEN2,), composes=True),
+    **_named("tekken", _by_case("", r"\p{N}"), keeps_words=True),
+    **_named("gpt-4o llama4", _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")),
+    **_named("deepseek-v3", *_DEEPSEEK3),
+    **_named("deepseek-coder", *_DEEPSEEK_CODER),
+    **_named("falcon", *_FALCON),
+    **_named("bloom poro-chat gpt3-finnish", _BLOOM),
+    **_named("viking", _BLOOM, r"\p{N}"),
+}

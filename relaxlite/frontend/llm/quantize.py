@@ -1,0 +1,141 @@
+"""Weights of a float checkpoint into blocks of few bits: bit for bit what llama.cpp's reference quantizers give
+(ggml-quants.c, quantize_row_*_ref).
+
+Q4_0, Q5_0: a signed scale from the value of largest magnitude, which so lands on a code exactly. Q4_1, Q5_1: scale and
+offset from the least and the largest value. Q8_0: a scale from the largest magnitude, rounded half away from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+EMBEDDING_FORMAT = "Q8_0"
+"""Of the token embedding and the logits' matrix: few bits there cost far more than they save."""
+_ROWS_BYTES = 64 << 20  # of float32 rows converted at once
+
+
+def quantize_checkpoint(
+    checkpoint: Checkpoint, kind: str, *, progress: Callable[[str], None] = lambda name: None
+) -> Checkpoint:
+    """Every matrix in blocks of `kind` (a key of QUANTIZERS, in any case), embeddings in EMBEDDING_FORMAT.
+
+    Vectors stay as they are, and so do matrices whose rows are no whole number of blocks. `progress` is told each
+    matrix. InvalidArgumentError: an unknown kind. ImportModelError: a matrix is in blocks already, has values that are
+    not finite or too large for a scale in float16; or there is no matrix that could be quantized.
+    """
+    kind = kind.upper()
+    if kind not in QUANTIZERS:
+        known = ", ".join(name.lower() for name in QUANTIZERS)
+        raise InvalidArgumentError(f"cannot quantize to {kind.lower()!r}; known are {known}")
+    source = checkpoint.provenance.get("source", "the checkpoint")
+    weights = dict(checkpoint.weights)
+    matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
+    blocks = next((name for name in matrices if weights[name].block_format is not None), None)
+    if blocks is not None:
+        raise ImportModelError(
+            f"{source}: weight {blocks} is quantized already ({weights[blocks].block_format}); "
+            "quantize the float checkpoint instead"
+        )
+    chosen = [name for name in matrices if weights[name].shape[1] % BLOCK_FORMATS[kind].size == 0]
+    if not chosen:
+        raise ImportModelError(f"{source}: no weight has rows of whole blocks of {BLOCK_FORMATS[kind].size}")
+    for name in chosen:
+        progress(name)
+        weights[name] = quantize(weights[name], EMBEDDING_FORMAT if name in ("embed", "head") else kind, name)
+    kept = f"; {len(matrices) - len(chosen)} matrices kept" if len(chosen) < len(matrices) else ""
+    return replace(checkpoint, weights=weights, provenance={**checkpoint.provenance, "quantized": f"{kind}{kept}"})
+
+
+def quantize(weight: Weight, kind: str, name: str = "weight") -> Weight:
+    """A float matrix [n, k], k a multiple of 32, in blocks. ImportModelError: see `quantize_checkpoint`."""
+    block = BLOCK_FORMATS[kind]
+    n, k = weight.shape
+    packed = np.empty((n, k // block.size * block.nbytes), np.uint8)
+    step = max(1, _ROWS_BYTES // (4 * k))
+    for at in range(0, n, step):
+        rows = weight.data[at : at + step].astype(np.float32)
+        if not np.isfinite(rows).all():
+            raise ImportModelError(f"weight {name} has values that are not finite; it cannot be quantized")
+        with np.errstate(over="ignore"):
+            found = QUANTIZERS[kind](rows.reshape(-1, block.size))
+        packed[at : at + step] = found.reshape(len(rows), -1)
+        if np.isinf(block.decode(found)[1]).any():
+            raise ImportModelError(f"weight {name} has values too large for scales in float16: up to {abs(rows).max()}")
+    return Weight(packed, weight.shape, kind)
+
+
+def _half_bytes(values: Array) -> Array:
+    return values.astype(np.float16).view(np.uint8)
+
+
+def _inverse(scale: Array) -> Array:
+    """0 where a scale is 0, or so small that it is 0 in float16 and its inverse infinite."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / scale
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))
+
+
+def _codes(values: Array, most: int) -> Array:
+    """Truncated, as values are positive and bring their half with them."""
+    return np.clip(np.trunc(values), 0, most).astype(np.uint8)
+
+
+def _packed(codes: Array, *head: Array, has_fifth_bit: bool) -> Array:
+    """Scales, then the fifth bits, then pairs of nibbles: the first half of a block low, the second high."""
+    low = codes & 15
+    nibbles = low[:, :16] | low[:, 16:] << 4
+    fifth = [np.packbits(codes >> 4, axis=1, bitorder="little")] if has_fifth_bit else []
+    return np.concatenate([*map(_half_bytes, head), *fifth, nibbles], axis=1)
+
+
+def _by_peak(bits: int) -> Callable[[Array], Array]:
+    zero = 1 << (bits - 1)  # the code of 0
+
+    def quantize_blocks(blocks: Array) -> Array:
+        peak = np.take_along_axis(blocks, abs(blocks).argmax(axis=1, keepdims=True), axis=1)
+        scale = peak / np.float32(-zero)
+        codes = _codes(blocks * _inverse(scale) + np.float32(zero + 0.5), 2 * zero - 1)
+        return _packed(codes, scale, has_fifth_bit=bits == 5)
+
+    return quantize_blocks
+
+
+def _by_range(bits: int) -> Callable[[Array], Array]:
+    most = (1 << bits) - 1
+
+    def quantize_blocks(blocks: Array) -> Array:
+        least = blocks.min(axis=1, keepdims=True)
+        scale = (blocks.max(axis=1, keepdims=True) - least) / np.float32(most)
+        codes = _codes((blocks - least) * _inverse(scale) + np.float32(0.5), most)
+        return _packed(codes, scale, least, has_fifth_bit=bits == 5)
+
+    return quantize_blocks
+
+
+def _q8_0(blocks: Array) -> Array:
+    scale = abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = blocks * _inverse(scale)
+    whole = np.floor(abs(scaled))
+    rounded = whole + np.floor(2 * (abs(scaled) - whole))  # halves away from zero
+    codes = np.copysign(rounded, scaled).astype(np.int8).view(np.uint8)
+    return np.concatenate([_half_bytes(scale), codes], axis=1)
+
+
+QUANTIZERS: Mapping[str, Callable[[Array], Array]] = {
+    "Q4_0": _by_peak(4),
+    "Q4_1": _by_range(4),
+    "Q5_0": _by_peak(5),
+    "Q5_1": _by_range(5),
+    "Q8_0": _q8_0,
+}
+"""Blocks float32 [count, 32] to bytes [count, nbytes]."""

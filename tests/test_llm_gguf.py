@@ -1,0 +1,287 @@
+"""GGUF files written by the `gguf` package: read right, or refused in words that say why."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import relaxlite as rl
+from relaxlite import models
+from relaxlite.errors import ImportModelError, RelaxliteError
+from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+from relaxlite.frontend.llm.read import read_checkpoint
+from tests import llm_files as files
+
+gguf = pytest.importorskip("gguf")
+
+QKV = ("attn_q", "attn_k", "attn_v")
+ALL = (*QKV, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "llama, all biases, tied": ("llama", {}, {"biases": ALL, "tied": True}),
+    "llama, half of each head turned": ("llama", {"rope.dimension_count": 32}, {}),
+    "llama, linear rope": ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {}),
+    "qwen2": ("qwen2", {}, {"biases": QKV}),
+    "qwen3": ("qwen3", {"rope.freq_base": 1e6}, {"tied": True}),
+    "gemma3": (
+        "gemma3",
+        {"rope.freq_base": 1e6, "attention.sliding_window": 5, "attention.sliding_window_pattern": 2},
+        {"tied": True},
+    ),
+    "gemma3, linear rope of global layers": (
+        "gemma3",
+        {"attention.sliding_window": 5, "attention.sliding_window_pattern": 2, "rope.scaling.type": "linear",
+         "rope.scaling.factor": 8.0},
+        {"tied": True},
+    ),
+}  # fmt: skip
+TOKENS = np.random.default_rng(5).integers(0, files.VOCAB, 23).tolist()
+
+
+def check_logits(path: Path, name: str, metadata: dict[str, Any], weights: dict[str, Any]) -> None:
+    wanted = files.forward(name, metadata, weights, TOKENS)
+    exe = rl.compile(build_dense(read_checkpoint(path)))
+    for count in (1, 9, len(TOKENS)):
+        found = np.asarray(exe(np.asarray([TOKENS[:count]])))[0]
+        np.testing.assert_allclose(found, wanted[:count], atol=3e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_a_plain_computation(case: str, tmp_path: Path) -> None:
+    name, more, kind = CASES[case]
+    metadata, weights = files.fields(name, **more), files.tensors(name, **kind)
+    check_logits(files.write(tmp_path / "m.gguf", name, metadata, weights), name, metadata, weights)
+
+
+def test_frequencies_that_a_file_brings_divide(tmp_path: Path) -> None:
+    metadata, weights = files.fields("llama"), files.tensors("llama")
+    weights["rope_freqs.weight"] = np.linspace(1, 8, files.WIDTH // 2, dtype=np.float32)
+    check_logits(files.write(tmp_path / "m.gguf", "llama", metadata, weights), "llama", metadata, weights)
+    weights["rope_freqs.weight"] = np.ones(5, np.float32)
+    with pytest.raises(ImportModelError, match=r"'rope_freqs.weight' has shape \(5,\); 64 .* so it needs 32 numbers"):
+        read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
+
+
+def packed(values: np.ndarray, kind: str) -> np.ndarray:
+    """Bytes of a type; of those that the package cannot quantize to, random codes with small scales."""
+    if kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
+        found = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+        return found if kind != "F16" else found.view(np.float16)
+    block = BLOCK_FORMATS[kind]
+    rows, columns = values.shape
+    data = np.random.default_rng(columns).integers(0, 256, (rows * columns // block.size, block.nbytes), np.uint8)
+    for at in (208,) if kind == "Q6_K" else (0, 2):
+        data[:, at : at + 2] = np.asarray([2e-4], np.float16).view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", *BLOCK_FORMATS])
+def test_every_tensor_type(kind: str, tmp_path: Path) -> None:
+    metadata, weights = files.fields("llama"), files.tensors("llama")
+    stored: dict[str, Any] = dict(weights)
+    for name, values in weights.items():
+        if values.ndim == 2:
+            data = packed(values, kind)
+            stored[name] = (data, kind)
+            weights[name] = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
+    check_logits(files.write(tmp_path / "m.gguf", "llama", metadata, stored), "llama", metadata, weights)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gemma3"])  # it does not read the width of qwen3's heads
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    name, more, kind = CASES[case]
+    if name == "gemma3":  # transformers does not read the pattern
+        more = {"rope.freq_base": 1e6, "attention.sliding_window": 5}
+    metadata = {**files.fields(name, **more), **files.byte_tokenizer(), f"{name}.vocab_size": files.VOCAB}
+    metadata["general.file_type"] = 0
+    path = files.write(tmp_path / "m.gguf", name, metadata, files.tensors(name, **kind))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = files.WIDTH**-0.5  # of gemma3 it takes 256 for the width, whatever the file says
+    wanted = model(torch.tensor([TOKENS])).logits.detach().numpy()
+    found = rl.compile(build_dense(read_checkpoint(path)))(np.asarray([TOKENS]))
+    np.testing.assert_allclose(found, wanted, atol=3e-5 * np.abs(wanted).max())
+
+
+def test_what_else_the_file_says_is_kept(tmp_path: Path) -> None:
+    metadata = {**files.fields("llama"), "general.name": "Tiny", "general.license": "mit"}
+    found = read_checkpoint(files.write(tmp_path / "tiny.gguf", "llama", metadata, files.tensors("llama")))
+    assert found.provenance == {"source": "tiny.gguf", "name": "Tiny", "license": "mit"}
+    assert found.tokenizer is None
+    assert (found.config.vocab, found.config.context, found.config.is_tied) == (files.VOCAB, files.CONTEXT, False)
+
+
+def test_only_the_largest_gemma_scales_queries_otherwise(tmp_path: Path) -> None:
+    metadata = files.fields("gemma3", block_count=62, **{"attention.sliding_window": 5})
+    one = files.tensors("gemma3", tied=True)
+    weights = {k: v for k, v in one.items() if "blk" not in k}
+    weights |= {f"blk.{k}.{n[6:]}": v for n, v in one.items() if n.startswith("blk.0.") for k in range(62)}
+    config = read_checkpoint(files.write(tmp_path / "m.gguf", "gemma3", metadata, weights)).config
+    assert config.query_scale == (files.HIDDEN / files.HEADS) ** -0.5
+    assert config.is_local.count(False) == 10
+
+
+# What cannot be read
+
+
+def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "llama", **more: Any) -> Path:
+    metadata = {key: value for key, value in files.fields("llama", **more).items() if value is not None}
+    metadata = {key.replace("llama.", f"{name}.", 1): value for key, value in metadata.items()}
+    return files.write(tmp_path / "m.gguf", name, metadata, weights or files.tensors("llama"))
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"name": "phi3"}, "the architecture 'phi3' is not known; known are llama, mistral, qwen2, qwen3, gemma3"),
+        ({"context_length": None}, "the hyperparameter 'llama.context_length' is missing"),
+        ({"block_count": 0}, "'llama.block_count' is 0; it must be a positive integer, the same for all layers"),
+        ({"block_count": 4_000_000_000}, "'llama.block_count' is 4000000000; it must be"),
+        ({"block_count": 3}, "weights layers.2.attn_norm, .* and 5 more are missing; a llama of 3 layers has 30"),
+        ({"embedding_length": "wide"}, "'llama.embedding_length' is 'wide'; it must be"),
+        ({"embedding_length": 128}, r"weight embed has shape \(40, 256\), the hyperparameters say \(40, 128\)"),
+        ({"attention.head_count_kv": [2, 1]}, r"head_count_kv' is \[2, 1\]; it must be .* the same for all layers"),
+        ({"attention.head_count_kv": 3}, "4 heads cannot share 3 heads of keys and values"),
+        ({"attention.value_length": 32}, "values of another width than keys are not supported"),
+        ({"expert_count": 8}, "mixtures of experts are not supported"),
+        ({"rope.dimension_count": 65}, "cannot turn 65 of 64 elements of a head"),
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "scaled by 'longrope' are not known"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "is nan; it must be a positive number"),
+    ],
+)
+def test_hyperparameters_that_make_no_sense_are_refused(more: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ImportModelError, match=problem):
+        read_checkpoint(changed(tmp_path, **more))
+
+
+def test_per_layer_hyperparameters_that_are_all_the_same_are_one(tmp_path: Path) -> None:
+    assert read_checkpoint(changed(tmp_path, **{"attention.head_count_kv": [2, 2]})).config.kv_heads == 2
+
+
+def test_unknown_and_missing_weights_are_named(tmp_path: Path) -> None:
+    weights = files.tensors("llama")
+    weights["blk.0.attn_qkv.weight"] = weights.pop("blk.0.attn_q.weight")
+    problem = "weight layers.0.q is missing; .*; weight blk.0.attn_qkv.weight is there and unknown"
+    with pytest.raises(ImportModelError, match=problem):
+        read_checkpoint(changed(tmp_path, weights))
+    weights = {**files.tensors("llama"), "blk.0.ffn_gate_inp.weight": np.zeros(3, np.float32)}
+    with pytest.raises(
+        ImportModelError, match=r"weight blk\.0\.ffn_gate_inp.weight is unknown to the architecture llama"
+    ):
+        read_checkpoint(changed(tmp_path, weights))
+
+
+def test_unread_tensor_types_are_named(tmp_path: Path) -> None:
+    weights = {**files.tensors("llama"), "output.weight": (np.zeros((40, 84), np.uint8), "Q2_K")}
+    with pytest.raises(
+        ImportModelError, match=r"'output\.weight' is of type Q2_K, which is not read; known are F32, F16"
+    ):
+        read_checkpoint(changed(tmp_path, weights))
+
+
+def header(version: int, tensors: int = 0, values: int = 0, order: str = "<") -> bytes:
+    return b"GGUF" + struct.pack(f"{order}IQQ", version, tensors, values)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "no GGUF file: it does not begin with 'GGUF'"),
+        (b"PK\x03\x04", "no GGUF file"),
+        (b"GGUF", "damaged or truncated"),
+        (header(1), "version 1 is not read, 2 and 3 are"),
+        (header(3, order=">"), "written for machines with the highest byte first"),
+        (header(3, values=2**60), "damaged or truncated"),
+        (header(3, tensors=2**60), "damaged or truncated"),
+        (header(3, values=1) + struct.pack("<Q", 2**62) + b"abc", "goes beyond the end"),
+        (header(3, values=1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 8, 2**40), "a list of 1099511627776 values"),
+        (header(3, values=1) + struct.pack("<Q1sI", 1, b"k", 99), "99 is no type of a metadata value"),
+        (header(3, values=1) + struct.pack("<Q1sI", 1, b"k", 9) + struct.pack("<IQ", 9, 1) * 5000, "damaged"),
+        (header(3, tensors=1) + struct.pack("<Q1sI", 1, b"t", 9), "tensor 't' has 9 dimensions"),
+        (header(3), "the architecture '' is not known"),
+    ],
+)  # fmt: skip
+def test_damaged_containers_are_refused(data: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ImportModelError, match=problem):
+        read_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    folder = tmp_path_factory.mktemp("gguf")
+    metadata = {**files.fields("llama"), **files.byte_tokenizer("<|im_end|>")}
+    path = files.write(folder / "m.gguf", "llama", metadata, files.tensors("llama"))
+    return folder / "damaged.gguf", path.read_bytes()
+
+
+def header_bytes(good: bytes) -> int:
+    """What lies before the first weight."""
+    return good.index(files.tensors("llama")["token_embd.weight"].tobytes())
+
+
+def attempt(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    try:
+        assert isinstance(read_checkpoint(path), Checkpoint)
+    except RelaxliteError as error:
+        assert str(path) in str(error)
+
+
+@settings(deadline=None, max_examples=150)
+@given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=6))
+def test_flipped_bytes_never_crash(whole: tuple[Path, bytes], changes: list[tuple[float, int]]) -> None:
+    path, good = whole
+    data = bytearray(good)
+    for place, value in changes:
+        data[int(place * (header_bytes(good) - 1))] = value
+    attempt(path, bytes(data))
+
+
+@settings(deadline=None, max_examples=60)
+@given(share=st.floats(0, 1))
+def test_truncated_files_are_refused(whole: tuple[Path, bytes], share: float) -> None:
+    path, good = whole
+    for end in (int(share * (len(good) - 1)), int(share * header_bytes(good))):
+        path.write_bytes(good[:end])
+        with pytest.raises(ImportModelError, match=r"truncated|does not begin with"):
+            read_checkpoint(path)
+
+
+# Real models, where they are there
+
+
+@pytest.mark.models
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
+def test_real_models_give_the_logits_of_transformers(name: str) -> None:
+    """On the weights of the blocks in float32: the largest difference is below 1e-4 of the largest logit."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    paths = sorted((models.cache_folder() / name).glob("*.gguf"))
+    if not paths:
+        pytest.skip(f"{name} is not in the cache folder")
+    checkpoint = read_checkpoint(paths[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        paths[0].parent, gguf_file=os.path.basename(paths[0]), dtype=torch.float32
+    ).eval()
+    exe = rl.compile(build_dense(checkpoint))
+    for seed, count in enumerate((1, 7, 64, 130)):
+        tokens = np.random.default_rng(seed).integers(0, checkpoint.config.vocab, (1, count))
+        with torch.no_grad():
+            wanted = model(torch.tensor(tokens)).logits.numpy()
+        np.testing.assert_allclose(exe(tokens), wanted, atol=1e-4 * np.abs(wanted).max())

@@ -1,0 +1,361 @@
+"""Hugging Face folders: published config.json files are described rightly; weights, shards and tokenizers are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
+from relaxlite.frontend.llm.hf_folder import describe
+from relaxlite.frontend.llm.read import read_checkpoint
+
+LLAMA3_SCALING = {
+    "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+GEMMA3_LOCAL = tuple((k + 1) % 6 != 0 for k in range(34))
+PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
+    "TinyLlama-1.1B-Chat": (
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+         "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
+         "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 22,
+         "num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+         "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000},
+        DecoderConfig("llama", 32000, 2048, 22, 32, 4, 64, 5632, 2048, 1e-5, Rope(1e4, 64), False),
+    ),
+    "SmolLM2-135M-Instruct": (
+        {"attention_bias": False, "hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536,
+         "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
+         "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rms_norm_eps": 1e-05,
+         "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+         "vocab_size": 49152},
+        DecoderConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, 1e-5, Rope(1e5, 64), True),
+    ),
+    "Llama-3.2-1B": (
+        {"attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
+         "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+         "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3_SCALING,
+         "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256},
+        DecoderConfig(
+            "llama", 128256, 2048, 16, 32, 8, 64, 8192, 131072, 1e-5,
+            Rope(5e5, 64, RopeScaling("llama3", 32.0, 8192, 1.0, 4.0)), True,
+        ),
+    ),
+    "Mistral-7B-v0.1": (
+        {"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+         "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+         "vocab_size": 32000},
+        DecoderConfig(
+            "mistral", 32000, 4096, 32, 32, 8, 128, 14336, 32768, 1e-5, Rope(1e4, 128), False, window=4096
+        ),
+    ),
+    "Mistral-7B-v0.3": (
+        {"head_dim": None, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+         "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+         "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768},
+        DecoderConfig("mistral", 32768, 4096, 32, 32, 8, 128, 14336, 32768, 1e-5, Rope(1e6, 128), False),
+    ),
+    "Qwen2.5-0.5B-Instruct": (
+        {"hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
+         "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+         "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+         "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
+        DecoderConfig(
+            "qwen2", 151936, 896, 24, 14, 2, 64, 4864, 32768, 1e-6, Rope(1e6, 64), True, has_qkv_bias=True
+        ),
+    ),
+    "Qwen3-0.6B": (
+        {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+         "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+         "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+         "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+         "use_sliding_window": False, "vocab_size": 151936},
+        DecoderConfig(
+            "qwen3", 151936, 1024, 28, 16, 8, 128, 3072, 40960, 1e-6, Rope(1e6, 128), True, has_qk_norm=True
+        ),
+    ),
+    "gemma-3-1b-it": (
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+         "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+         "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+         "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+         "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+         "sliding_window_pattern": 6, "vocab_size": 262144},
+        DecoderConfig(
+            "gemma3", 262144, 1152, 26, 4, 1, 256, 6912, 32768, 1e-6, Rope(1e6, 256), True, "gelu_tanh",
+            has_qk_norm=True, has_post_norms=True, query_scale=256**-0.5,
+            embedding_scale=float(np.float32(1152**0.5)), window=512, is_local=GEMMA3_LOCAL[:26],
+            local_rope=Rope(1e4, 256),
+        ),
+    ),
+    "gemma-3-4b-it": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eos_token_id": [1, 106],
+         "image_token_index": 262144, "mm_tokens_per_image": 256, "model_type": "gemma3",
+         "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                         "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                         "sliding_window": 1024},
+         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27}},
+        DecoderConfig(
+            "gemma3", 262208, 2560, 34, 8, 4, 256, 10240, 131072, 1e-6,
+            Rope(1e6, 256, RopeScaling("linear", 8.0)), True, "gelu_tanh", has_qk_norm=True, has_post_norms=True,
+            query_scale=256**-0.5, embedding_scale=float(np.float32(2560**0.5)), window=1024, is_local=GEMMA3_LOCAL,
+            local_rope=Rope(1e4, 256),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations(name: str) -> None:
+    raw, wanted = PUBLISHED[name]
+    assert describe(raw, name)[0] == wanted
+
+
+def test_old_and_new_keys_of_rotary_embeddings_say_the_same() -> None:
+    raw, wanted = PUBLISHED["TinyLlama-1.1B-Chat"]
+    plain = {key: value for key, value in raw.items() if not key.startswith("rope")}
+    spellings = [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    ]
+    for more in spellings:
+        config = describe({**plain, **more}, "x")[0]
+        assert config.rope == Rope(5e5, 64, RopeScaling("linear", 2.0)) != wanted.rope
+    raw = PUBLISHED["gemma-3-1b-it"][0]
+    plain = {key: value for key, value in raw.items() if not key.startswith("rope")}
+    sections = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    config = describe({**plain, "rope_parameters": sections}, "x")[0]
+    assert config.rope == Rope(2e6, 256, RopeScaling("linear", 8.0))
+    assert config.local_rope == Rope(2e4, 256)
+
+
+def test_biases() -> None:
+    raw = PUBLISHED["SmolLM2-135M-Instruct"][0]
+    config = describe({**raw, "attention_bias": True, "mlp_bias": True}, "x")[0]
+    assert (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) == (True, True, True)
+    config = describe({**PUBLISHED["Qwen2.5-0.5B-Instruct"][0]}, "x")[0]
+    assert (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "problem"),
+    [
+        ("TinyLlama-1.1B-Chat", {"model_type": "phi3"}, "the architecture 'phi3' is not known; known are llama"),
+        ("TinyLlama-1.1B-Chat", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu' is"),
+        ("TinyLlama-1.1B-Chat", {"num_hidden_layers": None}, "hyperparameter 'num_hidden_layers' is missing"),
+        ("TinyLlama-1.1B-Chat", {"num_key_value_heads": 5}, "32 heads cannot share 5"),
+        ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic' are not"),
+        ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "linear"}}, r"factor of the rotary embedding \(linear\)"),
+        ("TinyLlama-1.1B-Chat", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not read"),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {**LLAMA3_SCALING, "original_max_position_embeddings": "x"}},
+            r"original_max_position_embeddings of the rotary embedding \(llama3\) is 'x'",
+        ),
+        (
+            "Qwen2.5-0.5B-Instruct",
+            {"use_sliding_window": True, "max_window_layers": "x"},
+            "max_window_layers is 'x', no integer",
+        ),
+        ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not"),
+        ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types must name"),
+    ],
+)
+def test_what_we_would_compute_otherwise_is_refused(name: str, more: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ImportModelError, match=f"place: .*{problem}"):
+        describe({**PUBLISHED[name][0], **more}, "place")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"]), "factor": JSON},
+    optional=dict.fromkeys(("low_freq_factor", "rope_theta", "original_max_position_embeddings", "beta_fast"), JSON),
+)
+KEYS = sorted({key for raw, _ in PUBLISHED.values() for key in raw} | {"rope_parameters", "layer_types", "head_dim"})
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(sorted(PUBLISHED)), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3), JSON | ROPE)
+def test_any_values_give_a_configuration_or_an_error(name: str, changes: dict[str, Any], rope: Any) -> None:
+    try:
+        assert describe({**PUBLISHED[name][0], "rope_scaling": rope, **changes}, "place")[0].layers > 0
+    except ImportModelError as error:
+        assert str(error).startswith("place: ")
+
+
+# Folders
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 20, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHAPES = {
+    "model.embed_tokens.weight": (20, 32), "model.norm.weight": (32,), "lm_head.weight": (20, 32),
+    **{f"model.layers.0.{name}.weight": shape for name, shape in {
+        "input_layernorm": (32,), "post_attention_layernorm": (32,), "self_attn.q_proj": (32, 32),
+        "self_attn.k_proj": (32, 32), "self_attn.v_proj": (32, 32), "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48),
+    }.items()},
+}  # fmt: skip
+KINDS = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16",
+         np.dtype(np.int32): "I32"}  # fmt: skip
+
+
+def weights(dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, value in tensors.items():
+        entries[name] = {"dtype": KINDS[value.dtype], "shape": value.shape, "data_offsets": [at, at + value.nbytes]}
+        at += value.nbytes
+    header = json.dumps(entries).encode()
+    body = b"".join(value.tobytes() for value in tensors.values())
+    path.write_bytes(len(header).to_bytes(8, "little") + header + body)
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **files: Any) -> Path:
+    """`files`: JSON by name without its ending."""
+    for name, value in {"config": CONFIG, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    write_safetensors(folder / "model.safetensors", weights() if tensors is None else tensors)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_weights_are_mapped_as_they_are(dtype: Any, tmp_path: Path) -> None:
+    stored = weights(dtype)
+    found = read_checkpoint(write(tmp_path, stored)).weights
+    np.testing.assert_array_equal(found["layers.0.gate"].data, stored["model.layers.0.mlp.gate_proj.weight"])
+    assert found["embed"].data.dtype == dtype and not found["embed"].data.flags.owndata
+    assert found["embed"].to_float32().dtype == np.float32
+
+
+def test_shards(tmp_path: Path) -> None:
+    names = list(SHAPES)
+    files = {name: f"model-{1 + (k > 5)}-of-2.safetensors" for k, name in enumerate(names)}
+    write(tmp_path, **{"model.safetensors.index": {"metadata": {}, "weight_map": files}})
+    (tmp_path / "model.safetensors").unlink()
+    for shard in set(files.values()):
+        write_safetensors(tmp_path / shard, {name: weights()[name] for name in names if files[name] == shard})
+    assert len(read_checkpoint(tmp_path).weights) == len(SHAPES)
+    (tmp_path / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ImportModelError, match=r"model-2-of-2.safetensors is missing of 2 files of weights"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_tied_weights_stored_or_not(is_stored: bool, tmp_path: Path) -> None:
+    stored = weights()
+    if not is_stored:
+        del stored["lm_head.weight"]
+    found = read_checkpoint(write(tmp_path, stored, config={**CONFIG, "tie_word_embeddings": True}))
+    assert found.config.is_tied and "head" not in found.weights
+
+
+def test_parts_that_see_pictures_are_left_out(tmp_path: Path) -> None:
+    text = {key: value for key, value in CONFIG.items() if key != "tie_word_embeddings"}
+    raw = {"model_type": "mistral3", "tie_word_embeddings": False, "text_config": {**text, "model_type": "mistral"}}
+    raw["text_config"]["num_key_value_heads"] = 2
+    for language, vision in (("language_model.", "vision_tower."), ("model.language_model.", "model.vision_tower.")):
+        stored = {
+            language + name.removeprefix("model." if language[0] == "m" else ""): v for name, v in weights().items()
+        }
+        if language[0] == "m":
+            stored["lm_head.weight"] = stored.pop("model.language_model.lm_head.weight")
+        stored |= {vision + "patch.weight": np.zeros(3, np.float32)}
+        assert len(read_checkpoint(write(tmp_path, stored, config=raw)).weights) == len(SHAPES)
+
+
+def test_fused_projections_are_named_as_unknown(tmp_path: Path) -> None:
+    stored = weights()
+    for part in "qkv":
+        del stored[f"model.layers.0.self_attn.{part}_proj.weight"]
+    stored["model.layers.0.self_attn.qkv_proj.weight"] = np.zeros((96, 32), np.float32)
+    problem = r"layers.0.q, layers.0.k, layers.0.v are missing; .*self_attn.qkv_proj.weight is there and unknown"
+    with pytest.raises(ImportModelError, match=problem):
+        read_checkpoint(write(tmp_path, stored))
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ImportModelError, match=r"no config.json; a Hugging Face folder has one"):
+        read_checkpoint(tmp_path)
+    write(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(ImportModelError, match=r"model.safetensors is missing; weights in other formats are not read"):
+        read_checkpoint(tmp_path)
+    good = (tmp_path / "kept").read_bytes()
+    for bad in (b"", good[:100], good[:-1], b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(bad)
+        with pytest.raises(ImportModelError, match="a damaged or truncated safetensors file"):
+            read_checkpoint(tmp_path)
+    with pytest.raises(ImportModelError, match="is of type I32, which is not read; known are F32, F16, BF16"):
+        read_checkpoint(write(tmp_path, {"x": np.zeros(3, np.int32)}))
+    with pytest.raises(ImportModelError, match=r"weight_map of .* names no files"):
+        read_checkpoint(write(tmp_path, **{"model.safetensors.index": {"weight_map": {"x": 3}}}))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ImportModelError, match=r"config.json: cannot be read"):
+        read_checkpoint(tmp_path)
+
+
+def special(place: int, content: str) -> dict[str, Any]:
+    return {"id": place, "content": content, "special": True}
+
+
+def test_tokenizer_template_and_stops(tmp_path: Path) -> None:
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}
+    tokenizer = {"added_tokens": [special(5, "<s>"), special(7, "<end>")], "post_processor": template}
+    said = {
+        "bos_token": {"content": "<s>"}, "eos_token": "<end>",
+        "chat_template": [{"name": "tool_use", "template": "A"}, {"name": "default", "template": "B"}],
+    }  # fmt: skip
+    generation = {"eos_token_id": [3, 4], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    write(tmp_path, tokenizer=tokenizer, tokenizer_config=said, generation_config=generation)
+    found = read_checkpoint(tmp_path)
+    made = found.tokenizer
+    assert made is not None
+    assert (made.bos, made.stop, made.adds_bos, made.chat_template) == (5, (3, 4, 7), True, "B")
+    assert made.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
+    assert found.generation == {"temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (tmp_path / "chat_template.jinja").write_text("C")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**said, "add_bos_token": False}))
+    made = read_checkpoint(tmp_path).tokenizer
+    assert made is not None and (made.chat_template, made.adds_bos) == ("C", False)
+    plain = {"added_tokens": [], "post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}]}}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    made = read_checkpoint(tmp_path).tokenizer
+    assert made is not None and (made.bos, made.stop, made.adds_bos) == (1, (2,), False)
+    (tmp_path / "tokenizer.json").unlink()
+    assert read_checkpoint(tmp_path).tokenizer is None
+
+
+def test_the_licence_stands_in_the_model_card(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n")
+    assert read_checkpoint(tmp_path).provenance == {"source": tmp_path.name, "license": "apache-2.0"}
