@@ -174,5 +174,5 @@ def test_each_result_of_a_function_may_be_any_argument() -> None:
         if is_sound:
             replay(made)
         else:
-            with pytest.raises(PassError, match="a is read, but b in step . has overwritten it"):
+            with pytest.raises(PassError, match=r"a is read, but b in step . has overwritten it"):
                 replay(made)
