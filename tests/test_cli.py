@@ -730,10 +730,17 @@ def test_a_full_disk_is_an_error(folder: Path) -> None:
 def test_an_interrupt_ends_it_with_130(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "module.py")
     command = [sys.executable, "-m", "relaxlite.cli", "opt", str(tmp_path / "module.py")]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    )
     with open(tmp_path / "module.py", "w"):  # which waits for the command to read
         out, err = _interrupted(child)
     assert (child.returncode, out, err) == (130, "", "\ninterrupted\n")
+
+
+def _heed_interrupts() -> None:
+    """A shell starts what it runs in the background with the signal ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupted(child: subprocess.Popen[str]) -> tuple[str, str]:
