@@ -21,7 +21,6 @@ for and against, is kept with its reason and the amounts that it rests on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from relaxlite.ir.expr import Binding, Block, Body, Call, GlobalVar, Let, Var
 from relaxlite.ir.layout import flat_offset
@@ -34,7 +33,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.access import coefficient
 from relaxlite.passes.fuse_programs import merge
-from relaxlite.passes.fusion_cost import Verdict, prologue_verdict, tensor_bytes
+from relaxlite.passes.fusion_cost import Verdict, tensor_bytes
 from relaxlite.passes.fusion_graph import (
     Group,
     Node,
@@ -156,8 +155,7 @@ class _FuseFunction(Rewriter):
 
     def _verdict(self, node: Node, path: list[Node], sink: Node, epilogue: bool) -> Verdict:
         if not epilogue and sink.pattern == LoopPattern.OUT_FUSIBLE and path == [sink]:
-            verdict = prologue_verdict(node.program, sink.program, sink.call.args.index(node.var))
-            return verdict if verdict.taken else replace(verdict, reason=f"{sink.var.name} is {verdict.reason}")
+            return Verdict(False, f"{sink.var.name} is OUT_FUSIBLE: each tile of it would compute {node.var.name} anew")
         reason = None if epilogue else refuse_injective(path, sink)
         if reason is None and node.group.has_anchor:
             reason = refuse_epilogue(node, path)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, product, sym
 
 # Of one core of 4 GHz with vectors of 512 bits, out of its last cache. Only ratios matter: 1 byte is worth 1 FLOP.
@@ -105,16 +104,3 @@ def _within(symbol: SymVar, size: int) -> int:
     value = max(low, size if symbol.upper is None else min(size, symbol.upper))
     step = symbol.divisor
     return max(value // step, -(-low // step)) * step
-
-
-# The decision that other passes plug into
-
-
-def prologue_verdict(producer: TensorProgram, consumer: TensorProgram, operand: int) -> Verdict:
-    """Whether a producer runs inside the loads of operand number `operand` of a consumer whose operands are shared by
-    many outputs (LoopPattern.OUT_FUSIBLE: matmul, convolution), instead of in a kernel of its own.
-
-    fuse_ops asks for each producer that it could inline there. No is always right: the operand is then a tensor.
-    """
-    name = consumer.inputs[operand].name
-    return Verdict(False, f"OUT_FUSIBLE: each tile of outputs reads all of its {name}, which would be computed anew")
