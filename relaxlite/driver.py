@@ -118,7 +118,11 @@ def build(
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     validator = _validator(module, context, validate)
-    lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
+    try:
+        lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
+    finally:
+        if validator is not None:
+            context.observers.remove(validator.check)
     start = time.perf_counter()
     code = compile_programs(lowered.programs(), machine)
     context.timings.append(("codegen", time.perf_counter() - start))
@@ -144,14 +148,14 @@ def build(
 
 
 def _validator(module: IRModule, context: PassContext, validate: bool | Sequence[Sequence[Any]]) -> Validator | None:
-    """The check of each pass, set in the context."""
+    """The check of each pass, which the context gets as an observer."""
     if validate is False:
         return None
     inputs = None if validate is True else validate
     validator = Validator(
         module, inputs=inputs, externs=registered_functions(), folder=str(context.dump_dir or "") or None
     )
-    context.check = validator.check
+    context.observers.append(validator.check)
     return validator
 
 

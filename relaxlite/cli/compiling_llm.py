@@ -99,7 +99,7 @@ def _progress(title: str, context: PassContext) -> Iterator[None]:
             bar.set_postfix_str("machine code" if done > steps else step.name, refresh=False)
             bar.update(done - bar.n)
 
-        context.observe = observe
+        context.observers.append(observe)
         bar.set_postfix_str("reading the weights")
         yield
-    context.observe = None
+    context.observers.remove(observe)

@@ -87,7 +87,8 @@ def explain(
     """Compile the module as `compile` does, and keep what happened. Raises what `compile` raises."""
     machine = Target.parse(target) if isinstance(target, str) else target
     context = context or PassContext(machine)
-    snapshots = context.observe = Snapshots()
+    snapshots = Snapshots()
+    context.observers.append(snapshots)
     data = build(module, machine, context=context, precision=precision, tuning=tuning)
     final = snapshots.taken[-1].after if snapshots.taken else module
     calls = snapshots.last("lowered") or final

@@ -47,7 +47,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Snapshots:
-    """An observer for PassContext.observe that keeps every pass's modules."""
+    """An observer for PassContext.observers that keeps every pass's modules."""
 
     taken: list[Snapshot] = field(default_factory=list)
 

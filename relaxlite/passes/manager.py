@@ -35,12 +35,11 @@ class PassContext:
     verify: bool = field(default_factory=lambda: bool(config.get("verify_passes")))
     dump_dir: Path | None = field(default_factory=lambda: _path(config.get("dump_dir")))
     # Told of each pass that ran, what it was given and made, and its seconds. Modules are immutable: keep them freely.
-    observe: Callable[[Pass, IRModule, IRModule, float], None] | None = None
+    observers: list[Callable[[Pass, IRModule, IRModule, float], None]] = field(default_factory=list)
     timings: list[tuple[str, float]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
     memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
-    check: Callable[[Pass, IRModule, IRModule], None] | None = None  # of each pass, by what it was given and made
 
     def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:
         """Keep a decision; names of figures take spaces for underscores."""
@@ -84,12 +83,10 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
         except Exception as error:
             raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
         context.timings.append((step.name, time.perf_counter() - start))
-        if context.observe is not None:
-            context.observe(step, given, module, context.timings[-1][1])
         if context.verify:
             _verify_after(module, step)
-        if context.check is not None:
-            context.check(step, given, module)
+        for observe in context.observers:
+            observe(step, given, module, context.timings[-1][1])
         if context.dump_dir is not None:
             context.dump_dir.mkdir(parents=True, exist_ok=True)
             (context.dump_dir / f"{number:02d}_{step.name}.py").write_text(print_module(module))

@@ -83,7 +83,7 @@ class Validator:
             drawn = symbol_values(main, random.Random(seed), styles)
             self.cases = [self._drawn(main, values, k) for k, values in enumerate(drawn)]
 
-    def check(self, step: Pass, before: IRModule, after: IRModule) -> None:
+    def check(self, step: Pass, before: IRModule, after: IRModule, seconds: float = 0.0) -> None:
         """Raise ValidationError, which names the pass and the sizes, unless both modules compute the same."""
         if after is before or step.stage == "vm":  # what runs slots instead of symbols is checked as machine code
             return

@@ -116,7 +116,7 @@ def _run(case: Case) -> None:
     context = PassContext(HOST, verify=True, dump_dir=None)
     validator = Validator(case.module, externs=steps_structure.EXTERNS, styles=case.styles, seed=case.seed)
     if case.each_pass:
-        context.check = validator.check
+        context.observers.append(validator.check)
     names = default_names() if case.passes is None else case.passes
     data = build(case.module, HOST, passes=passes_of(names), context=context)
     exe = Executable(data)
