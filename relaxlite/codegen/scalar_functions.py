@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORDS, type_error
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -185,12 +185,20 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
         raise TypeError(problem)
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
+    if name == WORDS:
+        a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:], (np.uint8, np.int8), strict=True))
+        return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))
     dot = DOT_PRODUCTS[name]
     total, wide = args[0], dtypes.to_numpy(dot.total)
     with np.errstate(all="ignore"):
         for k in reversed(range(dot.length)):
             total = total + args[1 + k].astype(wide) * args[1 + dot.length + k].astype(wide)
     return np.asarray(total)
+
+
+def _bytes_of(words: Array, dtype: type[np.generic]) -> list[Array]:
+    """The four bytes of each word, lowest first."""
+    return [(words >> np.int32(8 * n)).astype(dtype) for n in range(4)]
 
 
 def cast(x: Array, dtype: DType) -> Array:

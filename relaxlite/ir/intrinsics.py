@@ -2,6 +2,7 @@
 
     fma(a, b, c) = a*b + c                                                  floats; one rounding or two
     dot4_u8s8(c, a0..a3, b0..b3) = c + a0*b0 + a1*b1 + a2*b2 + a3*b3        int32 of uint8 and int8; wraps, exact
+    dot4_words(c, a, b)                                                     the same, of the bytes of two int32
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
 
 dot2_bf16 adds a1*b1 and then a0*b0, each product exact and each of the two sums rounded to float32, to nearest even.
@@ -43,8 +44,12 @@ DOT_PRODUCTS: Mapping[str, DotProduct] = {
     "dot2_bf16": DotProduct(2, "bfloat16", "bfloat16", "float32"),
 }
 
+WORDS = "dot4_words"
+"""dot4_u8s8 of numbers that come four in a word, lowest byte first: out of memory, or made by operations on words."""
+
 INTRINSICS: Mapping[str, IntrinsicType] = {
     "fma": IntrinsicType((None, None, None), None),
+    WORDS: IntrinsicType(("int32", "int32", "int32"), "int32"),
     **{
         name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
         for name, dot in DOT_PRODUCTS.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relaxlite.ir.intrinsics import DOT_PRODUCTS
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORDS
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
@@ -18,6 +18,7 @@ FLOPS: Mapping[str, int] = {
     **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
+    WORDS: 8,
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,

@@ -65,6 +65,10 @@ def build_checkpoint(
     """As `build`, of a checkpoint in memory."""
     attachments = attachments_of(checkpoint, max_context)
     module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype)
+    target = Target.parse(target) if isinstance(target, str) else target
+    context = PassContext(target) if context is None else context
+    if context.precision == "float32" and any(w.block_format for w in checkpoint.weights.values()):
+        context.precision = os.environ.get("PREC", "int8")
     data = build_module(module, target, context=context, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))

@@ -21,6 +21,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies, map_functions, used_vars
 
 SMALL_BYTES = 1 << 16  # results up to this size are always worth a constant
+_KEPT = ("unpack_integers", "dequantize_blocks")
 GROWTH = 2  # larger ones only if they are at most this many times the operands: an Expand of a scalar stays a loop
 
 
@@ -58,7 +59,7 @@ class _FoldConstants(Rewriter):
             return self._tuples[value.value][value.index]
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or not value.callee.is_pure:
             return None
-        if var in self._kept or value.callee.name == "unpack_integers":
+        if var in self._kept or value.callee.name in _KEPT:
             return None
         operands = [_concrete(arg) for arg in value.args]
         if any(o is None for o in operands) or not _is_worth(value, operands):

@@ -16,9 +16,10 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
+from relaxlite.passes.integer_products import PARTS
 from relaxlite.passes.manager import PassContext
 
-PRECISIONS = ("float32", "bf16")
+PRECISIONS = ("float32", "bf16", *PARTS)
 NARROW = "bfloat16"
 LEAST_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
 
@@ -27,7 +28,7 @@ def lower_precision(module: IRModule, context: PassContext) -> IRModule:
     """Raises InvalidArgumentError for an unknown precision, or one that the target has no instructions for."""
     if context.precision not in PRECISIONS:
         raise InvalidArgumentError(f"precision {context.precision!r} is not one of {', '.join(PRECISIONS)}")
-    if context.precision == "float32":
+    if context.precision != "bf16":
         return module
     if not context.target.has("avx512bf16"):
         raise InvalidArgumentError(

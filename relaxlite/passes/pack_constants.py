@@ -26,12 +26,17 @@ from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 
 
+SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
+
+
 def pack_constants(module: IRModule) -> IRModule:
     wanted = {name: panels for name, p in module.programs().items() if (panels := _panels(p))}
     for call in program_calls(module):
         if call.callee.name in wanted:
             panels = wanted[call.callee.name]
             wanted[call.callee.name] = {k: w for k, w in panels.items() if isinstance(call.args[k], Constant)}
+    for name, panels in _other_readers(module, wanted).items():
+        wanted[name] = {**wanted.get(name, {}), **panels}
     definitions: dict[str, Definition] = {}
     for name, panels in wanted.items():
         program = module[name]
@@ -41,6 +46,37 @@ def pack_constants(module: IRModule) -> IRModule:
     for name, function in module.functions().items():
         definitions[name] = _PackCalls(wanted, packer).function(function)
     return module.updated(definitions)
+
+
+def _other_readers(
+    module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
+) -> dict[str, dict[int, _Layout]]:
+    """Programs that read large constants which are packed for a product: an embedding that is also the matrix of the
+    logits. They read the panels as well, so that there is one copy."""
+    packed: dict[int, _Layout] = {}
+    for call in program_calls(module):
+        for k, layout in wanted.get(call.callee.name, {}).items():
+            if _is_large(call.args[k]):
+                packed[id(call.args[k].value)] = layout  # type: ignore[union-attr]
+    found: dict[str, dict[int, set[_Layout | None]]] = {}
+    for call in program_calls(module):
+        for k, arg in enumerate(call.args):
+            if k not in wanted.get(call.callee.name, {}):
+                layout_of = packed.get(id(arg.value)) if isinstance(arg, Constant) else None
+                found.setdefault(call.callee.name, {}).setdefault(k, set()).add(layout_of)
+    return {
+        name: panels
+        for name, inputs in found.items()
+        if (panels := {k: one for k, (one, *rest) in _listed(inputs) if one is not None and not rest})
+    }
+
+
+def _listed(inputs: Mapping[int, set[_Layout | None]]) -> list[tuple[int, list[_Layout | None]]]:
+    return [(k, list(layouts)) for k, layouts in inputs.items()]
+
+
+def _is_large(arg: Expr) -> bool:
+    return isinstance(arg, Constant) and arg.value.nbytes >= SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.fuse_prologues import fuse_prologues
+from relaxlite.passes.integer_products import integer_products
 from relaxlite.passes.join_calls import join_calls
 from relaxlite.passes.join_parts import join_parts
 from relaxlite.passes.legalize import legalize
@@ -67,6 +68,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # A
         _pure("fold_shapes", fold_shapes, "graph"),
         _pure("decompose", decompose, "graph"),
+        Pass("integer_products", integer_products, "graph"),
         Pass("keep_quantized", keep_quantized, "graph"),
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),

@@ -61,6 +61,7 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
+from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
@@ -289,6 +290,12 @@ class _Rules:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
+        blocks = block_product(block, registers) if lanes > 1 else None
+        if blocks is not None:
+            if packs:
+                self.panels.update(dict.fromkeys(blocks.panels, blocks.vectors * lanes))
+            self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, lanes=lanes)
+            return tiled_blocks(blocks, lanes)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:

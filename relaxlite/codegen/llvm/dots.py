@@ -31,9 +31,7 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
         c = emit_value(k, total)
         width = _instruction_lanes(e.target, value.name, k.lanes)
         if width and (a.lanes or b.lanes):
-            operands = [e.cast("bitcast", e.splat(c, k.lanes), "i32"), e.splat(a, k.lanes), e.splat(b, k.lanes)]
-            result = e.by_parts(operands, width, lambda *parts: _INSTRUCTIONS[value.name](e, *parts))
-            return e.cast("bitcast", result, c.elem)
+            return _by_instruction(k, value.name, width, c, a, b)
         return _portable(e, dot, c, _elements(e, a, dot.a, dot), _elements(e, b, dot.b, dot))
     c = emit_value(k, total)
     a_parts, b_parts = ([emit_value(k, x) for x in side] for side in sides)
@@ -44,6 +42,22 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
         [convert(e, x, dot.a, dot.total) for x in a_parts],
         [convert(e, x, dot.b, dot.total) for x in b_parts],
     )
+
+
+def emit_dot_of_words(k: Kernel, c: Val, a: Val, b: Val) -> Val:
+    """The same of operands that are words already."""
+    name = "dot4_u8s8"
+    dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
+    if width and (a.lanes or b.lanes):
+        return _by_instruction(k, name, width, c, a, b)
+    return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
+
+
+def _by_instruction(k: Kernel, name: str, width: int, c: Val, a: Val, b: Val) -> Val:
+    e = k.e
+    operands = [e.cast("bitcast", e.splat(c, k.lanes), "i32"), e.splat(a, k.lanes), e.splat(b, k.lanes)]
+    result = e.by_parts(operands, width, lambda *parts: _INSTRUCTIONS[name](e, *parts))
+    return e.cast("bitcast", result, c.elem)
 
 
 def _packed(k: Kernel, side: Sequence[Value]) -> Val | None:

@@ -6,16 +6,19 @@ Activations are [..., hidden]; rows are tokens, whatever the leading dimensions 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Expr, Var
+from relaxlite.ir.expr import Array, Constant, Expr, Var
 from relaxlite.ir.op import get_op
+from relaxlite.ir.ops.block_quantized import pack_codes
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
 
@@ -28,19 +31,48 @@ class Mixer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py)."""
+
+    operands: tuple[Constant, ...]  # words, scales and, where no zero point says it, offsets
+    bits: int
+    zero: int
+
+    @staticmethod
+    def of(weight: GroupedWeight, name: str) -> Blocks:
+        codes, bits, zero = weight.codes, weight.bits, weight.zero_point()
+        if codes.dtype == np.int8:
+            codes, zero = (codes.view(np.uint8) ^ 128), 128 if zero == 0 else zero
+        words = pack_codes(np.ascontiguousarray(codes.T), weight.group, bits)
+        factors = [weight.scales] if zero is not None or weight.offsets is None else [weight.scales, weight.offsets]
+        halves = [_as_half(f) for f in factors]
+        stored = halves if all(h is not None for h in halves) else factors
+        parts = [words, *(np.ascontiguousarray(f.T) for f in stored if f is not None)]
+        return Blocks(tuple(Constant.of(p, name=name) for p in parts), bits, zero or 0)
+
+
+def _as_half(values: Array) -> Array | None:
+    """As float16, if nothing is lost."""
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16)
+    return half if np.array_equal(half.astype(np.float32), values) else None
+
+
 class Decoder:
     """Emits the parts of a decoder into a builder."""
 
     def __init__(self, bb: BlockBuilder, config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
         self.bb, self.config, self._weights = bb, config, weights
         self._tables: dict[Rope, tuple[Var, Var]] = {}
+        self._blocks: dict[str, Blocks | None] = {}
 
     def op(self, name: str, *args: Any, **attrs: Any) -> Var:
         return self.bb.emit(get_op(name)(*args, **attrs))
 
     def hidden(self, tokens: Expr, positions: Expr, mix: Mixer) -> Var:
         """The last layer's output, normed: [..., hidden] for tokens and positions [...]."""
-        x = self.op("gather", self.vector("embed"), tokens, axis=0)
+        x = self.embedded(tokens)
         if self.config.embedding_scale is not None:
             x = self.op("multiply", x, np.float32(self.config.embedding_scale))
         for k in range(self.config.layers):
@@ -89,8 +121,27 @@ class Decoder:
 
     def linear(self, name: str, x: Expr, has_bias: bool = False) -> Var:
         """x @ W^T, plus the bias of that name."""
-        y = self.op("matmul", x, np.ascontiguousarray(self.vector(name).T))
+        blocks = self.blocks(name)
+        if blocks is None:
+            weight: Any = np.ascontiguousarray(self.vector(name).T)
+        else:
+            weight = self.op("dequantize_blocks", *blocks.operands, bits=blocks.bits, zero=blocks.zero)
+        y = self.op("matmul", x, weight)
         return self.op("add", y, self.vector(f"{name}_bias")) if has_bias else y
+
+    def embedded(self, tokens: Expr) -> Var:
+        """The rows of the embedding: [..., hidden]"""
+        blocks = self.blocks("embed")
+        if blocks is None:
+            return self.op("gather", self.vector("embed"), tokens, axis=0)
+        return self.op("gather_blocks", tokens, *blocks.operands, bits=blocks.bits, zero=blocks.zero)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix whose numbers lie in blocks, as the ops on blocks take it; None: it has none."""
+        if name not in self._blocks:
+            weight = self._weights[name]
+            self._blocks[name] = None if weight.block_format is None else Blocks.of(weight.grouped(), name)
+        return self._blocks[name]
 
     def vector(self, name: str) -> np.ndarray[Any, Any]:
         """A weight in float32 as it lies in the checkpoint."""

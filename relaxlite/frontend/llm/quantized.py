@@ -46,6 +46,17 @@ class GroupedWeight:
         return grouped.reshape(n, k)
 
 
+    def zero_point(self) -> int | None:
+        """The code that stands for 0 in all groups, where offsets say no more than that; None: they say more."""
+        if self.offsets is None:
+            return 0
+        with np.errstate(all="ignore"):
+            found = np.nan_to_num(-self.offsets / self.scales, nan=0.0, posinf=0.0, neginf=0.0)
+        zero = int(found.flat[np.argmax(abs(found))]) if found.size else 0
+        fits = 0 <= zero < 1 << self.bits and np.array_equal(self.offsets, -zero * self.scales)
+        return zero if fits else None
+
+
 _Parts: TypeAlias = "tuple[Array, Array, Array | None]"  # codes, scales, offsets
 
 

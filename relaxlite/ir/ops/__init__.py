@@ -6,6 +6,7 @@ from relaxlite.ir.op import Op, all_ops, get_op
 from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     activations,
     binary,
+    block_quantized,
     contraction,
     creation,
     data_dependent,

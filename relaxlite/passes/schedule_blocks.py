@@ -1,0 +1,146 @@
+"""Products with quantized blocks: what a step makes of the weights stays in registers while all rows use it.
+
+    for i, j: { e[]; e = 0; for g: e += f(x(i, g), w(g, j)); out[i, j] = h(e) }
+
+where w(g, j), the codes and scales of a block, are many values that take some work. For few columns and many rows,
+
+    { t[rows, columns] = 0; for g: { kept = w(g, columns); for r in rows: t[r, :] += f(x(r, g), kept) }; out = h(t) }
+
+The sums lie in the first cache, so the loop over rows has one short body for any number of them, and a step of 32 rows
+of weights is one pass over the rows. One row alone keeps its sums in registers and streams through the weights, which
+lie in panels of the tile's width (pack_constants.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from relaxlite.ir.intrinsics import WORDS
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    For,
+    IndexValue,
+    Intrinsic,
+    LetIndex,
+    Literal,
+    Load,
+    Stmt,
+    Store,
+    Value,
+    seq,
+)
+from relaxlite.ir.program_visitor import Substitute, all_values, value_children
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
+from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.prologue import Instead, symbols_of
+from relaxlite.passes.register_tile import ColumnPiece, Tile, by_piece, column_pieces, grid
+from relaxlite.passes.schedule import GuardLoads, less, nest, with_variant
+from relaxlite.passes.schedule_reduction import Block
+
+MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
+MOST_VECTORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProduct:
+    """A reduction over blocks, its loops, and how many vectors wide its tiles are."""
+
+    block: Block
+    column: For
+    row: For | None
+    vectors: int
+
+    @property
+    def panels(self) -> Iterator[Buffer]:
+        """The operands of the columns, which a tile reads from one end to the other."""
+        for load in self.block.loads():
+            if len(load.indices) > 1 and load.indices[-1] is self.column.var:
+                yield load.buffer
+
+
+def block_product(block: Block, registers: int) -> BlockProduct | None:
+    """The block as a product with quantized blocks; None: it is none."""
+    if block.is_pair or len(perfect_nest(block.stmts[1]).loops) != 1 or block.update.combine != "add":
+        return None
+    if not any(isinstance(v, Intrinsic) and v.name == WORDS for v in all_values(block.update)):
+        return None
+    init, column = block.stmts[0], block.vector_loop()
+    if column is None or not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
+        return None
+    row = block.row_loop(column)
+    kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
+    return BlockProduct(block, column, row, max(1, min(MOST_VECTORS, registers * 3 // 4 // max(kept, 1))))
+
+
+def tiled_blocks(found: BlockProduct, lanes: int) -> Stmt:
+    """All tiles in one parallel loop."""
+    pieces = column_pieces(found.column.extent, lanes, found.vectors)
+    column, row = found.column, found.row
+    others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
+
+    def tiles(tile: Tile) -> Stmt:
+        across = SymVar(f"{column.var.name}o", lower=0)
+        down = SymVar("row" if row is None else f"{row.var.name}o", lower=0)
+        body = by_piece(pieces, across, lambda piece, number: tile(piece, number, down))
+        count = sum((p.count for p in pieces), sym(0))
+        return Substitute(fresh=True).stmt(grid([*others, (down, tile.rows.count), (across, count)], body))
+
+    one = Tile(found.block.body, row, column, lanes, 1, enough_sums=1)
+    if row is None:
+        return tiles(one)
+    many = _ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2)
+    return with_variant(less(row.extent, 2), tiles(one), tiles(many))
+
+
+class _ManyRows(Tile):
+    """Tiles that go over all their rows in every step."""
+
+    __slots__ = ()
+
+    def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
+        first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)
+        height = SymVar("rows", lower=0, upper=self.most_rows)
+        body = LetIndex(height, IndexValue(self.rows.height(block)), self._tile(piece, first, top, height))
+        return LetIndex(top, IndexValue(self.rows.start(block)), body)
+
+    def _tile(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
+        (row, part, lane), at = self._loops(piece, self.most_rows, first, top)
+        loops = replace(row, extent=height, kind="serial"), part, lane
+        element, steps = self.block.buffer, self._stmts[1]
+        assert isinstance(steps, For) and isinstance(steps.body, Store)
+        width = sym(piece.vectors * self.lanes)
+        totals = Buffer(f"{element.name}_tile", (sym(self.most_rows), width), element.dtype, "local")
+        place = (row.var, part.var * self.lanes + lane.var)
+        guard = GuardLoads(self._guard(at), {part.var, lane.var}) if piece.masked else None
+
+        kept: dict[int, Buffer] = {}
+        made: list[Stmt] = []
+        for number, value in enumerate(_of_columns(steps.body.value, self.column, self._row)):
+            buffer = Buffer(f"kept{number}", (sym(piece.vectors), sym(self.lanes)), value.dtype, "local")
+            made.append(Store(buffer, (part.var, lane.var), value))
+            kept[id(value)] = buffer
+        instead = {key: Load(buffer, (part.var, lane.var)) for key, buffer in kept.items()}
+        value = Substitute(at).value(Instead(instead).value(steps.body.value))
+        keep = Substitute(at).stmt(nest((part, lane), seq(*made)))
+        keep = Substitute(fresh=True).stmt(keep if guard is None else guard.stmt(keep))
+        body = seq(keep, nest(loops, Store(totals, place, value, "add")))
+        for buffer in kept.values():
+            body = Allocate(buffer, body)
+        clear = nest(loops, Store(totals, place, Literal(0.0, element.dtype)))
+        serial = loops[0], replace(part, kind="serial"), lane
+        epilogue = self._epilogue(serial, at, Load(totals, place), masked=piece.masked)
+        fresh = Substitute(fresh=True)
+        return Allocate(totals, seq(fresh.stmt(clear), fresh.stmt(replace(steps, body=body)), epilogue))
+
+
+def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:
+    """The largest parts of a value that move along the columns and not along the rows, each once."""
+    moving = symbols_of(value)
+    if column.var not in moving:
+        return []
+    if row is None or row.var not in moving:
+        return [value]
+    found = [part for child in value_children(value) for part in _of_columns(child, column, row)]
+    return list({id(part): part for part in found}.values())
