@@ -24,6 +24,7 @@ from relaxlite.cli.chat import Conversation
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm.model import load
 from relaxlite.runtime import artifact
+from relaxlite.version import STEP_VERSION
 from tests.tiny_llm import made, random_logits, save_folder, scripted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +113,7 @@ def test_inspect_shows_what_the_file_says_of_the_model(run: Run) -> None:
     assert "          source: tiny.model\n" in done.out
     found = json.loads(run("inspect", "tiny.rlx", "--json").out)["language_model"]
     assert found["context"] == 64 and found["special_tokens"] == {"bos_token": "<|start|>"}
+    assert found["step_version"] == STEP_VERSION
 
 
 def test_a_checkpoint_can_be_looked_into(run: Run) -> None:
