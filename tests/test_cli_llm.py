@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 
-from relaxlite import cli
+from relaxlite import cli, driver
 from relaxlite.cli import chat as chat_command
 from relaxlite.cli import compiling_llm, demo
 from relaxlite.cli.chat import Conversation
+from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm.model import load
+from relaxlite.runtime import artifact
+from relaxlite.version import STEP_VERSION
 from tests.tiny_llm import made, random_logits, save_folder, scripted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("cli")
     save_folder(place / "tiny.model")
     assert cli.main(["compile", str(place / "tiny.model"), "-o", str(place / "tiny.rlx")]) == 0
+    save_folder(place / "bare.model")
+    (place / "bare.model" / "tokenizer.json").unlink()
+    (place / "cut.gguf").write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) + bytes([9]) * 9)
+    (place / "model.onnx").write_bytes(b"\x08\x07")
     return place
 
 
@@ -60,6 +67,45 @@ def test_compile_writes_one_file(run: Run, tmp_path: Path) -> None:
     assert load(tmp_path / "m.rlx").context == 40
 
 
+def test_compile_quantizes_first_where_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+    done = run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"), "--quantize", "q4_0")
+    assert done.status == 0, done.err
+    assert "          quantized: Q4_0; 2 matrices kept\n" in run("inspect", str(tmp_path / "m.rlx")).out
+    wanted = run("generate", str(tmp_path / "m.rlx"), "abc", "--max-tokens", "9")
+    assert wanted.status == 0 and wanted.out != run("generate", "tiny.rlx", "abc", "--max-tokens", "9").out
+    assert run("generate", "tiny.model", "abc", "--max-tokens", "9", "--quantize", "q4_0").out == wanted.out
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(driver, "compile_programs"), (artifact, "_sampled_crc")],
+    ids=["while machine code is made", "while the file is written"],
+)
+def test_an_interrupted_compilation_leaves_nothing_behind(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    out, cached = tmp_path / "out", Path(os.environ["RELAXLITE_CACHE"]) / "compiled"
+    out.mkdir()
+    before = getattr(module, name)
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+        return before(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, interrupted)
+        done = run("compile", "tiny.model", "-o", str(out / "m.rlx"))
+        assert (done.status, done.err) == (130, "\ninterrupted\n")
+        assert list(out.iterdir()) == []
+        (out / "m.rlx").write_bytes(b"an older one")
+        assert run("compile", "tiny.model", "-o", str(out / "m.rlx")).status == 130
+        assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [("m.rlx", b"an older one")]
+        assert run("generate", "tiny.model", "abc").status == 130
+        assert not cached.exists() or list(cached.iterdir()) == []
+    assert run("compile", "tiny.model", "-o", str(out / "m.rlx")).status == 0
+    assert load(out / "m.rlx").context == 64
+
+
 def test_inspect_shows_what_the_file_says_of_the_model(run: Run) -> None:
     done = run("inspect", "tiny.rlx")
     assert done.status == 0
@@ -67,6 +113,7 @@ def test_inspect_shows_what_the_file_says_of_the_model(run: Run) -> None:
     assert "          source: tiny.model\n" in done.out
     found = json.loads(run("inspect", "tiny.rlx", "--json").out)["language_model"]
     assert found["context"] == 64 and found["special_tokens"] == {"bos_token": "<|start|>"}
+    assert found["step_version"] == STEP_VERSION
 
 
 def test_a_checkpoint_can_be_looked_into(run: Run) -> None:
@@ -131,6 +178,41 @@ def test_a_checkpoint_is_compiled_once(run: Run, folder: Path, monkeypatch: pyte
     assert [re.sub(r"-\w+", "-KEY", path.name) for path in cached.iterdir()] == ["tiny.model-KEY.rlx"]
     assert run("generate", "tiny.model", "abc", "--max-tokens", "4", "--max-context", "30").status == 0
     assert len(compilations) == 2 and len(list(cached.iterdir())) == 1
+    quantized = run("generate", "tiny.model", "abc", "--max-tokens", "4", "--max-context", "30", "--quantize", "q8_0")
+    assert quantized.status == 0 and len(compilations) == 3
+    assert run("generate", "tiny.model", "abc", "--max-tokens", "4", "--max-context", "30").status == 0
+    assert len(compilations) == 3  # which one is kept beside
+    names = sorted(re.sub(r"-\w{16}\.", "-KEY.", path.name) for path in cached.iterdir())
+    assert names == ["tiny.model-KEY.rlx", "tiny.model-q8_0-KEY.rlx"]
+
+
+def test_what_was_compiled_is_listed_and_cleared(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAXLITE_KERNEL_CACHE", str(tmp_path / "kernels"))
+    cached = tmp_path / "cache" / "compiled"
+    assert f"folder   {cached}\nmodels   0 compiled language models, 0 bytes\n" in run("cache").out
+    assert run("cache", "clear").status == 0 and not cached.exists()
+    for options in ([], ["--quantize", "q4_0"]):
+        assert run("generate", "tiny.model", "abc", "--max-tokens", "1", *options).status == 0
+    sizes = {path.stem.rpartition("-")[0]: bytes_text(path.stat().st_size) for path in cached.iterdir()}
+    total = bytes_text(sum(path.stat().st_size for path in cached.iterdir()))
+    (cached / ".tiny.model-0123456789abcdef.rlx.01ab.tmp").write_bytes(b"x")  # of a process that was killed
+    (cached / "notes.rlx").write_bytes(b"x")  # which is not ours
+    shown = run("cache").out
+    assert f"models   2 compiled language models, {total}\n" in shown
+    assert re.findall(r"^ +(\S+ \S+)  (\S+)$", shown, re.MULTILINE) == [(sizes[name], name) for name in sorted(sizes)]
+    assert f"removed 2 compiled language models, {total}, from {cached}\n" in run("cache", "clear").out
+    assert [path.name for path in cached.iterdir()] == ["notes.rlx"]
+
+
+def test_a_reply_may_outgrow_the_context_where_that_is_asked_for(run: Run, folder: Path) -> None:
+    words = ["generate", "tiny.rlx", "abc", "--max-tokens", "199", "--stats"]
+    assert "do not fit into the context of 64; at most 61 do; overflow='slide'" in run(*words).err
+    wanted = load(folder / "tiny.rlx").generate("abc", max_new_tokens=199, overflow="slide")
+    done = run(*words, "--overflow", "slide")
+    assert (done.status, done.out) == (0, wanted.text + "\n")
+    forgotten = wanted.usage.forgotten_tokens
+    assert (f"(the oldest {forgotten} tokens are forgotten); ended by" in done.err) == (forgotten > 0)
+    assert forgotten > 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +221,20 @@ def test_a_checkpoint_is_compiled_once(run: Run, folder: Path, monkeypatch: pyte
         (["generate", "none.rlx", "x"], 1, "there is no file 'none.rlx'"),
         (["generate", ".", "x"], 1, "is a folder"),
         (["generate", "tiny.model/config.json", "x"], 1, "is no language model: give a file made by"),
-        (["generate", "tiny.rlx", "x", "--max-context", "9"], 2, "--max-context and --cache-dtype need a checkpoint"),
+        (
+            ["generate", "tiny.rlx", "x", "--max-context", "9"],
+            2,
+            "--max-context needs a checkpoint, and 'tiny.rlx' is compiled",
+        ),
+        (
+            ["chat", "tiny.rlx", "--quantize", "q8_0", "--target", "llvm"],
+            2,
+            "--quantize and --target need a checkpoint",
+        ),
+        (["compile", "model.onnx", "--quantize", "q4_0"], 2, "--quantize needs a checkpoint of a language model, and"),
+        (["compile", "tiny.model", "-o", "x.rlx", "--quantize", "q3_k"], 2, "invalid choice: 'q3_k' (choose from"),
+        (["compile", "bare.model", "-o", "x.rlx"], 1, "there is no tokenizer; a folder needs tokenizer.json beside"),
+        (["compile", "cut.gguf", "-o", "x.rlx"], 1, "cut.gguf: a damaged or truncated GGUF file: "),
         (["generate", "tiny.rlx", "x", "--max-tokens", "99"], 2, "max_new_tokens=99 more do not fit into the context"),
         (["generate", "tiny.rlx", ""], 2, "the prompt is empty"),
         (["generate", "tiny.rlx", "a", "--seed", "1", "b", "--chut"], 2, "unrecognized arguments: --chut"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import relaxlite as rl
+from relaxlite import driver
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.step import build_step
@@ -47,6 +48,39 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def close(found: np.ndarray, wanted: np.ndarray, dtype: str = "float32") -> None:
     assert found.shape == wanted.shape and found.dtype == np.float32
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[dtype] * np.abs(wanted).max())
+
+
+def test_one_compilation_serves_every_batch_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = build_step(small_checkpoint("qwen3"), page=PAGE, step_tokens=32)
+    oracle = RecomputingEngine(dense("qwen3"), VOCAB, CONTEXT)
+    compilations: list[int] = []
+    make_code = driver.compile_programs
+
+    def counted(programs: Any, *args: Any, **options: Any) -> Any:
+        compilations.append(len(programs))
+        return make_code(programs, *args, **options)
+
+    monkeypatch.setattr(driver, "compile_programs", counted)
+    exe = rl.compile(module)
+    whole = oracle.forward([(oracle.new(), tokens(CONTEXT))], all_logits=True)[0]
+    for length in (*range(1, 20), 31, 32, 33, 63, 64, 65, CONTEXT):
+        prompt = tokens(CONTEXT)[:length]
+        for chunk in (32, 5, 1):  # at once as far as a step goes, in chunks, token by token
+            engine = CompiledEngine(exe, chunk=chunk)
+            close(engine.forward([(engine.new(), prompt)], all_logits=True)[0], whole[:length])
+    engine = CompiledEngine(exe)
+    prompts = [tokens(n, seed=n) for n in (1, 17, 40, 8, 3, 30, 5, 90)]
+    for batch in range(1, 9):
+        found = engine.forward([(engine.new(), prompt) for prompt in prompts[:batch]])
+        for logits, prompt in zip(found, prompts, strict=False):
+            close(logits, engine.forward([(engine.new(), prompt)])[0])
+    first, fork = engine.new(), oracle.new()
+    engine.forward([(first, tokens(50))])
+    oracle.forward([(fork, tokens(50)[:21])])
+    ours = engine.fork(first, 30)
+    engine.drop(ours, 9)
+    close(engine.forward([(ours, [7, 8, 9])])[0], oracle.forward([(fork, [7, 8, 9])])[0])
+    assert len(compilations) == 1 and compilations[0] > 5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
-from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
+from relaxlite.errors import (
+    ArtifactError,
+    CacheFullError,
+    ExecutionError,
+    ImportModelError,
+    InvalidArgumentError,
+)
+from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.llm.compiling import attachments_of, build_checkpoint
 from relaxlite.llm.description import Description
 from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
+from relaxlite.version import STEP_VERSION, __version__
 from tests.tiny_llm import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +92,76 @@ def test_other_artifacts_are_no_language_models(data: ExecutableData, tmp_path: 
     artifact.save(replace(data, attachments={}), tmp_path / "m.rlx")
     with pytest.raises(ArtifactError, match="no language model: it has no language_model and no tokenizer"):
         rl.llm.load(tmp_path / "m.rlx")
+
+
+@pytest.mark.parametrize("version", [None, 0, STEP_VERSION + 1, "1"])
+def test_a_step_that_is_called_otherwise_is_refused(data: ExecutableData, tmp_path: Path, version: object) -> None:
+    provenance = {**data.metadata.provenance, "step_version": version}
+    if version is None:  # written before steps had versions
+        del provenance["step_version"]
+    metadata = replace(data.metadata, producer="0.0.7", provenance=provenance)
+    artifact.save(replace(data, metadata=metadata), tmp_path / "m.rlx")
+    with pytest.raises(ArtifactError) as caught:
+        rl.llm.load(tmp_path / "m.rlx")
+    assert str(caught.value) == (
+        f"cannot load {tmp_path / 'm.rlx'}: its step of a language model has version {version or 0}, written by "
+        f"relaxlite 0.0.7; relaxlite {__version__} calls version {STEP_VERSION}; compile the model again"
+    )
+
+
+def test_weights_are_quantized_first_where_that_is_asked_for(tmp_path: Path) -> None:
+    seen: list[str] = []
+    options = {"max_new_tokens": 9, "stop_tokens": (), "logits": True}
+    LanguageModel.of(build_checkpoint(checkpoint(), quantize="q4_0", progress=seen.append)).save(tmp_path / "m.rlx")
+    found = rl.llm.load(tmp_path / "m.rlx")
+    kept = "Q4_0; 2 matrices kept"  # rows of 48 are no whole blocks
+    assert found.description.provenance == {"source": "tiny", "license": "apache-2.0", "quantized": kept}
+    assert found.data is not None and found.data.metadata.provenance["quantized"] == kept
+    assert seen[0] == "embed" and len(seen) == 1 + 2 * 6
+    wanted = LanguageModel.of(build_checkpoint(quantize_checkpoint(checkpoint(), "q4_0"))).generate("abc", **options)
+    result = found.generate("abc", **options)
+    np.testing.assert_array_equal(result.logits, wanted.logits)
+    whole = LanguageModel.of(build_checkpoint(checkpoint())).generate("abc", **options)
+    assert np.abs(result.logits - whole.logits).max() > 1e-3 * np.abs(whole.logits).max()
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(ImportModelError, match=r"tiny: weight embed is quantized already \(Q8_0\); quantize the float"):
+        build_checkpoint(quantize_checkpoint(checkpoint(), "q4_0"), quantize="q8_0")
+    with pytest.raises(InvalidArgumentError, match="cannot quantize to 'int4'; known are q4_0, q4_1, q5_0, q5_1, q8_0"):
+        build_checkpoint(checkpoint(), quantize="int4")
+
+
+def test_weights_that_are_no_numbers_are_found_when_text_is_made() -> None:
+    made = checkpoint()
+    values = made.weights["norm"].data.copy()
+    values[3] = np.nan
+    weights = {**made.weights, "norm": Weight(values, values.shape)}
+    llm = LanguageModel.of(build_checkpoint(replace(made, weights=weights)))
+    with pytest.raises(
+        ExecutionError, match="sequence 0, position 3: the model computed logits that are no numbers, 258"
+    ):
+        llm.generate(["abc", "d"])
+    assert llm.engine.cache.used_pages == 0  # type: ignore[attr-defined]
+
+
+def test_a_full_cache_makes_requests_wait_or_refuses_them_and_others_go_on() -> None:
+    data = build_checkpoint(checkpoint(context=128))
+    options = {"max_new_tokens": 90, "stop_tokens": ()}
+    prompts = ["ab", "cdefg", "h" * 30, "ijk"]  # two pages each, in the end
+    wanted = [r.tokens for r in LanguageModel.of(data).generate(prompts, **options)]
+    page = LanguageModel.of(data).engine.cache.layout.page_bytes  # type: ignore[attr-defined]
+    llm = LanguageModel.of(data, cache_bytes=3 * page)
+    assert [r.tokens for r in llm.generate(prompts, **options)] == wanted
+    stream = llm.generate("ab", stream=True, **options)
+    pieces = [next(stream)]
+    while llm.engine.cache.used_pages < 2:  # type: ignore[attr-defined]
+        pieces.append(next(stream))
+    with pytest.raises(CacheFullError, match="is full: 1 more pages of 64 tokens are needed, 0 of 3 are free"):
+        llm.generate("cdefg", **options)
+    assert tuple(stream.result().tokens) == wanted[0] and stream.result().text.startswith("".join(pieces))
+    assert llm.generate("cdefg", **options).tokens == wanted[1]
+    assert llm.engine.cache.used_pages == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

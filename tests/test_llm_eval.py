@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import relaxlite as rl
 from relaxlite.cli import main
 from relaxlite.errors import ExecutionError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantize import quantize, quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm import evaluate as module
+from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.llm.evaluate import count_predictions, evaluate
 
@@ -123,10 +127,38 @@ def test_nothing_stays_in_the_engine_and_bad_requests_are_refused() -> None:
             evaluate(engine, TOKENS, **options)
     with pytest.raises(InvalidArgumentError, match="a text of 1 tokens; at least 2 are needed"):
         evaluate(engine, TOKENS[:1], window=8)
-    broken = RecomputingEngine(lambda tokens: np.full((*tokens.shape, VOCAB), np.nan, np.float32), VOCAB, 16)
-    with pytest.raises(ExecutionError, match="are not finite"):
-        evaluate(broken, TOKENS, window=8)
-    assert not broken._tokens
+
+
+def test_logits_that_are_no_numbers_are_an_error_with_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(tokens: np.ndarray) -> np.ndarray:
+        found = np.zeros((*tokens.shape, VOCAB), np.float32)
+        found[0, 5:, 2] = np.nan
+        return found
+
+    for at_once in (1, 2, 100):
+        monkeypatch.setattr(module, "_LOGITS_AT_ONCE", at_once * VOCAB)
+        engine = RecomputingEngine(broken, VOCAB, 16)
+        with pytest.raises(ExecutionError, match="the logits behind token 6 of a window are not finite"):
+            evaluate(engine, TOKENS, window=8)
+        assert not engine._tokens
+
+
+def test_a_compiled_engine_gives_the_figures_of_one_that_recomputes() -> None:
+    """Windows go through it in steps, which are cut otherwise than the parts whose logits are asked for."""
+    from tests.llm_models import CONTEXT, small_checkpoint
+    from tests.llm_models import VOCAB as vocab
+
+    model, other = small_checkpoint("llama"), small_checkpoint("llama", seed=1)
+    tokens = np.random.default_rng(1).integers(0, vocab, 90).tolist()
+    ours = [CompiledEngine(rl.compile(build_step(m, page=4, step_tokens=16)), chunk=7) for m in (model, other)]
+    theirs = [RecomputingEngine(rl.compile(build_dense(m)), vocab, CONTEXT) for m in (model, other)]
+    options: dict[str, Any] = {"window": 40, "stride": 17, "prefix": [3]}
+    found, wanted = (evaluate(e[0], tokens, against=e[1], **options) for e in (ours, theirs))
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5) and found.tokens == wanted.tokens == 90
+    assert found.comparison is not None and wanted.comparison is not None
+    assert found.comparison.kl_divergence == pytest.approx(wanted.comparison.kl_divergence, rel=1e-3)
+    assert found.comparison.top1_agreement == wanted.comparison.top1_agreement
+    assert [engine.cache.used_pages for engine in ours] == [0, 0]
 
 
 # The command
@@ -148,8 +180,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return files.write(folder / "m.gguf", "llama", metadata, weights)
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
-    code = main(["eval", *map(str, words)])
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path_factory.getbasetemp() / "models"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any, command: str = "eval") -> tuple[int, str, str]:
+    code = main([command, *map(str, words)])
     return code, *capsys.readouterr()
 
 
@@ -219,4 +256,29 @@ def test_the_command_for_people_and_its_mistakes(model: Path, capsys: pytest.Cap
     code, _, err = run(capsys, model, "--text", model.parent / "none.txt")
     assert code == 1 and "none.txt: No such file or directory" in err
     code, _, err = run(capsys, model.parent / "none.gguf", "--text", text)
-    assert code == 1 and "no such file or folder" in err
+    assert code == 1 and "there is no file" in err and "none.gguf" in err
+    code, _, err = run(capsys, model, "--text", text, "--against", model.parent / "none.rlx")
+    assert code == 1 and "there is no file" in err and "none.rlx" in err
+
+
+def test_the_command_takes_compiled_models(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled, text = model.parent / "m.rlx", ["--text", model.parent / "text.txt"]
+    assert run(capsys, model, "-o", compiled, "--quantize", "q4_0", command="compile")[0] == 0
+    found, wanted = (
+        json.loads(run(capsys, *words, *text, "--against", model, "--json")[1])
+        for words in ([compiled], [model, "--quantize", "q4_0"])
+    )
+    assert {**found, "model": None, "quantize": None} == {**wanted, "model": None, "quantize": None}
+    code, out, err = run(capsys, model, *text, "--against", compiled)
+    assert code == 0, err
+    assert f"against {compiled}\n" in out and "  KL divergence   " in out
+    assert f"  same top token  {wanted['comparison']['top1_agreement']:.2%}\n" in out
+    code, _, err = run(capsys, compiled, *text, "--quantize", "q8_0", "--cache-dtype", "int8")
+    assert code == 2 and "--cache-dtype and --quantize need a checkpoint, and" in err and "compiled already" in err
+
+
+def test_a_narrow_cache_is_measured_too(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--text", model.parent / "text.txt", "--against", model, "--json"]
+    whole, narrow = (json.loads(run(capsys, model, *options, *more)[1]) for more in ([], ["--cache-dtype", "int8"]))
+    assert whole["comparison"]["kl_divergence"] == 0 and whole["comparison"]["top1_agreement"] == 1
+    assert narrow["cache_dtype"] == "int8" and 0 < narrow["comparison"]["kl_divergence"] < 0.1

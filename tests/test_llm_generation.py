@@ -186,6 +186,43 @@ def limit(model: Any, room: int) -> list[int]:
     return widths
 
 
+# Contexts that are too short
+
+
+def test_a_context_slides_where_that_is_asked_for_and_says_what_it_forgot() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "stop_tokens": (), "overflow": "slide", "logits": True}
+    prompts = [b"abc", b"d" * 15, b"e"]
+    results = made(random_logits, context=16).generate([p.decode() for p in prompts], **options)
+    for prompt, result in zip(prompts, results, strict=True):
+        held, gone = list(prompt), 0
+        for token, logits in zip(result.tokens, result.logits, strict=True):
+            if len(held) > 16:
+                gone += len(held) - 8
+                held = held[-8:]
+            np.testing.assert_array_equal(logits, random_logits(np.array([held]))[0, -1])
+            assert token == logits.argmax()
+            held.append(token)
+        assert (result.usage.new_tokens, result.finish_reason) == (40, "length")
+        assert result.usage.forgotten_tokens == gone > 0
+    for room in (17, 20, 33):  # and where the cache is full, too
+        model = made(random_logits, context=16)
+        limit(model, room)
+        again = model.generate([p.decode() for p in prompts], **options)
+        assert [r.tokens for r in again] == [r.tokens for r in results]
+        assert [r.usage.forgotten_tokens for r in again] == [r.usage.forgotten_tokens for r in results]
+    fitting = made(random_logits).generate("abc", max_new_tokens=40, stop_tokens=(), overflow="slide")
+    assert fitting.usage.forgotten_tokens == 0
+    assert len(made(random_logits, context=16).generate("a", stop_tokens=(), overflow="slide").tokens) == 256
+
+
+def test_a_chat_whose_context_slid_is_computed_anew() -> None:
+    model, chat = made(random_logits, context=32), [{"role": "user", "content": "a"}]
+    reply = model.chat(chat, max_new_tokens=30, overflow="slide", stop="\0")
+    assert reply.usage.forgotten_tokens > 0
+    assert model.engine._tokens == {}  # type: ignore[attr-defined]
+    assert model.chat(chat, max_new_tokens=3).usage.reused_tokens == 0
+
+
 # Chats
 
 
@@ -266,6 +303,11 @@ def test_a_chat_that_was_stopped_goes_on() -> None:
         ("a", {"top_p": 0}, "top_p must be a number from 0 to 1, 0 excluded, got 0"),
         ("a", {"min_p": 1.1}, "min_p must be a number from 0 to 1, got 1.1"),
         ("a", {"repetition_penalty": 0}, "repetition_penalty must be a number from 0, 0 excluded, got 0"),
+        ("x" * 64, {"overflow": "slide"}, "the prompt has 64 tokens, and the context holds 64"),
+        ("a", {"overflow": "wrap"}, "overflow must be 'error' or 'slide', got 'wrap'"),
+        ("a", {"stop_tokens": [3, VOCAB]}, f"stop_tokens: {VOCAB} is not in the vocabulary of {VOCAB}"),
+        ("a", {"stop_tokens": ["x"]}, f"stop_tokens: 'x' is not in the vocabulary of {VOCAB}"),
+        ([1, -1], {}, f"token -1 is not in the vocabulary of {VOCAB}"),
         ("a", {"seed": -1}, "seed must be a whole number from 0, got -1"),
         ("a", {"stop": ["a", ""]}, "stop must be texts of at least one character, got ''"),
         ([1, VOCAB], {}, f"token {VOCAB} is not in the vocabulary of {VOCAB}"),
@@ -290,7 +332,11 @@ def test_logits_that_are_no_numbers_are_an_error_that_leaves_the_model_usable() 
         return found
 
     model = made(logits)
-    with pytest.raises(ExecutionError, match=f"logits that are no numbers: 1 of {VOCAB} behind 20 tokens"):
+    problem = f"the model computed logits that are no numbers, 1 of {VOCAB}, the first for token 5; are the weights"
+    with pytest.raises(ExecutionError, match=f"^the sequence, position 20: {problem}"):
         model.chat([{"role": "user", "content": "a"}])
+    with pytest.raises(ExecutionError, match=f"^sequence 0, position 2: {problem}"):
+        model.generate(["ab", "c"], temperature=1.0, top_k=3)
+    assert model.engine._tokens == {}  # type: ignore[attr-defined]
     broken[0] = False
     assert model.chat([{"role": "user", "content": "a"}], max_new_tokens=2).usage.reused_tokens == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,15 @@ def test_truncated_files_are_refused(whole: tuple[Path, bytes], share: float) ->
         path.write_bytes(good[:end])
         with pytest.raises(ImportModelError, match=r"truncated|does not begin with"):
             read_checkpoint(path)
+
+
+def test_a_file_that_ends_within_a_weight_names_it(whole: tuple[Path, bytes]) -> None:
+    path, good = whole
+    path.write_bytes(good[:-1000])
+    with pytest.raises(ImportModelError) as caught:
+        read_checkpoint(path)
+    wanted = rf"{re.escape(str(path))}: tensor '\S+' ends at byte \d+ of {len(good) - 1000}: the file is truncated"
+    assert re.fullmatch(wanted, str(caught.value))
 
 
 # Real models, where they are there

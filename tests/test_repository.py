@@ -100,6 +100,22 @@ def test_imports_stand_at_the_top(path: Path) -> None:
     assert late <= LATE_IMPORTS.get(path.relative_to(ROOT).as_posix(), set())
 
 
+@pytest.mark.parametrize(
+    ("package", "homes"),
+    [
+        ("tokenizers", ["frontend/llm/gguf_tokenizer.py", "llm/tokenizer.py"]),  # makes tokenizers, runs them
+        ("jinja2", ["llm/templates.py"]),
+    ],
+)
+def test_packages_are_imported_where_they_are_wrapped(package: str, homes: list[str]) -> None:
+    users = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in SOURCES
+        if package in {name.split(".")[0] for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}
+    ]
+    assert users == homes
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_use_what_is_public(path: Path) -> None:
     names = {name for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}

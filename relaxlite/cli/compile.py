@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from relaxlite.cli.compiling import compile_model
-from relaxlite.cli.opening import is_checkpoint, is_compiled
+from relaxlite.cli.opening import checkpoint_options, is_checkpoint, is_compiled
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.runtime import artifact
@@ -19,8 +19,8 @@ def execute(args: argparse.Namespace) -> None:
     is_language_model = is_checkpoint(args.model)
     if is_compiled(args.model):
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
-    if not is_language_model and (args.max_context or args.cache_dtype):
-        raise InvalidArgumentError(f"--max-context and --cache-dtype need a language model; {args.model!r} is none")
+    if not is_language_model and (given := checkpoint_options(args)):
+        raise InvalidArgumentError(f"{given} of a language model, and {args.model!r} is none")
     output = _output(args)
     if is_language_model:
         from relaxlite.cli.compiling_llm import compile_checkpoint

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from relaxlite import models
+from relaxlite.cli import compiled_models
 from relaxlite.cli.compiling import make_context, show_timings
 from relaxlite.cli.opening import check_not_onnx
 from relaxlite.frontend.llm.read import read_checkpoint
@@ -20,10 +20,9 @@ from relaxlite.ir.module import IRModule
 from relaxlite.llm import compiling
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
 
-_OPTIONS = ("max_context", "cache_dtype", "precision", "constant_memory", "libraries")
+_OPTIONS = ("max_context", "cache_dtype", "quantize", "precision", "constant_memory", "libraries")
 _FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")  # of a Hugging Face folder: what is read of it
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CHUNK = 1 << 22
@@ -33,12 +32,14 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
     """Compile `args.model`, with a progress bar where stderr is a terminal."""
     check_not_onnx(args)
     context = make_context(args)
-    with _progress(f"compiling {Path(args.model).name}", context):
+    with _progress(f"compiling {Path(args.model).name}", context) as show:
         data = compiling.build(
             args.model,
             context.target,
             max_context=args.max_context,
             cache_dtype=args.cache_dtype or CACHE_DTYPES[0],
+            quantize=args.quantize,
+            progress=lambda name: show(f"quantizing {name}"),
             context=context,
             validate=getattr(args, "validate", False),
         )
@@ -53,20 +54,12 @@ def import_checkpoint(args: argparse.Namespace) -> IRModule:
 
 
 def compile_once(args: argparse.Namespace) -> Path:
-    """The compiled file of `args.model`, made if it is not in the cache yet. The cache has one file for each name."""
-    folder = models.cache_folder() / "compiled"
+    """The compiled file of `args.model`, made if it is not kept yet."""
     model = Path(args.model).resolve()
-    name = model.name if model.is_dir() else model.stem
-    path = folder / f"{name}-{_key_of(args)}.rlx"
-    if path.exists():
-        return path
-    data = compile_checkpoint(args)
-    folder.mkdir(parents=True, exist_ok=True)
-    old = [found for found in folder.glob("*.rlx") if found.stem.rpartition("-")[0] == name]
-    artifact.save(data, path)
-    for found in old:
-        found.unlink(missing_ok=True)
-    return path
+    name = (model.name if model.is_dir() else model.stem) + (f"-{args.quantize}" if args.quantize else "")
+    key = _key_of(args)
+    path = compiled_models.place_of(name, key)
+    return path if path.exists() else compiled_models.keep(compile_checkpoint(args), name, key)
 
 
 def _key_of(args: argparse.Namespace) -> str:
@@ -84,12 +77,13 @@ def _key_of(args: argparse.Namespace) -> str:
         with open(file, "rb") as opened:
             while chunk := opened.read(_CHUNK):
                 digest.update(chunk)
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[: compiled_models.KEY_DIGITS]
 
 
 @contextmanager
-def _progress(title: str, context: PassContext) -> Iterator[None]:
-    """A bar that follows the passes: one step to read the checkpoint, one for each pass, one for machine code."""
+def _progress(title: str, context: PassContext) -> Iterator[Callable[[str], None]]:
+    """A bar that follows the passes: one step to read the checkpoint, one for each pass, one for machine code. It is
+    given what to show beside it until the first pass."""
     steps = len(default_pipeline())
     form = "{desc} {bar:24} {n_fmt}/{total_fmt} {postfix}"
     with tqdm(total=steps + 2, desc=title, bar_format=form, leave=False, disable=None) as bar:
@@ -101,5 +95,5 @@ def _progress(title: str, context: PassContext) -> Iterator[None]:
 
         context.observers.append(observe)
         bar.set_postfix_str("reading the weights")
-        yield
+        yield bar.set_postfix_str
     context.observers.remove(observe)

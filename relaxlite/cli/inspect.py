@@ -67,7 +67,8 @@ def _language_model(data: ExecutableData) -> dict[str, Any] | None:
     """What the file says of a language model; None where it is none."""
     if DESCRIPTION not in data.attachments:
         return None
-    return asdict(Description.from_json(data.attachments[DESCRIPTION]))
+    version = data.metadata.provenance.get("step_version")
+    return {**asdict(Description.from_json(data.attachments[DESCRIPTION])), "step_version": version}
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:

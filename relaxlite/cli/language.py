@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from relaxlite.cli.opening import is_checkpoint, is_compiled
+from relaxlite.cli.opening import checkpoint_options, is_checkpoint, is_compiled
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.model import LanguageModel, load
 from relaxlite.runtime import threadpool
@@ -26,10 +26,8 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
             "with config.json"
         )
-    if args.max_context or args.cache_dtype:
-        raise InvalidArgumentError(
-            f"--max-context and --cache-dtype need a checkpoint, and {args.model!r} is compiled already"
-        )
+    if given := checkpoint_options(args, "target"):
+        raise InvalidArgumentError(f"{given}, and {args.model!r} is compiled already")
     return load(args.model)
 
 
@@ -38,5 +36,6 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "max_new_tokens": args.max_tokens,
         "stop": tuple(args.stop),
+        "overflow": args.overflow,
         **{name: getattr(args, name) for name in _SAMPLING},
     }

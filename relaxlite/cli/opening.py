@@ -60,6 +60,14 @@ def is_checkpoint(path: str) -> bool:
         return file.read(len(_GGUF)) == _GGUF
 
 
+def checkpoint_options(args: argparse.Namespace, *more: str) -> str:
+    """Which options are given that make sense only where a language model is compiled: "--quantize needs a checkpoint",
+    or "". `more` names some, by attribute, that are such here."""
+    known = ("max_context", "cache_dtype", "quantize", *more)
+    names = [f"--{name.replace('_', '-')}" for name in known if getattr(args, name)]
+    return f"{' and '.join(names)} {'needs' if len(names) == 1 else 'need'} a checkpoint" if names else ""
+
+
 def check_not_onnx(args: argparse.Namespace) -> None:
     """Refuse options that make sense for an ONNX file only."""
     for name, option in (("dynamic_shape", "--dynamic-shape"), ("bound", "--bound")):

@@ -14,6 +14,7 @@ Number = int | float
 QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/quantize.py
 PRECISIONS = ("float32", "bf16")  # those of passes/lower_precision.py
 CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
+OVERFLOW = ("error", "slide")  # those of llm/model.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
@@ -79,7 +80,7 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an ONNX file, a GGUF file, or a Hugging Face folder of a language model")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the model's name with .rlx, in this folder")
-    _add_cache_options(parser)
+    _add_checkpoint_options(parser)
     parser.add_argument(
         "--validate",
         action="store_true",
@@ -155,18 +156,17 @@ def _opt(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a GGUF file, or a Hugging Face folder")
+    _add_language_model(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="the text, in UTF-8")
-    parser.add_argument("--against", metavar="MODEL", help="compare with this model, of the same tokenizer")
-    parser.add_argument("--quantize", choices=QUANTIZED, help="quantize the weights of MODEL first, not of --against")
+    parser.add_argument(
+        "--against", metavar="MODEL", help="compare with this model, of the same tokenizer, compiled as it is"
+    )
     parser.add_argument("--tokens", type=_at_least(2), metavar="N", help="only the text's first N tokens")
     parser.add_argument(
         "--window", type=_at_least(2), metavar="N", help="tokens computed at once (default: 512, or the context)"
     )
     parser.add_argument("--stride", type=_at_least(1), metavar="N", help="tokens between windows (default: --window)")
     parser.add_argument("--json", action="store_true", help="the figures, for programs")
-    _add_threads(parser)
-    _add_target(parser)
 
 
 def _fetch(parser: argparse.ArgumentParser) -> None:
@@ -235,10 +235,11 @@ COMMANDS = {
         "compile an ONNX or language model into one deployable file",
         """\
 Sizes that the model leaves open stay open: the file runs at every shape. That of a language model also holds its
-tokenizer and chat template.
+tokenizer and chat template; --quantize keeps its weights in fewer bits.
 
   relaxlite compile model.onnx -o model.rlx
   relaxlite compile SmolLM2.gguf -o smollm2.rlx                     also a folder with config.json and safetensors
+  relaxlite compile folder --quantize q4_0 -o smollm2.rlx
   relaxlite compile model.onnx --dynamic-shape images=batch,3,?,? --bound batch=1..64
   relaxlite compile model.onnx --target "llvm -mcpu=x86-64-v3"      for any such processor, not just this one""",
         _compile,
@@ -278,9 +279,10 @@ input is a message. Where the context is full, the oldest messages are forgotten
         """\
 Prints the perplexity, and with --against how far the predictions are from another model's: KL divergence and how often
 both find the same token likeliest. The text is cut into windows; each token is predicted once, from those before it
-in its window. A smaller stride gives it more of them.
+in its window. A smaller stride gives it more of them. Checkpoints are compiled first, and the compiled files kept
+($RELAXLITE_CACHE).
 
-  relaxlite eval SmolLM2.gguf --text alice.txt --window 512 --stride 256
+  relaxlite eval smollm2.rlx --text alice.txt --window 512 --stride 256
   relaxlite eval folder --quantize q4_0 --against folder --text alice.txt --json""",
         _eval,
     ),
@@ -320,10 +322,12 @@ Prints the path of each model, which is downloaded if it is not in the cache ($R
         _fetch,
     ),
     "cache": Command(
-        "show or clear the compiled kernels that are kept on disk",
+        "show or clear the compiled kernels and language models that are kept on disk",
         """\
 Compiling looks for each kernel there first: a model that was compiled before, or shares layers with one, compiles in a
 fraction of the time. $RELAXLITE_KERNEL_CACHE sets the folder, $RELAXLITE_KERNEL_CACHE_MB the limit (0 switches it off).
+Of each checkpoint that generate, chat or eval were given, and each kind of quantization, the compiled model is kept
+below $RELAXLITE_CACHE until it is cleared.
 
   relaxlite cache
   relaxlite cache clear""",
@@ -379,12 +383,15 @@ its own width, then all of them as one batch.
 
 def _add_language_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a file made by `relaxlite compile`, a GGUF file, or a Hugging Face folder")
-    _add_cache_options(parser)
+    _add_checkpoint_options(parser)
     _add_target(parser)
     _add_threads(parser)
 
 
-def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantize", choices=QUANTIZED, help="keep a language model's matrices, of floats in the checkpoint, in blocks"
+    )
     parser.add_argument(
         "--max-context", type=_at_least(1), metavar="N", help="tokens of a language model's sequences (default: all)"
     )
@@ -396,6 +403,10 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how tokens are chosen (default: as the model's own settings say)")
     group.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="of a reply (default: 256, where they fit)")
+    group.add_argument(
+        "--overflow", choices=OVERFLOW, default=OVERFLOW[0],
+        help="where --max-tokens exceed the context: refuse (default), or go on and forget the oldest tokens",
+    )  # fmt: skip
     group.add_argument("--temperature", type=_number, metavar="T", help="0: the likeliest token each time")
     group.add_argument("--top-k", type=_at_least(0), metavar="K", help="only the K likeliest tokens; 0: all")
     group.add_argument("--top-p", type=_number, metavar="P", help="only the likeliest tokens that sum to P")

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from relaxlite.errors import InvalidArgumentError
+from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import Array, Batch, check_batch
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
+from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
@@ -21,12 +22,19 @@ class CompiledEngine:
 
     `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step, fewer take less memory for
     activations. When the cache is full, `forward` raises CacheFullError and every sequence is as it was.
+    ArtifactError: the step is called in a way that this version of relaxlite does not know.
     """
 
     def __init__(self, executable: Executable, *, max_bytes: int = CACHE_BYTES, chunk: int | None = None) -> None:
         facts = executable.data.metadata.provenance
         if "attention_block" not in facts:
             raise InvalidArgumentError("the model is not one step of a decoder with a paged cache (build_step)")
+        if (version := facts.get("step_version", 0)) != STEP_VERSION:
+            raise ArtifactError(
+                f"its step of a language model has version {version}, written by relaxlite "
+                f"{executable.data.metadata.producer}; relaxlite {__version__} calls version {STEP_VERSION}; "
+                "compile the model again"
+            )
         self._run = executable
         self.cache = KVCache(_layout_of(executable), max_bytes=max_bytes)
         self.context = int(facts["context"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from relaxlite.driver import build as build_module
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir.module import IRModule
@@ -24,16 +26,19 @@ def compile(
     *,
     max_context: int | None = None,
     cache_dtype: str = "float32",
+    quantize: str | None = None,
     threads: int | None = None,
 ) -> LanguageModel:
     """Compile a GGUF file or a Hugging Face folder for a target, by default this processor.
 
     `max_context`: how many tokens a sequence may have, where less than the model's own will do. `cache_dtype`: how keys
-    and values are kept, "float32", "float16" or "int8".
-    Raises ImportModelError for a checkpoint that cannot be read or has no tokenizer, InvalidArgumentError for a context
-    beyond the model's, and what `relaxlite.compile` raises.
+    and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in floats, how its matrices are
+    kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0.
+    Raises ImportModelError for a checkpoint that cannot be read, has no tokenizer or is quantized already,
+    InvalidArgumentError for a context beyond the model's or an unknown kind, and what `relaxlite.compile` raises.
     """
-    return LanguageModel.of(build(path, target, max_context=max_context, cache_dtype=cache_dtype), threads=threads)
+    data = build(path, target, max_context=max_context, cache_dtype=cache_dtype, quantize=quantize)
+    return LanguageModel.of(data, threads=threads)
 
 
 def build(
@@ -42,14 +47,22 @@ def build(
     *,
     max_context: int | None = None,
     cache_dtype: str = "float32",
+    quantize: str | None = None,
+    progress: Callable[[str], None] = lambda name: None,
     context: PassContext | None = None,
     validate: bool = False,
 ) -> ExecutableData:
-    """What `compile` makes, as plain data: also for a processor that is not this one. `context`, `validate`: as in
-    `relaxlite.compile`."""
-    checkpoint = read_checkpoint(path)
+    """What `compile` makes, as plain data: also for a processor that is not this one. `progress` is told each matrix
+    that is quantized. `context`, `validate`: as in `relaxlite.compile`."""
     return build_checkpoint(
-        checkpoint, target, max_context=max_context, cache_dtype=cache_dtype, context=context, validate=validate
+        read_checkpoint(path),
+        target,
+        max_context=max_context,
+        cache_dtype=cache_dtype,
+        quantize=quantize,
+        progress=progress,
+        context=context,
+        validate=validate,
     )
 
 
@@ -59,11 +72,16 @@ def build_checkpoint(
     *,
     max_context: int | None = None,
     cache_dtype: str = "float32",
+    quantize: str | None = None,
+    progress: Callable[[str], None] = lambda name: None,
     context: PassContext | None = None,
     validate: bool = False,
 ) -> ExecutableData:
     """As `build`, of a checkpoint in memory."""
-    attachments = attachments_of(checkpoint, max_context)
+    attachments = attachments_of(checkpoint, max_context)  # refused, where it is, before anything takes long
+    if quantize is not None:
+        checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
+        attachments = attachments_of(checkpoint, max_context)  # which now say so
     module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype)
     target = Target.parse(target) if isinstance(target, str) else target
     context = PassContext(target) if context is None else context

@@ -135,9 +135,11 @@ def _log_probabilities(engine: Engine, before: Sequence[int], tokens: Sequence[i
         step = max(1, _LOGITS_AT_ONCE // engine.vocab)
         for at in range(0, len(given), step):
             (logits,) = engine.forward([(sequence, given[at : at + step])], all_logits=True)
-            if not np.isfinite(logits.max(axis=1)).all():
-                raise ExecutionError(f"the logits behind token {engine.length(sequence)} of a window are not finite")
-            shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+            largest = logits.max(axis=1)  # NaN where one of them is
+            if not np.isfinite(largest).all():
+                read = engine.length(sequence) - len(logits) + int(np.argmin(np.isfinite(largest))) + 1
+                raise ExecutionError(f"the logits behind token {read} of a window are not finite")
+            shifted = logits.astype(np.float64) - largest[:, None]
             yield at, shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     finally:
         engine.remove(sequence)

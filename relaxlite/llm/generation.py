@@ -20,11 +20,13 @@ FinishReason = Literal["stop", "stop_string", "length", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens: of the prompt, how many of these were in the cache already, and new ones."""
+    """Tokens: of the prompt, how many of these were in the cache already, and new ones; and how many of the oldest left
+    a context that slides."""
 
     prompt_tokens: int
     reused_tokens: int
     new_tokens: int
+    forgotten_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,11 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of a batch: what it is to become, and what it has become so far."""
+    """One sequence of a batch: what it is to become, and what it has become so far.
+
+    `window`: the tokens that the sequence holds at most; where it is full, the older half of them is forgotten. None:
+    prompt and `limit` fit.
+    """
 
     prompt: Sequence[int]
     limit: int  # of new tokens
@@ -70,9 +76,11 @@ class Request:
     stop: Sequence[str]
     wants_logprobs: bool = False
     wants_logits: bool = False
+    window: int | None = None
     sequence: int = 0
     reused: int = 0  # tokens of the prompt that the sequence has already
 
+    forgotten: int = 0  # of the first tokens, prompt and new ones, which the sequence has no more
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -82,6 +90,10 @@ class Request:
     first: float = 0.0
     ended: float = 0.0
 
+    def remembered(self) -> list[int]:
+        """All tokens but the forgotten ones."""
+        return [*self.prompt, *self.tokens][self.forgotten :]
+
     def result(self) -> Result:
         new, prefilled = len(self.tokens), len(self.prompt) - self.reused
         waited, decoding = self.first - self.started, self.ended - self.first
@@ -89,7 +101,7 @@ class Request:
             text="".join(self.pieces),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason or "closed",
-            usage=Usage(len(self.prompt), self.reused, new),
+            usage=Usage(len(self.prompt), self.reused, new, self.forgotten),
             speed=Speed(
                 max(waited, 0.0),
                 prefilled / waited if waited > 0 else 0.0,
@@ -115,7 +127,8 @@ def run(
     Where the cache is full, `make_room` may free some of it; else the last sequence is taken out, and computed again
     when another has ended. CacheFullError: not even one fits.
     """
-    writers = {id(r): _Writer(tokenizer, r) for r in requests}
+    names = ["the sequence"] if len(requests) == 1 else [f"sequence {k}" for k in range(len(requests))]
+    writers = {id(r): _Writer(tokenizer, r, name) for r, name in zip(requests, names, strict=True)}
     numbers = {id(r): k for k, r in enumerate(requests)}
     start = time.perf_counter()
     for request in requests:
@@ -125,6 +138,9 @@ def run(
     is_sound = False
     try:
         while active:
+            for request in active:
+                if request.window is not None:
+                    fed[id(request)] = _slide(engine, request, request.window, fed[id(request)])
             try:
                 found = engine.forward([(r.sequence, fed[id(r)]) for r in active])
             except CacheFullError:
@@ -134,7 +150,7 @@ def run(
                     raise
                 waiting.insert(0, last := active.pop())
                 engine.drop(last.sequence, engine.length(last.sequence))
-                fed[id(last)] = [*last.prompt, *last.tokens]
+                fed[id(last)] = last.remembered()
                 continue
             pieces = [writers[id(r)].advance(logits[-1]) for r, logits in zip(active, found, strict=True)]
             finished = [r for r in active if r.finish_reason is not None]
@@ -156,11 +172,22 @@ def run(
             release(request, is_sound)
 
 
-class _Writer:
-    """Extends one request by a token at a time."""
+def _slide(engine: Engine, request: Request, window: int, given: list[int]) -> list[int]:
+    """What comes next into a sequence: the tokens given or, where they do not fit, the newer half of the window, which
+    is computed again, as its first token has the first position now."""
+    if engine.length(request.sequence) + len(given) <= window:
+        return given
+    kept = max(1, window // 2)
+    request.forgotten = len(request.prompt) + len(request.tokens) - kept
+    engine.drop(request.sequence, engine.length(request.sequence))
+    return request.remembered()
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self._request = request
+
+class _Writer:
+    """Extends one request by a token at a time. `name`: of its sequence, in errors."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, name: str) -> None:
+        self._request, self._name = request, name
         self._tokens = list(request.prompt)  # and the new ones
         self._stream = TextStream(tokenizer, request.prompt)
         self._filter = StopFilter(request.stop)
@@ -168,7 +195,7 @@ class _Writer:
     def advance(self, logits: Array) -> str:
         """Choose the next token by logits [vocab]; what may be shown. Sets the finish reason."""
         r = self._request
-        token = r.sampler.choose(logits, self._tokens)
+        token = r.sampler.choose(logits, self._tokens, name=self._name)
         r.ended = time.perf_counter()
         r.first = r.first or r.ended
         if token in r.stop_tokens:

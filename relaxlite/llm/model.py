@@ -23,6 +23,7 @@ from relaxlite.runtime.module import Executable
 Prompt: TypeAlias = "str | Sequence[int]"
 
 MAX_NEW_TOKENS = 256  # where the caller says nothing
+OVERFLOW = ("error", "slide")  # what happens where a reply does not fit into the context
 
 
 @dataclass(slots=True)
@@ -92,17 +93,20 @@ class LanguageModel:
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
+        overflow: str = "error",
         logprobs: bool = False,
         logits: bool = False,
         stream: bool = False,
     ) -> Any:
         """What goes on from a prompt (text, or tokens): a Result; for a list of prompts, run as one batch, a list.
 
-        max_new_tokens  default: 256, or what the context leaves. InvalidArgumentError for more than that
+        max_new_tokens  default: 256, or what the context leaves
         temperature, top_k, top_p, min_p, repetition_penalty
                         see `Sampling`. Default: what the checkpoint says, else the likeliest token (temperature 0)
         seed            of prompt k is seed + k, whatever stands beside it; None: another each time
         stop            texts that end it, themselves not shown; `stop_tokens`: in place of the model's own
+        overflow        "error": InvalidArgumentError where max_new_tokens do not fit into the context; "slide": where
+                        it is full, its older half is forgotten (`Usage.forgotten_tokens` counts), and it goes on
         logprobs, logits  keep them in the result
         stream          return a Stream of pieces of text instead
 
@@ -119,6 +123,7 @@ class LanguageModel:
             seed=seed,
             stop=stop,
             stop_tokens=stop_tokens,
+            overflow=overflow,
             logprobs=logprobs,
             logits=logits,
         )
@@ -135,6 +140,7 @@ class LanguageModel:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        overflow: str = "error",
         logprobs: bool = False,
         logits: bool = False,
         stream: bool = False,
@@ -158,6 +164,7 @@ class LanguageModel:
             seed=seed,
             stop=stop,
             stop_tokens=None,
+            overflow=overflow,
             logprobs=logprobs,
             logits=logits,
         )
@@ -202,14 +209,21 @@ class LanguageModel:
         seed: int | None,
         stop: str | Sequence[str],
         stop_tokens: Sequence[int] | None,
+        overflow: str,
         logprobs: bool,
         logits: bool,
     ) -> Any:
-        ends = frozenset(self.description.stop if stop_tokens is None else map(int, stop_tokens))
+        ends = self._stop_tokens(stop_tokens)
         texts = _stop_strings(stop)
         if seed is not None and (not isinstance(seed, Integral) or seed < 0):
             raise InvalidArgumentError(f"seed must be a whole number from 0, got {seed!r}")
-        limits = [self._limit(tokens, k if is_list else None, max_new_tokens) for k, tokens in enumerate(prompts)]
+        if overflow not in OVERFLOW:
+            raise InvalidArgumentError(f"overflow must be {' or '.join(map(repr, OVERFLOW))}, got {overflow!r}")
+        slides = overflow == "slide"
+        limits = [
+            self._limit(tokens, k if is_list else None, max_new_tokens, slides=slides)
+            for k, tokens in enumerate(prompts)
+        ]
         requests = [
             Request(
                 tokens,
@@ -219,6 +233,7 @@ class LanguageModel:
                 texts,
                 wants_logprobs=logprobs,
                 wants_logits=logits,
+                window=self.context if slides else None,
             )
             for k, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
@@ -233,7 +248,15 @@ class LanguageModel:
             request.sequence, request.reused = self._open(request.prompt) if keeps else (self.engine.new(), 0)
         yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
 
-    def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None) -> int:
+    def _stop_tokens(self, given: Sequence[int] | None) -> frozenset[int]:
+        if given is None:
+            return frozenset(self.description.stop)
+        for token in given:
+            if not isinstance(token, Integral) or not 0 <= token < self.engine.vocab:
+                raise InvalidArgumentError(f"stop_tokens: {token!r} is not in the vocabulary of {self.engine.vocab}")
+        return frozenset(map(int, given))
+
+    def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None, *, slides: bool) -> int:
         """How many tokens may follow a prompt."""
         what = "the prompt" if number is None else f"prompt {number}"
         if not tokens:
@@ -245,13 +268,13 @@ class LanguageModel:
                 f"least one; shorten it{self._bound()}"
             )
         if max_new_tokens is None:
-            return min(MAX_NEW_TOKENS, room)
+            return MAX_NEW_TOKENS if slides else min(MAX_NEW_TOKENS, room)
         if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise InvalidArgumentError(f"max_new_tokens must be a whole number from 1, got {max_new_tokens!r}")
-        if max_new_tokens > room:
+        if max_new_tokens > room and not slides:
             raise InvalidArgumentError(
                 f"{what} has {len(tokens)} tokens, and max_new_tokens={max_new_tokens} more do not fit into the "
-                f"context of {self.context}; at most {room} do{self._bound()}"
+                f"context of {self.context}; at most {room} do{self._bound()}; overflow='slide' forgets the oldest"
             )
         return int(max_new_tokens)
 
@@ -280,7 +303,7 @@ class LanguageModel:
         return kept.sequence, common
 
     def _keep(self, request: Request, is_sound: bool) -> None:
-        if not is_sound:
+        if not is_sound or request.forgotten:  # what is left does not begin as the next chat will
             self._remove(request, is_sound)
             return
         if self._kept is not None:

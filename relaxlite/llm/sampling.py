@@ -63,15 +63,17 @@ class Sampler:
         self.sampling = sampling
         self._random = np.random.default_rng(seed)
 
-    def choose(self, logits: Array, tokens: Sequence[int]) -> int:
-        """The token behind `tokens`, by logits [vocab]. ExecutionError where those hold NaN or nothing finite."""
+    def choose(self, logits: Array, tokens: Sequence[int], *, name: str = "the sequence") -> int:
+        """The token behind `tokens`, by logits [vocab]. ExecutionError, which names the sequence, where those hold NaN
+        or nothing finite."""
         how = self.sampling
         scores = penalized(logits, tokens, how.repetition_penalty)
         best = int(np.argmax(scores))  # NaN counts as the largest
         if not math.isfinite(scores[best]):
-            bad = int(np.count_nonzero(~np.isfinite(logits)))
+            bad = np.flatnonzero(~np.isfinite(scores))
             raise ExecutionError(
-                f"the model computed logits that are no numbers: {bad} of {logits.size} behind {len(tokens)} tokens"
+                f"{name}, position {len(tokens)}: the model computed logits that are no numbers, {bad.size} of "
+                f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True)?"
             )
         if how.temperature == 0:
             return best

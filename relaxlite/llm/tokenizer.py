@@ -21,7 +21,8 @@ class Tokenizer:
             self._library = Library.from_str(text)
         except Exception as error:  # the library raises Exception itself
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
-        self._start = [bos] if adds_bos and bos is not None else []
+        self.start = [bos] if adds_bos and bos is not None else []
+        """The tokens that begin each text, where the model wants any."""
 
     @property
     def size(self) -> int:
@@ -36,7 +37,7 @@ class Tokenizer:
             tokens = self._library.encode(text, add_special_tokens=marks).ids
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"the text is not valid Unicode: {error}") from error
-        return [*self._start, *tokens] if marks and tokens[: len(self._start)] != self._start else tokens
+        return [*self.start, *tokens] if marks and tokens[: len(self.start)] != self.start else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""

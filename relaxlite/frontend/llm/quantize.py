@@ -44,7 +44,7 @@ def quantize_checkpoint(
     if blocks is not None:
         raise ImportModelError(
             f"{source}: weight {blocks} is quantized already ({weights[blocks].block_format}); "
-            "quantize the float checkpoint instead"
+            "quantize the float checkpoint instead, or take this one as it is"
         )
     chosen = [name for name in matrices if weights[name].shape[1] % BLOCK_FORMATS[kind].size == 0]
     if not chosen:

@@ -5,7 +5,8 @@
 
 Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
 runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
-asked for. The pools of keys and values are donated: a call writes the new tokens' into the caller's arrays.
+asked for. The pools of keys and values are donated: a call writes the new tokens' into the caller's arrays. A change of
+any of this is another STEP_VERSION.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
+from relaxlite.version import STEP_VERSION
 
 PAGE = 64  # tokens; vectors run along them, so that fewer are slower and more are left empty (measured: 16 to 64)
 BLOCK_ROWS = 64  # queries times heads that share keys
@@ -65,7 +67,8 @@ def build_step(
         hidden = decoder.hidden(tokens, positions, mix)
         logits = decoder.logits(decoder.op("gather", hidden, wanted, axis=0))
         bb.result(Tuple((logits, *mix.pools)))
-    return bb.module(Attrs({"context": config.context, "attention_block": block, "step_tokens": step_tokens}))
+    facts = {"context": config.context, "attention_block": block, "step_tokens": step_tokens}
+    return bb.module(Attrs({**facts, "step_version": STEP_VERSION}))
 
 
 def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: str) -> dict[str, TensorType]:
