@@ -26,6 +26,7 @@ from relaxlite.errors import InvalidArgumentError
 
 Kind = Literal["llvm"]
 
+_STREAM_AHEAD = 16 << 10
 _DEFAULT_L1_BYTES = 32 * 1024
 _DEFAULT_L2_BYTES = 512 * 1024
 _DEFAULT_L3_BYTES = 32 * 1024 * 1024
@@ -140,6 +141,21 @@ class Target:
     @property
     def num_vector_registers(self) -> int:
         return 16 if self.is_x86 and not self.has("avx512f") else 32
+
+    @property
+    def has_byte_products(self) -> bool:
+        """Whether one instruction sums the products of four bytes in each lane."""
+        return self.is_x86 and (self.has("avx512vnni") or self.has("avxvnni"))
+
+    @property
+    def stream_ahead(self) -> int:
+        """How many bytes ahead of a long stream of weights its lines should be asked for; 0: not at all.
+
+        Code that does much with each line leaves few loads in flight. Measured on 4-bit weights: 8 to 64 KB ahead, into
+        the second cache, take a Granite Rapids from 55 to 95 % of the bandwidth of plain reads; a Zen 4 gets slower.
+        """
+        is_amd = self.cpu.startswith(("znver", "bdver", "btver"))
+        return _STREAM_AHEAD if self.is_x86 and not is_amd else 0
 
     def vector_lanes(self, itemsize: int) -> int:
         """How many elements of `itemsize` bytes fill one vector register."""

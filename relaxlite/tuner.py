@@ -35,7 +35,7 @@ from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.ir.symbolic import SymVar, evaluate
 from relaxlite.ir.types import TensorType, TupleType, type_symbols
 from relaxlite.ir.visitor import bodies
-from relaxlite.passes.manager import Pass, PassContext, run_passes
+from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice, axes
 from relaxlite.passes.schedule_cpu import schedule_program
@@ -74,7 +74,7 @@ def tune(
     samples: Sequence[Mapping[str, Any]],
     target: str | Target = "llvm",
     *,
-    precision: str = "float32",
+    precision: str = DEFAULT_PRECISION,
     tuning: Tuning | None = None,
     threads: int | None = None,
     progress: bool = True,
@@ -142,7 +142,7 @@ def _between(symbol: SymVar, part: float) -> int:
 
 
 def find_tasks(
-    module: IRModule, samples: Sequence[Mapping[str, Any]], target: Target, precision: str = "float32"
+    module: IRModule, samples: Sequence[Mapping[str, Any]], target: Target, precision: str = DEFAULT_PRECISION
 ) -> list[Task]:
     """The programs that take a share of the samples' time worth having, longest first."""
     unscheduled = run_passes(module, _passes_before_schedule(), PassContext(target, precision))

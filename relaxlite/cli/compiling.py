@@ -13,7 +13,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.module import IRModule
 from relaxlite.library import names_of, rules_for
-from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext
 from relaxlite.passes.pipeline import PASSES
 from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime.executable import ExecutableData
@@ -22,7 +22,7 @@ from relaxlite.target import Target
 
 def make_context(args: argparse.Namespace) -> PassContext:
     """Of the target, precision, libraries and tuning that the options name."""
-    context = PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", "float32"))
+    context = PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", DEFAULT_PRECISION))
     context.constant_memory = getattr(args, "constant_memory", False)
     libraries = getattr(args, "libraries", None)
     context.libraries = rules_for(names_of(libraries) if libraries else None, context.target)

@@ -12,7 +12,7 @@ from relaxlite.version import __version__
 
 Number = int | float
 QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/quantize.py
-PRECISIONS = ("float32", "bf16")  # those of passes/lower_precision.py
+PRECISIONS = ("auto", "float32", "bf16", "int16", "int8")  # those of passes/lower_precision.py
 CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
 OVERFLOW = ("error", "slide")  # those of llm/model.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
@@ -429,7 +429,10 @@ def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True)
         "--bound", action=Named, parse=_bound, metavar="SYMBOL=1..512", help="what sizes a symbol may have"
     )
     group.add_argument(
-        "--precision", choices=PRECISIONS, default=PRECISIONS[0], help="bf16: round operands of large products (faster)"
+        "--precision",
+        choices=PRECISIONS,
+        default=PRECISIONS[0],
+        help="what operands of large products are rounded to (faster): bf16, or int8 where weights are quantized",
     )
     group.add_argument(
         "--constant-memory", action="store_true", help="plan memory for the upper bounds of the symbols, as constants"

@@ -196,7 +196,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     return np.asarray(total)
 
 
-def _bytes_of(words: Array, dtype: type[np.generic]) -> list[Array]:
+def _bytes_of(words: Array, dtype: Any) -> list[Array]:
     """The four bytes of each word, lowest first."""
     return [(words >> np.int32(8 * n)).astype(dtype) for n in range(4)]
 

@@ -39,6 +39,7 @@ COMBINE = ("add", "mul", "max", "min", "and", "or", "maxnum")  # associative, fo
 
 _BOOL_RESULT = ("not", "isnan", "isinf")
 
+AHEAD = "ahead"  # attribute of a program: (input, bytes) pairs; how long before its loads a vector is asked for
 SCHEDULE = "schedule"  # attribute of a program: how it was scheduled, one step per line (passes/scheduling)
 
 

@@ -27,17 +27,19 @@ def compile(
     max_context: int | None = None,
     cache_dtype: str = "float32",
     quantize: str | None = None,
+    precision: str | None = None,
     threads: int | None = None,
 ) -> LanguageModel:
     """Compile a GGUF file or a Hugging Face folder for a target, by default this processor.
 
     `max_context`: how many tokens a sequence may have, where less than the model's own will do. `cache_dtype`: how keys
     and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in floats, how its matrices are
-    kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0.
+    kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0. `precision`: as in `relaxlite.compile`; "int8"
+    rounds what quantized weights are multiplied by as llama.cpp does, the default to twice as many bits.
     Raises ImportModelError for a checkpoint that cannot be read, has no tokenizer or is quantized already,
     InvalidArgumentError for a context beyond the model's or an unknown kind, and what `relaxlite.compile` raises.
     """
-    data = build(path, target, max_context=max_context, cache_dtype=cache_dtype, quantize=quantize)
+    data = build(path, target, max_context=max_context, cache_dtype=cache_dtype, quantize=quantize, precision=precision)
     return LanguageModel.of(data, threads=threads)
 
 
@@ -48,18 +50,20 @@ def build(
     max_context: int | None = None,
     cache_dtype: str = "float32",
     quantize: str | None = None,
+    precision: str | None = None,
     progress: Callable[[str], None] = lambda name: None,
     context: PassContext | None = None,
     validate: bool = False,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one. `progress` is told each matrix
-    that is quantized. `context`, `validate`: as in `relaxlite.compile`."""
+    that is quantized. `precision`, `context`, `validate`: as in `relaxlite.compile`."""
     return build_checkpoint(
         read_checkpoint(path),
         target,
         max_context=max_context,
         cache_dtype=cache_dtype,
         quantize=quantize,
+        precision=precision,
         progress=progress,
         context=context,
         validate=validate,
@@ -73,6 +77,7 @@ def build_checkpoint(
     max_context: int | None = None,
     cache_dtype: str = "float32",
     quantize: str | None = None,
+    precision: str | None = None,
     progress: Callable[[str], None] = lambda name: None,
     context: PassContext | None = None,
     validate: bool = False,
@@ -83,11 +88,7 @@ def build_checkpoint(
         checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
         attachments = attachments_of(checkpoint, max_context)  # which now say so
     module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype)
-    target = Target.parse(target) if isinstance(target, str) else target
-    context = PassContext(target) if context is None else context
-    if context.precision == "float32" and any(w.block_format for w in checkpoint.weights.values()):
-        context.precision = os.environ.get("PREC", "int8")
-    data = build_module(module, target, context=context, validate=validate)
+    data = build_module(module, target, context=context, precision=precision, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
 

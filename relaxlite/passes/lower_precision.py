@@ -19,7 +19,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.integer_products import PARTS
 from relaxlite.passes.manager import PassContext
 
-PRECISIONS = ("float32", "bf16", *PARTS)
+PRECISIONS = ("auto", "float32", "bf16", *PARTS)
 NARROW = "bfloat16"
 LEAST_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
 

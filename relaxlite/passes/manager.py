@@ -21,6 +21,8 @@ from relaxlite.passes.memory_plan import MemoryPlan
 from relaxlite.passes.tuning import Tuning
 from relaxlite.target import Target
 
+DEFAULT_PRECISION = "auto"
+
 
 @dataclass(slots=True)
 class PassContext:
@@ -28,7 +30,7 @@ class PassContext:
     called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` by name."""
 
     target: Target
-    precision: str = "float32"  # or one of lower_precision.PRECISIONS
+    precision: str = DEFAULT_PRECISION  # one of lower_precision.PRECISIONS
     constant_memory: bool = False  # offsets of intermediates for the largest sizes that the symbols' bounds allow
     tuning: Tuning = field(default_factory=lambda: _tuning(config.get("tuning")))
     libraries: tuple[LibraryRule, ...] | None = None  # None: not chosen yet, as by driver.build
@@ -68,6 +70,7 @@ class Pass:
     run: Callable[[IRModule, PassContext], IRModule]
     stage: str
     doc: str = ""
+    rounds: bool = False  # where the precision allows it, results change
 
 
 def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:

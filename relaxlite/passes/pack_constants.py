@@ -25,7 +25,6 @@ from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 
-
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 
 
@@ -48,9 +47,7 @@ def pack_constants(module: IRModule) -> IRModule:
     return module.updated(definitions)
 
 
-def _other_readers(
-    module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
-) -> dict[str, dict[int, _Layout]]:
+def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]) -> dict[str, dict[int, _Layout]]:
     """Programs that read large constants which are packed for a product: an embedding that is also the matrix of the
     logits. They read the panels as well, so that there is one copy."""
     packed: dict[int, _Layout] = {}

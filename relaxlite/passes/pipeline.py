@@ -68,7 +68,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         # A
         _pure("fold_shapes", fold_shapes, "graph"),
         _pure("decompose", decompose, "graph"),
-        Pass("integer_products", integer_products, "graph"),
+        Pass("integer_products", integer_products, "graph", rounds=True),
         Pass("keep_quantized", keep_quantized, "graph"),
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),
@@ -76,7 +76,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("channels_last", channels_last, "graph"),
         _pure("simplify_algebra_again", simplify_algebra, "graph"),
         Pass("split_products", split_products, "graph"),
-        Pass("lower_precision", lower_precision, "graph"),
+        Pass("lower_precision", lower_precision, "graph", rounds=True),
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("recognize", recognize, "graph"),
         Pass("fuse_attention", fuse_attention, "graph"),

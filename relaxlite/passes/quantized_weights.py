@@ -95,7 +95,7 @@ class _KeepQuantized(Rewriter):
         if not isinstance(found, Scaled | Half):
             return None
         integers = found.integers if isinstance(found, Scaled) else found.values
-        if isinstance(found, Half) and self._context.precision != "float32":
+        if isinstance(found, Half) and self._context.precision == "bf16":
             return None  # it is rounded to what that precision takes
         widened, l2 = 4 * integers.size, self._context.target.l2_bytes
         if widened <= l2:

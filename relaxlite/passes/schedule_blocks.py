@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from relaxlite import dtypes
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.program import (
     Allocate,
@@ -32,7 +33,7 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import Substitute, all_values, value_children
-from relaxlite.ir.symbolic import SymExpr, SymVar, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.prologue import Instead, symbols_of
 from relaxlite.passes.register_tile import ColumnPiece, Tile, by_piece, column_pieces, grid
@@ -58,6 +59,11 @@ class BlockProduct:
         for load in self.block.loads():
             if len(load.indices) > 1 and load.indices[-1] is self.column.var:
                 yield load.buffer
+
+    def ahead(self, most: int) -> dict[Buffer, int]:
+        """How far ahead each of the panels is asked for, in lines: the longest `most` bytes, the others in step."""
+        rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in self.panels}
+        return {b: -(-most * size // max(rows.values()) // 64) * 64 for b, size in rows.items()} if most else {}
 
 
 def block_product(block: Block, registers: int) -> BlockProduct | None:

@@ -23,6 +23,7 @@ from relaxlite.ir.expr import Attrs, AttrValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
+    AHEAD,
     Allocate,
     Binary,
     Buffer,
@@ -115,12 +116,13 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1:  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
-    rules = _Rules(program, target, choice, {}, {}, [], in_place)
+    rules = _Rules(program, target, choice, {}, {}, {}, [], in_place)
     stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
     body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
-    packing = {name: value for name, value in (("panels", panels), ("groups", groups)) if value}
+    ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
+    packing = {name: value for name, value in (("panels", panels), ("groups", groups), (AHEAD, ahead)) if value}
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
     kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
@@ -136,6 +138,7 @@ class _Rules:
     choice: ScheduleChoice
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
+    ahead: dict[Buffer, int]  # how many bytes ahead of its loads an operand is asked for
     steps: list[Step]  # what was done, to be read beside the program
     in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
     staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
@@ -294,6 +297,7 @@ class _Rules:
         if blocks is not None:
             if packs:
                 self.panels.update(dict.fromkeys(blocks.panels, blocks.vectors * lanes))
+                self.ahead.update(blocks.ahead(self.target.stream_ahead))
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, lanes=lanes)
             return tiled_blocks(blocks, lanes)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)

@@ -66,6 +66,7 @@ class Kernel:
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
     accesses: dict[AccessKey, Access] = field(default_factory=dict)
     needs_fence: bool = False  # stores went past the caches: they must be done before the function says that it is
+    ahead: dict[Buffer, int] = field(default_factory=dict)  # bytes before its loads that a vector of it is asked for
     loading: dict[Value, bool] = field(default_factory=dict)  # whether a value loads anything
 
     # Lanes

@@ -125,6 +125,8 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
     if name == "dot2_bf16":
         has_wide = target.has("avx512bf16")
         has_narrow = has_wide and target.has("avx512vl")
+    elif not target.has_byte_products:
+        return 0
     else:
         has_wide = target.has("avx512vnni")
         has_narrow = (has_wide and target.has("avx512vl")) or target.has("avxvnni")

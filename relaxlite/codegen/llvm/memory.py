@@ -128,9 +128,18 @@ def _load_scalar(k: Kernel, access: Access) -> Val:
     return k.e.op(f"load {access.elem}, {pointer}, align {access.align}", access.elem, 0, access.buffer.name)
 
 
+def _ask_ahead(k: Kernel, pointer: Val, count: int) -> None:
+    """Have the line so many bytes further brought into the second cache. It may lie anywhere: nothing faults."""
+    place = k.e.op(f"getelementptr i8, {pointer}, i64 {count}", "ptr", 0, "ahead")
+    for_reading, second_cache, data = (int_const(number, "i32") for number in (0, 2, 1))
+    k.e.call_void("llvm.prefetch.p0", [place, for_reading, second_cache, data])
+
+
 def _load_vector(k: Kernel, access: Access) -> Val:
     e, lanes = k.e, k.lanes
     pointer = k.ix.pointer(access.buffer, access.base)
+    if access.buffer in k.ahead:
+        _ask_ahead(k, pointer, k.ahead[access.buffer])
     if k.mask is None or _is_inside(k, access):
         ty = f"<{lanes} x {access.elem}>"
         return e.op(f"load {ty}, {pointer}, align {access.align}", access.elem, lanes, access.buffer.name)

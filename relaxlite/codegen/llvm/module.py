@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, ModuleEmitter, Val
@@ -15,7 +16,7 @@ from relaxlite.codegen.llvm.indices import Base, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
-from relaxlite.ir.program import Buffer, TensorProgram
+from relaxlite.ir.program import AHEAD, Buffer, TensorProgram
 from relaxlite.target import Target
 
 
@@ -49,6 +50,8 @@ def _emit_function(module: ModuleEmitter, symbol: str, name: str, program: Tenso
     e.start("entry")
     entry = e.reserve()
     k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get("checked")))
+    ahead: Any = program.attrs.get(AHEAD, ())
+    k.ahead = {program.params[number]: count for number, count in ahead}
     for number, buffer in enumerate(program.params):
         pointer = _load_argument(e, "buffers", number, "ptr", buffer.name)
         k.ix.bases[buffer] = Base(pointer, 0, memory_elem(buffer.dtype))

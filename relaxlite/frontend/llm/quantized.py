@@ -45,7 +45,6 @@ class GroupedWeight:
             grouped += self.offsets[:, :, None]
         return grouped.reshape(n, k)
 
-
     def zero_point(self) -> int | None:
         """The code that stands for 0 in all groups, where offsets say no more than that; None: they say more."""
         if self.offsets is None:

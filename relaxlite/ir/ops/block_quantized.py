@@ -18,11 +18,11 @@ llama.cpp does with one: x = scale * (high + low / 256). Sums within a block are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from relaxlite.ir.expr import Array, Expr
+from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
@@ -34,6 +34,8 @@ from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
 BITS = (4, 5, 6, 8)
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
 QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
 SHIFT = 8  # bits that a second part of it adds
@@ -75,18 +77,18 @@ def pack_codes(codes: Array, block: int, bits: int) -> Array:
 def unpack_codes(words: Array, block: int, bits: int) -> Array:
     """The inverse: codes uint8 (rows, n)."""
     n = words.shape[1]
-    quads = np.stack(
-        [_quad(words.reshape(-1, words_of(block, bits), n).view(np.uint32), q, block, bits) for q in range(block // 4)],
-        axis=1,
+    blocks = words.reshape(-1, words_of(block, bits), n).view(np.uint32)
+    quads = np.stack([_quad(blocks, q, block, bits) for q in range(block // QUAD)], axis=1)
+    return np.asarray(
+        np.ascontiguousarray(quads.reshape(-1, n)[..., None]).view(np.uint8).swapaxes(1, 2).reshape(-1, n)
     )
-    return np.ascontiguousarray(quads.reshape(-1, n)[..., None]).view(np.uint8).swapaxes(1, 2).reshape(-1, n)
 
 
 def _quad(words: Array, q: int, block: int, bits: int) -> Array:
     """Quad q of each block, (blocks, n)."""
     if bits == 8:
-        return words[:, q]
-    found = words[:, q // 2] >> np.uint32(4 * (q % 2)) & np.uint32(_ONES * 15)
+        return np.asarray(words[:, q])
+    found: Array = words[:, q // 2] >> np.uint32(4 * (q % 2)) & np.uint32(_ONES * 15)
     if bits > 4:
         extra, per_word = bits - 4, 8 // (bits - 4)
         high = words[:, block // 8 + q // per_word] >> np.uint32(extra * (q % per_word))
@@ -223,8 +225,9 @@ class GatherBlocks(_Blocks):
         return loops("ijklmn", out.shape, element)
 
     def reference(self, indices: Any, words: Any, scales: Any, offsets: Any = None, *, bits: int, zero: int) -> Any:
-        columns = [None if a is None else a[:, plain_indices(indices).reshape(-1)] for a in (words, scales, offsets)]
-        found = _dequantized(*columns, bits, zero)  # type: ignore[arg-type]
+        chosen = plain_indices(indices).reshape(-1)
+        shift = None if offsets is None else offsets[:, chosen]
+        found = _dequantized(words[:, chosen], scales[:, chosen], shift, bits, zero)
         return np.ascontiguousarray(found.T).reshape(*indices.shape, -1)
 
     def samples(self) -> Iterable[Sample]:
