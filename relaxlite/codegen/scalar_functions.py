@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORDS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORD, WORDS, type_error
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -180,11 +180,15 @@ def apply_combine(op: str, a: Array, b: Array) -> Array:
 def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     """One of ir/intrinsics.py, whose docstring says what each computes and how it rounds."""
     args = tuple(np.asarray(a) for a in args)
-    problem = type_error(name, tuple(_dtype_of(a) for a in args), _dtype_of(args[0]) if args else "")
+    given = tuple(_dtype_of(a) for a in args)
+    problem = type_error(name, given, "int32" if name == WORD else given[0] if given else "")
     if problem is not None:
         raise TypeError(problem)
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
+    if name == WORD:
+        bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
+        return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
     if name == WORDS:
         a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))

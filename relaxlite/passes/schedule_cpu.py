@@ -271,7 +271,8 @@ class _Rules:
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
             self.note("split_reduction", loop.var.name, lanes, self.partial_sums)
-            return split_reduction(loop, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
+            partial = max(1, min(self.partial_sums, (as_int(loop.extent) or lanes * self.partial_sums) // lanes))
+            return split_reduction(loop, lanes, partial, identity(store.combine, store.buffer.dtype))
         if not _is_independent(loop) or not self._contiguous(loop):
             return loop
         self.note("vectorize", loop.var.name, lanes=lanes)

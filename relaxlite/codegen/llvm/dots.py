@@ -53,6 +53,18 @@ def emit_dot_of_words(k: Kernel, c: Val, a: Val, b: Val) -> Val:
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
 
 
+def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+    """Four bytes as one word: one load, or put together."""
+    found = _packed(k, value.args)
+    if found is not None:
+        return found
+    e, total = k.e, Val("0", "i32")
+    for n, part in enumerate(value.args):
+        byte = e.cast("zext", emit_value(k, part), "i32")
+        total = e.binary("or", total, e.binary("shl", byte, int_const(8 * n, "i32")) if n else byte)
+    return total
+
+
 def _by_instruction(k: Kernel, name: str, width: int, c: Val, a: Val, b: Val) -> Val:
     e = k.e
     operands = [e.cast("bitcast", e.splat(c, k.lanes), "i32"), e.splat(a, k.lanes), e.splat(b, k.lanes)]

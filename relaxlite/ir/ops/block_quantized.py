@@ -23,9 +23,10 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import WORDS
+from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
+from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.indexing import Position, at_positions, draw_indices, plain_indices
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.scalars import Scalar, literal, select
@@ -240,12 +241,12 @@ class GatherBlocks(_Blocks):
 
 @register
 class QuantizeBlocks(Op):
-    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (words int32 (k / block, m, parts * block / 4),
-    scales float32 (k / block, m), sums int32 (k / block, m)).
+    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, parts * block), scales
+    float32 (k / block, m), sums int32 (k / block, m)).
 
-    scale is the block's largest magnitude / 127, over 256 with two parts. A word holds four neighbours, first byte
-    first: the high parts of all, round(x / scale) or its 256th part, then the low parts. `sums` are those of the
-    integers x / scale, for a zero point or offset of what they are multiplied by.
+    scale is the block's largest magnitude / 127, over 256 with two parts; first come the high parts of a block,
+    round(x / scale) or its 256th part, then the low parts. `sums` are those of the integers x / scale, for a zero point
+    or offset of what they are multiplied by.
     """
 
     name = "quantize_blocks"
@@ -261,60 +262,41 @@ class QuantizeBlocks(Op):
             self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {QUAD}")
         assert ty.shape is not None
         blocks = (depth // block, ty.shape[0])
-        words = TensorType.of((*blocks, parts * block // QUAD), "int32")
-        return TupleType((words, TensorType.of(blocks, "float32"), TensorType.of(blocks, "int32")))
+        codes = TensorType.of((*blocks, parts * block), "int8")
+        return TupleType((codes, TensorType.of(blocks, "float32"), TensorType.of(blocks, "int32")))
 
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, parts: int) -> Stmt:
-        words, scales, sums = out
+        codes, scales, sums = out
         top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
         total = Buffer("total", (), "int32", "local")
-        quads = block // QUAD
 
         def of_block(i: SymExpr, g: SymExpr) -> Stmt:
-            def rounded(t: SymExpr, b: int) -> tuple[Scalar, Scalar | None]:
-                scaled = Scalar(x[i, g * block + t * QUAD + b]) * Scalar(factor[()])
-                high = scaled.unary("round")
-                if parts == 1:
-                    return high.cast("int32"), None
-                rest = ((scaled - high) * float(1 << SHIFT)).unary("round").minimum(float(GREATEST))
-                return high.cast("int32"), rest.cast("int32")
+            def scaled(b: SymExpr) -> Scalar:
+                return Scalar(x[i, g * block + b]) * Scalar(factor[()])
 
-            def word(bytes_of: list[Scalar]) -> Scalar:
-                found = bytes_of[0] & 255
-                for n, byte in enumerate(bytes_of[1:], 1):
-                    found = found | (byte & 255).binary("shift_left", 8 * n)
-                return found
+            def high(b: SymExpr) -> Stmt:
+                return Store(codes, (g, i, b), scaled(b).unary("round").cast("int8").value)
 
-            def stores(t: SymExpr) -> Stmt:
-                found = [rounded(t, b) for b in range(QUAD)]
-                made: list[Stmt] = [Store(words, (g, i, t), word([high for high, _ in found]).value)]
+            def low(b: SymExpr) -> Stmt:
+                rest = (scaled(b) - scaled(b).unary("round")) * float(1 << SHIFT)
+                return Store(codes, (g, i, b + block), rest.unary("round").cast("int8").value)
+
+            def summed(b: SymExpr) -> Value:
+                number = Scalar(codes[g, i, b]).cast("int32")
                 if parts == 2:
-                    low = word([rest for _, rest in found if rest is not None])
-                    made.append(Store(words, (g, i, t + quads), low.value))
-                return seq(*made)
+                    number = number.binary("shift_left", SHIFT) + Scalar(codes[g, i, b + block]).cast("int32")
+                return number.value
 
-            def summed(t: SymExpr) -> Value:
-                high = _dot(literal(0, "int32"), literal(_ONES, "int32"), words[g, i, t])
-                if parts == 1:
-                    return high
-                wide = Scalar(high).binary("shift_left", SHIFT).value
-                return _dot(wide, literal(_ONES, "int32"), words[g, i, t + quads])
-
-            greatest = Scalar(top[()])
+            greatest, width = Scalar(top[()]), (sym(block),)
             scale = greatest / float(GREATEST << SHIFT * (parts - 1))
             inverse = select(greatest > 0.0, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             return seq(
-                reduce(
-                    top,
-                    (sym(block),),
-                    "max",
-                    literal(0.0, "float32"),
-                    lambda b: Scalar(x[i, g * block + b]).abs().value,
-                ),
+                reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(x[i, g * block + b]).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
-                loops("t", (sym(quads),), stores),
-                reduce(total, (sym(quads),), "add", literal(0, "int32"), summed),
+                loops("b", width, high),
+                *([loops("b", width, low)] if parts == 2 else []),
+                reduce(total, width, "add", literal(0, "int32"), summed),
                 Store(sums, (g, i), total[()]),
             )
 
@@ -326,15 +308,11 @@ class QuantizeBlocks(Op):
             top = np.abs(blocks).max(axis=2, initial=0)
             factor = np.where(top > 0, np.float32(GREATEST) / top, np.float32(0)).astype(np.float32)
             scaled = blocks * factor[..., None]
-            high = np.rint(scaled)
-            pieces = [high]
-            if parts == 2:
-                pieces.append(np.minimum(np.rint((scaled - high) * np.float32(1 << SHIFT)), GREATEST))
-            codes = [np.nan_to_num(p, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8) for p in pieces]
-        words = np.ascontiguousarray(np.concatenate(codes, axis=2)).view("<i4")
+            pieces = [np.rint(scaled), np.rint((scaled - np.rint(scaled)) * np.float32(1 << SHIFT))][:parts]
+        codes = [cast_array(piece, "int8") for piece in pieces]
         sums = sum(c.astype(np.int32).sum(axis=2) << SHIFT * (parts - 1 - n) for n, c in enumerate(codes))
         scales = (top / np.float32(GREATEST << SHIFT * (parts - 1))).astype(np.float32)
-        return words, scales, np.asarray(sums, np.int32)
+        return np.concatenate(codes, axis=2), scales, np.asarray(sums, np.int32)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
@@ -373,12 +351,12 @@ class MatmulBlocks(_Blocks):
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
         shape = types[0].shape or ()
         wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
-        if [t.dtype for t in types] != ["int32", "float32", "int32"] or len(shape) != 3:
+        if [t.dtype for t in types] != ["int8", "float32", "int32"] or len(shape) != 3:
             self.fail(f"x, x_scales and x_sums must be as quantize_blocks makes them, got {', '.join(map(str, types))}")
-        for t, expected in zip(types, ((*wanted, parts * block // QUAD), wanted, wanted), strict=True):
+        for t, expected in zip(types, ((*wanted, parts * block), wanted, wanted), strict=True):
             if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
                 self.fail(
-                    f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {parts * block // QUAD}) and "
+                    f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {parts * block}) and "
                     f"x_scales and x_sums of ({rows // block}, m), got {', '.join(map(str, types))}"
                 )
         return TensorType.of((wanted[1], columns), "float32")
@@ -394,9 +372,9 @@ class MatmulBlocks(_Blocks):
             codes = _quads(words, g, j, block, bits)
             start = literal(0, "int32")
             correction = (Scalar(start) - Scalar(x_sums[g, i]) * zero).value if zero else start
-            high = _dots(start if parts > 1 else correction, codes, [x[g, i, q] for q in range(quads)])
+            high = _dots(start if parts > 1 else correction, codes, [_word(x, g, i, q) for q in range(quads)])
             if parts > 1:
-                low = _dots(correction, codes, [x[g, i, quads + q] for q in range(quads)])
+                low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)])
                 total = Scalar(high).binary("shift_left", SHIFT) + Scalar(low)
             else:
                 total = Scalar(high)
@@ -424,8 +402,8 @@ class MatmulBlocks(_Blocks):
         zero: int, parts: int,
     ) -> Any:  # fmt: skip
         blocks, m, count = x.shape
-        block = count * QUAD // parts
-        given = np.ascontiguousarray(x).view(np.int8).reshape(blocks, m, parts, block).astype(np.int64)
+        block = count // parts
+        given = x.reshape(blocks, m, parts, block).astype(np.int64)
         numbers = given[:, :, 0] if parts == 1 else given[:, :, 0] * (1 << SHIFT) + given[:, :, 1]
         codes = unpack_codes(words, block, bits).reshape(blocks, block, -1).astype(np.int64)
         total = (np.matmul(numbers, codes) - zero * x_sums.astype(np.int64)[..., None]).astype(np.float64)
@@ -435,15 +413,15 @@ class MatmulBlocks(_Blocks):
         return (found * x_scales[..., None]).sum(axis=0).astype(np.float32)
 
     def samples(self) -> Iterable[Sample]:
-        kinds = ("int32", "float32", "int32", "int32", "float32", "float32")
+        kinds = ("int8", "float32", "int32", "int32", "float32", "float32")
 
         def sums(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
             return rng.integers(-500, 500, shape).astype(np.int32)
 
-        make = {0: _some_words, 2: sums, 3: _some_words}
+        make = {2: sums, 3: _some_words}
         for bits, block, zero, parts in ((4, 32, 8, 1), (8, 32, 128, 1), (5, 32, 0, 2), (6, 16, 32, 1)):
             rows = 2 * block
-            given = ((2, "m", parts * block // 4), (2, "m"), (2, "m"))
+            given = ((2, "m", parts * block), (2, "m"), (2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
             attrs = {"bits": bits, "zero": zero, "parts": parts}
             yield Sample((*given, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4)
@@ -455,6 +433,11 @@ def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value]) -> Val
     for q, (code, number) in enumerate(zip(codes, numbers, strict=True)):
         chains[q % 2] = _dot(chains[q % 2], code, number)
     return (Scalar(chains[0]) + Scalar(chains[1])).value
+
+
+def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
+    """Four neighbours of a row's block."""
+    return Intrinsic(WORD, tuple(x[g, i, q * QUAD + b] for b in range(QUAD)), "int32")
 
 
 def _quads(words: Buffer, g: SymExpr, j: SymExpr, block: int, bits: int) -> list[Value]:
