@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +42,37 @@ def test_large_weights_are_gathered_in_one_aligned_block() -> None:
         assert made[0].ctypes.data % (2 << 20) == 0
         assert made[-1].ctypes.data - made[0].ctypes.data < arrays[0].nbytes + 4 * ALIGNMENT
         assert all(not np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there are weights gathered")
+def test_weights_are_not_in_memory_twice(tmp_path: Path) -> None:
+    """What is copied from a mapped file leaves the process's memory; read again, it is still right."""
+    written = np.arange(4 << 20, dtype=np.int64)  # 32 MiB
+    (tmp_path / "weights").write_bytes(written.tobytes())
+    with open(tmp_path / "weights", "rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64)
+    parts = [mapped[:1000], mapped[1000:-1], mapped[-1:]]
+    before = _mapped_bytes()
+    made = gathered(parts)
+    assert _mapped_bytes() - before < written.nbytes // 4  # the system maps more than is read at the edges
+    for part, copy in zip(parts, made, strict=True):
+        np.testing.assert_array_equal(copy, part)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there are weights gathered")
+def test_what_was_written_over_a_mapped_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(8 << 20))
+    with open(tmp_path / "weights", "rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+    mapped[:] = 7
+    (copy,) = gathered([mapped])
+    assert (mapped == 7).all() and (copy == 7).all()
+
+
+def _mapped_bytes() -> int:
+    """Of files, in this process's memory."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) * 1024
 
 
 def test_small_weights_stay_where_they_are() -> None:

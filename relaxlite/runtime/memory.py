@@ -7,6 +7,7 @@ Blocks come from NumPy's allocator, which asks for huge pages (madvise) from 4 M
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import threading
@@ -110,9 +111,24 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         copy = block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
         copy[...] = array
         copy.flags.writeable = False
+        _let_go(array)
         made.append(copy)
         start += size
     return tuple(made)
+
+
+def _let_go(array: np.ndarray) -> None:
+    """Give the pages of a mapped file back that hold a copied array, or it would be in memory twice. Whoever reads the
+    array again has them mapped again."""
+    owner: object = array
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    if not isinstance(owner, mmap.mmap) or not memoryview(owner).readonly or not array.nbytes:
+        return  # what may have been written would be lost
+    start = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        owner.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def _aligned(nbytes: int) -> int:
