@@ -136,6 +136,10 @@ def _speed_text(result: ModelResult, name: str, case: Case) -> str:
     return _rate(speed) + (f" ({'; '.join(notes)})" if notes else "")
 
 
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
 def _rate(speed: float) -> str:
     return f"{speed:.0f}" if speed >= 1000 else f"{speed:.4g}"
 
@@ -163,7 +167,7 @@ def _reads_text(result: ModelResult) -> str:
     found = []
     for threads, size in result.reads:
         rate = (result.bandwidth(threads, size) or 0.0) / GB
-        found.append(f"{_mb(size)} MB by {threads} thread{'s' if threads > 1 else ''} {rate:.1f}")
+        found.append(f"{_mb(size)} MB by {_threads(threads)} {rate:.1f}")
     return "Plain reads, GB/s: " + ", ".join(found) + "." if found else ""
 
 
@@ -181,7 +185,7 @@ def share_table(result: ModelResult) -> str:
             rate = f"{(speed or 0) * result.model.read_bytes / GB:.2f}"
             cells.append("-" if speed is None else rate if share is None else f"{rate} ({share:.0%})")
         rows.append(cells)
-    title = f"Weights read, GB/s of the file's bytes (share of plain reads, {result.threads} threads).\n\n"
+    title = f"Weights read, GB/s of the file's bytes (share of plain reads, {_threads(result.threads)}).\n\n"
     return title + table(["case", *peers], rows)
 
 
