@@ -1,6 +1,6 @@
 """Language models in relaxlite, llama.cpp and transformers: the same weights, the same tokens, the same threads.
 
-    python -m bench.llm                                     both models; an hour on two cores
+    python -m bench.llm                                     smollm2 and llama-1.1b, on a machine that does nothing else
     python -m bench.llm --model smollm2 --only prompt --processes 2
     python -m bench.llm --model llama-tiny --quick          a minute: that everything runs
     python -m bench.llm --model some.gguf --llama-python llama-env/bin/python
@@ -19,6 +19,7 @@ How it measures
     bytes as one generated token has to read: the share of it that generation reaches is the share of what is possible.
     relaxlite reads what `relaxlite compile` wrote. llama.cpp (llama-cpp-python) is called through llama_decode, memory
     mapped, with and without flash attention, and goals count against the better one. transformers computes in float32.
+    Threads of llama.cpp spin while they wait: beside other work on the same cores its figures are worth nothing.
 
 Where things stand
     models.py     what is measured on: names, GGUF files, the bytes that a token reads
