@@ -19,7 +19,8 @@ from bench.cpu.cases import GROUPS, Case, Input, Options, Work, Workload, minilm
 from bench.cpu.goals import Goal, check_goals, geometric_mean, speed
 from bench.cpu.measure import Result, SweepTiming, Team, Timing, difference, measure
 from bench.cpu.report import Report
-from bench.cpu.worker import PeerError, Worker, timed_runs
+from bench.cpu.worker import PeerError, Worker
+from bench.timing import timed_runs
 from relaxlite.target import Target
 from tests.native_kernel import run
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from bench.cpu import report as reports
 from bench.cpu.cases import GROUPS, MODEL_PEERS, Options, Workload, minilm_case, sweep_cases
 from bench.cpu.measure import Team, measure, sweep
 from bench.cpu.worker import PEERS
+from bench.options import names_of
 from relaxlite import models
 from relaxlite.errors import FetchError
 from relaxlite.runtime import threadpool
@@ -29,9 +30,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.cpu", description=bench.cpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", type=_names([*GROUPS, "sweep"]), metavar="GROUP,...", help=", ".join([*GROUPS, "sweep"])
+        "--only", type=names_of([*GROUPS, "sweep"]), metavar="GROUP,...", help=", ".join([*GROUPS, "sweep"])
     )
-    parser.add_argument("--peers", type=_names(list(PEERS)), metavar="PEER,...", help=", ".join(PEERS))
+    parser.add_argument("--peers", type=names_of(list(PEERS)), metavar="PEER,...", help=", ".join(PEERS))
     parser.add_argument("--match", default="", metavar="TEXT", help="only models whose name contains this")
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of every peer (default 5; 2 when quick)")
     parser.add_argument("--turn", type=float, metavar="SECONDS", help="of one turn (default 0.3; 0.1 for kernels)")
@@ -42,17 +43,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where to write the tables instead of DIR/cpu.md")
     return parser.parse_args(argv)
-
-
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse_names(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
-        return names
-
-    return parse_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:

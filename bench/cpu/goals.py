@@ -81,7 +81,7 @@ def check_goals(results: Sequence[Result], sweep: Mapping[str, SweepTiming]) -> 
     return goals
 
 
-def _least(text: str, ratios: Sequence[Ratio], wanted: float, unit: str = "x") -> Goal:
+def least(text: str, ratios: Sequence[Ratio], wanted: float, unit: str = "x") -> Goal:
     """Every ratio is at least what is wanted."""
     if not ratios:
         return Goal(text, "not measured", None)
@@ -115,7 +115,7 @@ def _threads(count: int) -> str:
 
 
 def _each(text: str, results: Iterable[Result], peers: Iterable[str], wanted: float) -> Goal:
-    return _least(text, _ratios(results, peers), wanted)
+    return least(text, _ratios(results, peers), wanted)
 
 
 def _mean(text: str, results: Iterable[Result], peer: str, wanted: float) -> Goal:
@@ -157,16 +157,16 @@ def _matmul_goals(what: str, results: Sequence[Result]) -> list[Goal]:
         wanted = 0.95 if threads == 1 else 0.92
         large = [r for r in results if r.threads == threads and r.work and r.work["kind"] == "fma" and _m(r) >= 16]
         text = f"{what}, m >= 16, {_threads(threads)}: {wanted:.0%} of the measured peak"
-        goals.append(_least(text, _shares(large), wanted, "%"))
+        goals.append(least(text, _shares(large), wanted, "%"))
     for peer in BLAS_PEERS:
         means = []
         for m, threads in sorted({(_m(r), r.threads) for r in results}):
             ratios = _ratios([r for r in results if (_m(r), r.threads) == (m, threads)], [peer])
             if ratios:
                 means.append(Ratio(geometric_mean(r.value for r in ratios), f"m={m}, {_threads(threads)}"))
-        goals.append(_least(f"{what}: 1.0x {peer} in geometric mean at every m", means, 1.0))
+        goals.append(least(f"{what}: 1.0x {peer} in geometric mean at every m", means, 1.0))
     beyond = [r for r in results if _m(r) == 1 and r.work and r.work["amount"] / r.layers > L3_BYTES]
-    goals.append(_least(f"{what}, m = 1, weights beyond L3: 90% of the read bandwidth", _shares(beyond), 0.9, "%"))
+    goals.append(least(f"{what}, m = 1, weights beyond L3: 90% of the read bandwidth", _shares(beyond), 0.9, "%"))
     return goals
 
 
@@ -174,7 +174,7 @@ def _quantized_goals(results: Sequence[Result]) -> list[Goal]:
     """Against the bytes that the weights are stored in, and against the same product of float32 weights."""
     single = [r for r in results if _m(r) == 1]
     text = "quantized weights, m = 1: 85% of the read bandwidth over the stored bytes"
-    goals = [_least(text, _shares(single), 0.85, "%")]
+    goals = [least(text, _shares(single), 0.85, "%")]
     floats = {(r.case, r.threads): r for r in results if r.workload.startswith("float32")}
     ratios = []
     for result in results:
@@ -186,7 +186,7 @@ def _quantized_goals(results: Sequence[Result]) -> list[Goal]:
         if all(seconds):
             value = (seconds[0] or 0) / base.layers / ((seconds[1] or 1) / result.layers)
             ratios.append(Ratio(value, f"{result.workload} {result.case}, {_threads(result.threads)}"))
-    goals.append(_least("quantized weights, m >= 64: 0.9x the speed of float32 weights", ratios, 0.9))
+    goals.append(least("quantized weights, m >= 64: 0.9x the speed of float32 weights", ratios, 0.9))
     goals.append(_each("quantized weights: at no m slower than onnxruntime", results, ["onnxruntime"], 1.0))
     return goals
 
@@ -199,14 +199,14 @@ def _bf16_goals(minilm: Sequence[Result]) -> list[Goal]:
     long = [r for r in minilm if r.case in ("1x128", "1x512")]
     found = [(speed(r, "relaxlite", "relaxlite-bf16"), r.case) for r in long]
     ratios = [Ratio(value, case) for value, case in found if value is not None]
-    return [_least("minilm, precision=bf16: 1.5x our own float32 at 1x128 and 1x512", ratios, 1.5)]
+    return [least("minilm, precision=bf16: 1.5x our own float32 at 1x128 and 1x512", ratios, 1.5)]
 
 
 def _row_goals(results: Sequence[Result]) -> list[Goal]:
     named = [r for r in results if r.workload != "transpose"]
     large = [r for r in named if r.case == "128MB"]
     return [
-        _least("softmax, layer norm, GELU, elementwise beyond the cache: 85% of copying", _shares(large), 0.85, "%"),
+        least("softmax, layer norm, GELU, elementwise beyond the cache: 85% of copying", _shares(large), 0.85, "%"),
         _each("softmax, layer norm, GELU, elementwise: 1.0x onnxruntime at every size", named, ["onnxruntime"], 1.0),
     ]
 

@@ -75,10 +75,20 @@ def write(report: Report, folder: Path, markdown: Path | None) -> list[Path]:
     """The files that were written."""
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "cpu.json", markdown or folder / "cpu.md"
-    data.write_text(json.dumps(report.json(), indent=1) + "\n", "utf-8")
-    text.write_text(report.markdown(), "utf-8")
+    write_text(data, json.dumps(report.json(), indent=1) + "\n")
+    write_text(text, report.markdown())
     plotted = plot(report, folder / "cpu.svg")
     return [data, text, *([plotted] if plotted else [])]
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of it or nothing: a run that is interrupted leaves the results of the last one."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, "utf-8")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -123,11 +133,8 @@ def measured_limits(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def _machine_section(report: Report) -> str:
-    about = report.machine
     lines = [
-        f"{about['cpu']} (LLVM: {about['llvm_cpu']}, {about['vector_bits']}-bit vectors), {about['cores']} cores, "
-        f"{about['system']}, Python {about['python']}, LLVM {about['llvm']}, llvmlite {about['llvmlite']}, "
-        f"relaxlite {__version__}; load average before: {about['load']}.",
+        machine_text(report.machine),
         "",
         "Settings: " + ", ".join(f"{name} {value}" for name, value in report.settings.items()) + ".",
         "",
@@ -142,6 +149,15 @@ def _machine_section(report: Report) -> str:
     return "\n".join(lines)
 
 
+def machine_text(about: Mapping[str, Any]) -> str:
+    """What `describe_machine` found, as a sentence."""
+    return (
+        f"{about['cpu']} (LLVM: {about['llvm_cpu']}, {about['vector_bits']}-bit vectors), {about['cores']} cores, "
+        f"{about['system']}, Python {about['python']}, LLVM {about['llvm']}, llvmlite {about['llvmlite']}, "
+        f"relaxlite {__version__}; load average before: {about['load']}."
+    )
+
+
 def _limit_text(limit: Mapping[str, Any]) -> str:
     unit, factor = LIMITS[limit["kind"]]
     size = f" {limit['size']}" if limit["size"] else ""
@@ -152,13 +168,13 @@ def _limit_text(limit: Mapping[str, Any]) -> str:
 # Tables
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def goals_table(goals: Iterable[Goal]) -> str:
-    return _table(["goal", "measured", "holds"], [(g.text, g.measured, HOLDS[g.holds]) for g in goals])
+    return table(["goal", "measured", "holds"], [(g.text, g.measured, HOLDS[g.holds]) for g in goals])
 
 
 def means_table(results: Sequence[Result]) -> str:
@@ -172,7 +188,7 @@ def means_table(results: Sequence[Result]) -> str:
             values = [value for value in found if value is not None]
             cells.append(_ratio_text(peer, geometric_mean(values)) if values else "")
         rows.append(cells)
-    return _table(["group", "threads", *peers], rows)
+    return table(["group", "threads", *peers], rows)
 
 
 def _ratio_text(peer: str, value: float) -> str:
@@ -196,7 +212,7 @@ def group_table(results: Sequence[Result]) -> str:
         cells = [f"{result.workload} {result.case}", str(result.threads), _own_text(result, timing)]
         cells += [_peer_text(result, peer) for peer in peers]
         rows.append(cells)
-    return _table(["case", "threads", "relaxlite (p10 to p90)", *peers], rows)
+    return table(["case", "threads", "relaxlite (p10 to p90)", *peers], rows)
 
 
 def _ms(seconds: float, layers: int) -> str:
@@ -256,7 +272,7 @@ def sweep_table(sweep: Mapping[str, SweepTiming]) -> str:
         "total, first (s)",
         "total, later (s)",
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 # Plot

@@ -17,13 +17,14 @@ import importlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.cpu.cases import Case, Workload
 from bench.cpu.peers import Peer, Prepared, Unsupported
+from bench.timing import settle, timed_runs
 
 PEERS = {
     "machine": "machine.Machine",
@@ -42,10 +43,7 @@ PEERS = {
 }
 NOT_FLOAT32 = ("relaxlite-bf16", "openvino-default")  # their outputs may differ, and they are compared apart
 ANSWER_SECONDS = 600.0
-LEAST_RUNS = 3
-PATIENCE = 2.0  # seconds beyond its turn for a peer to reach them
-SETTLE_SECONDS = 1.0  # at most, for threads of a pool to stop spinning
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TVM_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TVM_NUM_THREADS")
 
 
 class PeerError(Exception):
@@ -63,7 +61,7 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs, name, threads), daemon=True)
-        with _environment(dict.fromkeys(_THREAD_VARIABLES, str(threads))):
+        with _environment(dict.fromkeys(THREAD_VARIABLES, str(threads))):
             self._process.start()
         theirs.close()
         self.is_alive = True
@@ -196,30 +194,3 @@ class _Server:
             module, _, name = PEERS[self._name].partition(".")
             self._peer = getattr(importlib.import_module(f"bench.cpu.{module}"), name)(self._threads)
         return self._peer
-
-
-def timed_runs(run: Callable[[], Any], seconds: float, most: int) -> list[float]:
-    """Seconds of each run but the first; of that one too if it took so long that nothing is left to warm up."""
-    clock = time.perf_counter
-    start = clock()
-    run()
-    first = clock() - start
-    times = [first] if first > PATIENCE else []
-    deadline = clock() + seconds
-    while (now := clock()) < deadline or len(times) < LEAST_RUNS:
-        if len(times) >= most or (times and now > deadline + PATIENCE):
-            break
-        start = clock()
-        run()
-        times.append(clock() - start)
-    return times
-
-
-def settle() -> None:
-    """Return when this process uses next to no processor time: pools spin for a while after their work."""
-    deadline = time.perf_counter() + SETTLE_SECONDS
-    while time.perf_counter() < deadline:
-        before = time.process_time()
-        time.sleep(0.005)
-        if time.process_time() - before < 0.001:
-            return
