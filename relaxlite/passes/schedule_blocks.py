@@ -13,8 +13,9 @@ lie in panels of the tile's width (pack_constants.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.ir.intrinsics import WORDS
@@ -22,6 +23,7 @@ from relaxlite.ir.program import (
     Allocate,
     Buffer,
     For,
+    IfThenElse,
     IndexValue,
     Intrinsic,
     LetIndex,
@@ -76,11 +78,15 @@ def block_product(block: Block, registers: int) -> BlockProduct | None:
     if column is None or not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
         return None
     row = block.row_loop(column)
-    kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
+    kept = len(of_columns(block.update.value, column, row)) if row is not None else 1
     return BlockProduct(block, column, row, max(1, min(MOST_VECTORS, registers * 3 // 4 // max(kept, 1))))
 
 
-def tiled_blocks(found: BlockProduct, lanes: int) -> Stmt:
+# A faster way for many rows, of a number of vectors: the condition for it, and the tiles. None: there is none
+Larger: TypeAlias = "Callable[[ManyRows, int], tuple[Value, ManyRows] | None]"
+
+
+def tiled_blocks(found: BlockProduct, lanes: int, larger: Larger | None = None) -> Stmt:
     """All tiles in one parallel loop."""
     pieces = column_pieces(found.column.extent, lanes, found.vectors)
     column, row = found.column, found.row
@@ -96,11 +102,14 @@ def tiled_blocks(found: BlockProduct, lanes: int) -> Stmt:
     one = Tile(found.block.body, row, column, lanes, 1, enough_sums=1)
     if row is None:
         return tiles(one)
-    many = _ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2)
-    return with_variant(less(row.extent, 2), tiles(one), tiles(many))
+    many = ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2)
+    rest, best = tiles(many), None if larger is None else larger(many, found.vectors)
+    if best is not None:
+        rest = IfThenElse(best[0], tiles(best[1]), rest)
+    return with_variant(less(row.extent, 2), tiles(one), rest)
 
 
-class _ManyRows(Tile):
+class ManyRows(Tile):
     """Tiles that go over all their rows in every step."""
 
     __slots__ = ()
@@ -108,14 +117,28 @@ class _ManyRows(Tile):
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)
         height = SymVar("rows", lower=0, upper=self.most_rows)
-        body = LetIndex(height, IndexValue(self.rows.height(block)), self._tile(piece, first, top, height))
+        body = LetIndex(height, IndexValue(self.rows.height(block)), self.tile(piece, first, top, height))
         return LetIndex(top, IndexValue(self.rows.start(block)), body)
 
-    def _tile(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
+    @property
+    def steps(self) -> For:
+        """The loop over blocks."""
+        steps = self._stmts[1]
+        assert isinstance(steps, For)
+        return steps
+
+    @property
+    def update(self) -> Store:
+        """What a block adds."""
+        update = self.steps.body
+        assert isinstance(update, Store)
+        return update
+
+    def tile(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
+        """The columns from `first` on of `height` rows from `top` on."""
         (row, part, lane), at = self._loops(piece, self.most_rows, first, top)
         loops = replace(row, extent=height, kind="serial"), part, lane
-        element, steps = self.block.buffer, self._stmts[1]
-        assert isinstance(steps, For) and isinstance(steps.body, Store)
+        element, steps, update = self.block.buffer, self.steps, self.update
         width = sym(piece.vectors * self.lanes)
         totals = Buffer(f"{element.name}_tile", (sym(self.most_rows), width), element.dtype, "local")
         place = (row.var, part.var * self.lanes + lane.var)
@@ -123,12 +146,12 @@ class _ManyRows(Tile):
 
         kept: dict[int, Buffer] = {}
         made: list[Stmt] = []
-        for number, value in enumerate(_of_columns(steps.body.value, self.column, self._row)):
+        for number, value in enumerate(of_columns(update.value, self.column, self._row)):
             buffer = Buffer(f"kept{number}", (sym(piece.vectors), sym(self.lanes)), value.dtype, "local")
             made.append(Store(buffer, (part.var, lane.var), value))
             kept[id(value)] = buffer
         instead = {key: Load(buffer, (part.var, lane.var)) for key, buffer in kept.items()}
-        value = Substitute(at).value(Instead(instead).value(steps.body.value))
+        value = Substitute(at).value(Instead(instead).value(update.value))
         keep = Substitute(at).stmt(nest((part, lane), seq(*made)))
         keep = Substitute(fresh=True).stmt(keep if guard is None else guard.stmt(keep))
         body = seq(keep, nest(loops, Store(totals, place, value, "add")))
@@ -141,12 +164,12 @@ class _ManyRows(Tile):
         return Allocate(totals, seq(fresh.stmt(clear), fresh.stmt(replace(steps, body=body)), epilogue))
 
 
-def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:
+def of_columns(value: Value, column: For, row: For | None) -> list[Value]:
     """The largest parts of a value that move along the columns and not along the rows, each once."""
     moving = symbols_of(value)
     if column.var not in moving:
         return []
     if row is None or row.var not in moving:
         return [value]
-    found = [part for child in value_children(value) for part in _of_columns(child, column, row)]
+    found = [part for child in value_children(value) for part in of_columns(child, column, row)]
     return list({id(part): part for part in found}.values())

@@ -76,6 +76,7 @@ from relaxlite.passes.schedule_reduction import (
     tiled,
 )
 from relaxlite.passes.schedule_rows import reads_in_time, schedule_rows
+from relaxlite.passes.schedule_tiles import by_tiles
 from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
 from relaxlite.passes.schedule_turned import find_turned, tiled_turned
 from relaxlite.passes.schedule_window import tiled_windows, window_of
@@ -300,7 +301,7 @@ class _Rules:
                 self.panels.update(dict.fromkeys(blocks.panels, blocks.vectors * lanes))
                 self.ahead.update(blocks.ahead(self.target.stream_ahead))
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, lanes=lanes)
-            return tiled_blocks(blocks, lanes)
+            return tiled_blocks(blocks, lanes, by_tiles if self.target.has("amx-int8") else None)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:

@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from relaxlite.runtime.executable import LibraryInfo
 from relaxlite.runtime.tensor import Tensor
 
 PYTHON, OPENBLAS = "python", "openblas"  # names of libraries that are not files
+TILES = "amx"  # instructions that the system has to allow
+
+_REQUEST_TILES = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64
 
 _ROUTINE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
 _functions: dict[str, Callable[..., None]] = {}
@@ -109,8 +113,21 @@ def _routine(info: LibraryInfo, symbol: str) -> tuple[int, object]:
             )
         routine = _ROUTINE(_trampoline(function))
         return ctypes.cast(routine, ctypes.c_void_p).value or 0, routine
+    if info.name == TILES:
+        _ask_for_tiles()
+        return 1, None
     library = _open(info.name, info.file)
     return _symbol(library, info.name, symbol), library
+
+
+@cache
+def _ask_for_tiles() -> None:
+    """Linux gives a process the room for AMX tiles when it asks for it. LibraryError: it does not."""
+    permitted = sys.platform == "linux" and ctypes.CDLL(None).syscall(*_REQUEST_TILES) == 0
+    if not permitted:
+        raise LibraryError(
+            "the system does not let this process use AMX tiles; kernels go without them, which is slower"
+        )
 
 
 def _symbol(library: ctypes.CDLL, name: str, symbol: str) -> int:

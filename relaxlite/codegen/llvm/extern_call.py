@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relaxlite.codegen.llvm import memory
+from relaxlite.codegen.llvm.amx import emit_tiles
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import AddressOf, CallLibrary, IndexValue, LibraryFound, Literal, Value
-from relaxlite.runtime.libraries import cell_name
+from relaxlite.runtime.libraries import TILES, cell_name
 
 
 def emit_found(k: Kernel, value: LibraryFound) -> Val:
@@ -27,6 +28,9 @@ def emit_found(k: Kernel, value: LibraryFound) -> Val:
 def emit_library_call(k: Kernel, stmt: CallLibrary) -> None:
     if k.lanes:
         raise CodegenError(f"{stmt.symbol} of {stmt.library} is called inside a vectorized loop")
+    if stmt.library == TILES:
+        emit_tiles(k, stmt.symbol, [_argument(k, arg) for arg in stmt.args], list(stmt.args))
+        return
     routine = _routine(k, stmt.library, stmt.symbol)
     values = [_argument(k, arg) for arg in stmt.args]
     if stmt.convention == "arrays":

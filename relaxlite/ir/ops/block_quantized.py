@@ -336,7 +336,8 @@ class MatmulBlocks(_Blocks):
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
 
-    with exact sums of integers inside of a block. `parts` as quantize_blocks made them.
+    with exact sums of integers inside of a block. `parts` as quantize_blocks made them. x_sums has to be the sums of x's
+    integers, as it says: where products need no zero point, it is not read for one.
     """
 
     name = "matmul_blocks"
@@ -406,7 +407,7 @@ class MatmulBlocks(_Blocks):
         given = x.reshape(blocks, m, parts, block).astype(np.int64)
         numbers = given[:, :, 0] if parts == 1 else given[:, :, 0] * (1 << SHIFT) + given[:, :, 1]
         codes = unpack_codes(words, block, bits).reshape(blocks, block, -1).astype(np.int64)
-        total = (np.matmul(numbers, codes) - zero * x_sums.astype(np.int64)[..., None]).astype(np.float64)
+        total = np.matmul(numbers, codes - zero).astype(np.float64)
         found = total * scales.astype(np.float64)[:, None]
         if offsets is not None:
             found = found + x_sums[..., None] * offsets.astype(np.float64)[:, None]
@@ -415,15 +416,22 @@ class MatmulBlocks(_Blocks):
     def samples(self) -> Iterable[Sample]:
         kinds = ("int8", "float32", "int32", "int32", "float32", "float32")
 
-        def sums(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-            return rng.integers(-500, 500, shape).astype(np.int32)
+        def draw(shape: tuple[int, ...]) -> Array:
+            return np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
 
-        make = {2: sums, 3: _some_words}
         for bits, block, zero, parts in ((4, 32, 8, 1), (8, 32, 128, 1), (5, 32, 0, 2), (6, 16, 32, 1)):
             rows = 2 * block
             given = ((2, "m", parts * block), (2, "m"), (2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
             attrs = {"bits": bits, "zero": zero, "parts": parts}
+
+            def sums(shape: tuple[int, ...], rng: Any, count: int = parts * block, parts: int = parts) -> Array:
+                split = draw((*shape, count)).reshape(*shape, parts, -1).astype(np.int32).sum(axis=-1)
+                return np.asarray(
+                    split[..., 0] if parts == 1 else split[..., 0] * (1 << SHIFT) + split[..., 1], np.int32
+                )
+
+            make = {0: lambda shape, rng: draw(shape), 2: sums, 3: _some_words}
             yield Sample((*given, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4)
 
 
