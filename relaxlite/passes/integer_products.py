@@ -1,10 +1,11 @@
-"""Products with weights in blocks, in integers: `precision="int8"`, `"int16"`, and "auto" where the target can.
+"""Products with weights in blocks, in integers: `precision="int8"`, "int12", "int16", and "auto" where the target can.
 
     matmul(x, dequantize_blocks(w))   =>   matmul_blocks(quantize_blocks(x), w)
 
-The weights stay what they are; activations are rounded, in blocks as long as the weights', to 8 bits as llama.cpp does,
-or to 15 bits in two parts, which takes twice the arithmetic and is as exact as float32 sums are (2e-4 of the largest
-logit of SmolLM2). Whatever reads the same activations shares the rounding.
+The weights stay what they are; activations are rounded, in blocks as long as the weights': to 8 bits, as llama.cpp
+does, to 12 or to 16 (sign included). Whatever reads the same activations shares the rounding. Measured on SmolLM2-135M
+with 4-bit weights, 1,200 tokens of a novel: the likeliest token stays what it is with float32 activations for 96.7,
+99.8 and 100 % of the tokens, and logits move by 4e-2, 3e-3 and 2e-4 of the largest.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.manager import PassContext
 
-PARTS: Mapping[str, int] = {"int8": 1, "int16": 2}
-"""Bytes that an activation takes in each precision."""
+LOW_BITS: Mapping[str, int] = {"int8": 0, "int12": 4, "int16": 8}
+"""Bits of an activation beyond eight, in each precision."""
+_DEFAULT = LOW_BITS["int12"]
 
 
 def integer_products(module: IRModule, context: PassContext) -> IRModule:
     """Round the activations of products with weights in blocks, where the precision asks for it."""
-    parts = PARTS.get(context.precision)
+    low_bits = LOW_BITS.get(context.precision)
     if context.precision in ("auto", "bf16") and context.target.has_byte_products:
-        parts = PARTS["int16"]
-    if parts is None:
+        low_bits = _DEFAULT
+    if low_bits is None:
         return module
-    return map_functions(module, lambda f: _IntegerProducts(context, parts).function(f))
+    return map_functions(module, lambda f: _IntegerProducts(context, low_bits).function(f))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,9 @@ class _Rounded:
 
 
 class _IntegerProducts(Rewriter):
-    def __init__(self, context: PassContext, parts: int) -> None:
+    def __init__(self, context: PassContext, low_bits: int) -> None:
         super().__init__()
-        self._context, self._parts = context, parts
+        self._context, self._low_bits = context, low_bits
         self._weights: dict[Var, Call] = {}
 
     def bind(self, var: Var, value: Expr) -> None:
@@ -68,13 +70,13 @@ class _IntegerProducts(Rewriter):
         emit, depth = self.bb.emit, x.ty.shape[-1]
         rows = x if x.ty.rank == 2 else emit(get_op("reshape")(x, (product(x.ty.shape[:-1]), depth)))
         found = self._rounded(rows, int((depth // scales.shape[0]).const))
-        reason = f"activations are rounded to {8 * self._parts} bits in blocks, and sums of a block are exact"
+        reason = f"activations are rounded to {8 + self._low_bits} bits in blocks, and sums of a block are exact"
         self._context.decide("integer_products", var.name, True, reason)
         given = (found.words, found.scales, found.sums, *weight.args)
-        made = get_op("matmul_blocks")(*given, **weight.attrs, parts=self._parts, loc=value.loc)
+        made = get_op("matmul_blocks")(*given, **weight.attrs, low_bits=self._low_bits, loc=value.loc)
         return made if x.ty.rank == 2 else get_op("reshape")(emit(made), ty.shape)
 
     def _rounded(self, rows: Expr, block: int) -> _Rounded:
         emit = self.bb.emit
-        made = emit(get_op("quantize_blocks")(rows, block=block, parts=self._parts))
+        made = emit(get_op("quantize_blocks")(rows, block=block, low_bits=self._low_bits))
         return _Rounded(*(emit(TupleGetItem(made, k)) for k in range(3)))

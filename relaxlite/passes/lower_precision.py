@@ -16,10 +16,10 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
-from relaxlite.passes.integer_products import PARTS
+from relaxlite.passes.integer_products import LOW_BITS
 from relaxlite.passes.manager import PassContext
 
-PRECISIONS = ("auto", "float32", "bf16", *PARTS)
+PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
 NARROW = "bfloat16"
 LEAST_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
 

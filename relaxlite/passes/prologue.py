@@ -16,6 +16,7 @@ stores what it makes to a panel of float32 in the cache, which the other blocks 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from relaxlite import dtypes
@@ -305,9 +306,9 @@ def _staying(value: Value, var: SymVar, group: int) -> list[Value]:
 
 
 class Instead(ProgramRewriter):
-    """Loads in place of values, which are named by their ids."""
+    """Other values in place of values, which are named by their ids."""
 
-    def __init__(self, instead: dict[int, Load]) -> None:
+    def __init__(self, instead: Mapping[int, Value]) -> None:
         super().__init__()
         self._instead = instead
 

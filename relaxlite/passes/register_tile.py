@@ -306,7 +306,7 @@ class Tile:
         neutral = identity(_combination(update), init.buffer.dtype)
         return isinstance(init.value, Literal) and isinstance(neutral, Literal) and init.value.value == neutral.value
 
-    def _epilogue(self, loops: _Loops, at: dict[SymVar, SymExpr], load: Load, *, masked: bool) -> Stmt:
+    def _epilogue(self, loops: Sequence[For], at: dict[SymVar, SymExpr], load: Load, *, masked: bool) -> Stmt:
         final = Substitute(at, fresh=True).stmt(seq(*self._stmts[2:]))
         final = _Element(self.block.buffer, load).stmt(final)
         return Substitute(fresh=True).stmt(nest(loops, IfThenElse(self._guard(at), final) if masked else final))

@@ -14,7 +14,7 @@ Intel, "Architecture Instruction Set Extensions Programming Reference", chapter 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relaxlite.ir.intrinsics import WORD, WORDS
@@ -39,7 +39,7 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import Substitute, value_children
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
 from relaxlite.passes.prologue import Instead
 from relaxlite.passes.register_tile import ColumnPiece
 from relaxlite.passes.schedule import GuardLoads, less, nest
@@ -60,7 +60,6 @@ _WORK = 24  # instructions that a product of tiles counts as
 class _Sum:
     """start + the products of a block's quads with words of x."""
 
-    value: Value
     start: Value
     codes: tuple[Value, ...]
     x: Load  # the first byte
@@ -70,22 +69,79 @@ class _Sum:
         return 4 * len(self.codes)
 
 
-def centered_codes(sums: list[_Sum]) -> tuple[Value, ...] | None:
-    """The codes less their zero point, as signed bytes, where the start of the last sum stands for that; None: it does
-    not, or they are no signed bytes."""
-    *others, last = sums
-    codes, zero = last.codes, _zero_of(last.start)
-    if zero is None or any(_zero_of(s.start) != 0 for s in others):
+@dataclass(frozen=True, slots=True)
+class Products:
+    """`value`, the integer that a block comes to, by products of tiles: start + (the first << shift) + the second."""
+
+    value: Value
+    x: tuple[Load, ...]  # where the first row of each product's x begins
+    quads: tuple[Value, ...]  # what they are multiplied by, one row of a tile each
+    is_signed: bool
+    start: Value | None
+    shift: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Bytes in a row."""
+        return 4 * len(self.quads)
+
+    def combined(self, made: Sequence[Value]) -> Value:
+        total = Scalar(made[0])
+        if len(made) > 1:
+            total = total.binary("shift_left", self.shift) + Scalar(made[1])
+        return (total if self.start is None else Scalar(self.start) + total).value
+
+
+def find_products(value: Value) -> Products | None:
+    """The part of a value that tiles can compute; None: there is none, or more than one."""
+    found = _products(value)
+    if found is not None:
+        return found
+    parts = [part for child in value_children(value) if (part := find_products(child)) is not None]
+    return parts[0] if len(parts) == 1 else None
+
+
+def _products(value: Value) -> Products | None:
+    """A sum of dot products, or such a sum shifted plus another."""
+    last = _sum(value)
+    if last is not None:
+        return _laid_out(value, (last,), 0)
+    if not isinstance(value, Binary) or value.op != "add" or not isinstance(value.a, Binary):
         return None
-    fits = max(map(_bits_of, codes)) < 8
-    if zero == 0 and fits:
-        return codes
-    if zero == _SIGN:  # as for codes of eight bits
-        return tuple(Scalar(code).binary("xor", _SIGNS).value for code in codes)
-    if not fits:
+    shifted, last = value.a, _sum(value.b)
+    if shifted.op != "shift_left" or not isinstance(shifted.b, Literal):
         return None
-    lowered = [(Scalar(code) | _SIGNS) - zero * _ONES for code in codes]  # no byte borrows from the next
-    return tuple(value.binary("xor", _SIGNS).value for value in lowered)
+    high = _sum(shifted.a)
+    if high is None or last is None or _zero_of(high.start) != 0 or len(high.codes) != len(last.codes):
+        return None
+    if any(a is not b for a, b in zip(high.codes, last.codes, strict=True)):
+        return None
+    return _laid_out(value, (high, last), int(shifted.b.value))
+
+
+def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
+    """Zero points that starts stand for go into the codes. Two sums are one where shifted codes are bytes, too."""
+    last = sums[-1]
+    zero, bits = _zero_of(last.start), max(map(_bits_of, last.codes))
+    is_signed = bool(zero) and (bits < 8 or zero == _SIGN)
+    codes = [Scalar(code) for code in last.codes]
+    if is_signed and zero == _SIGN:
+        codes = [code.binary("xor", _SIGNS) for code in codes]
+    elif is_signed:  # no byte borrows from the next
+        codes = [((code | _SIGNS) - (zero or 0) * _ONES).binary("xor", _SIGNS) for code in codes]
+    x = tuple(s.x for s in sums)
+    start = None if is_signed or zero == 0 else last.start
+    follows = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
+    if follows and bits + shift <= 8 and 2 * last.depth <= MOST_DEPTH:
+        raised = [code.binary("shift_left", shift) & _word_of(255 << shift & 255) for code in codes]
+        codes, x = [*raised, *codes], x[:1]
+    return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
+
+
+def _word_of(byte: int) -> int:
+    """Four equal bytes as an int32."""
+    word = byte * _ONES
+    return word - (1 << 32) if word >> 31 else word
 
 
 def _zero_of(start: Value) -> int | None:
@@ -95,8 +151,9 @@ def _zero_of(start: Value) -> int | None:
     if not isinstance(start, Binary) or start.op != "sub" or _zero_of(start.a) != 0:
         return None
     taken = start.b
-    is_sum = isinstance(taken, Binary) and taken.op == "mul" and isinstance(taken.a, Load)
-    return int(taken.b.value) if is_sum and isinstance(taken.b, Literal) else None  # type: ignore[union-attr]
+    if not isinstance(taken, Binary) or taken.op != "mul" or not isinstance(taken.a, Load):
+        return None
+    return int(taken.b.value) if isinstance(taken.b, Literal) else None
 
 
 def _bits_of(code: Value) -> int:
@@ -108,14 +165,6 @@ def _bits_of(code: Value) -> int:
     if isinstance(code, Binary) and code.op == "shift_left" and isinstance(code.b, Literal):
         return _bits_of(code.a) + int(code.b.value)
     return 8
-
-
-def block_sums(value: Value) -> list[_Sum]:
-    """The sums of dot products in a value that tiles could compute, outermost first."""
-    found = _sum(value)
-    if found is not None:
-        return [found]
-    return [s for child in value_children(value) for s in block_sums(child)]
 
 
 def _sum(value: Value) -> _Sum | None:
@@ -135,7 +184,7 @@ def _sum(value: Value) -> _Sum | None:
     terms.sort(key=lambda term: term[0])
     if [offset for offset, _, _ in terms] != list(range(0, 4 * len(terms), 4)):
         return None
-    return _Sum(value, start, tuple(code for _, code, _ in terms), terms[0][2])
+    return _Sum(start, tuple(code for _, code, _ in terms), terms[0][2])
 
 
 def _chain(value: Value) -> tuple[Value, list[tuple[Value, Load]]]:
@@ -151,18 +200,14 @@ def _chain(value: Value) -> tuple[Value, list[tuple[Value, Load]]]:
 
 
 def by_tiles(tile: ManyRows, vectors: int) -> tuple[Value, ManyRows] | None:
-    """When tiles are there and have rows to fill one, and the code then; None: the sums are no products of tiles."""
-    blocks, sums = as_int(tile.steps.extent), block_sums(tile.update.value)
-    if blocks is None or not sums or tile.lanes != ROWS:
+    """When tiles are there and have rows to fill one, and the code then; None: its sums are no products of tiles."""
+    blocks, found = as_int(tile.steps.extent), find_products(tile.update.value)
+    if blocks is None or found is None or tile.lanes != ROWS:
         return None
-    depth, codes = sums[0].depth, sums[0].codes
-    is_one = all(s.depth == depth and all(a is b for a, b in zip(s.codes, codes, strict=True)) for s in sums)
-    if not is_one or depth > MOST_DEPTH or blocks * depth * vectors * ROWS > MOST_QUADS_BYTES:
+    if found.depth > MOST_DEPTH or blocks * found.depth * vectors * ROWS > MOST_QUADS_BYTES:
         return None
-    values = (tile.block, tile.row, tile.column, tile.lanes, tile.most_rows)
-    return Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent)), TiledRows(
-        *values, least_rows=ROWS
-    )
+    enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
+    return enough, TiledRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS)
 
 
 class TiledRows(ManyRows):
@@ -170,109 +215,86 @@ class TiledRows(ManyRows):
 
     __slots__ = ()
 
+    @property
+    def products(self) -> Products:
+        found = find_products(self.update.value)
+        assert found is not None
+        return found
+
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)
         height = SymVar("rows", lower=0, upper=self.most_rows)
-        steps, update = self.steps, self.update
-        blocks, sums = steps.extent, block_sums(update.value)
-        quads = len(sums[0].codes)
-        panel = Buffer("quads", (blocks, sym(quads), sym(piece.vectors * self.lanes)), "int32", "local")
-
-        centered = centered_codes(sums)
-        codes = sums[0].codes if centered is None else centered
-        whole = height // ROWS
+        quads, whole = self.products.quads, height // ROWS
+        panel = Buffer("quads", (self.steps.extent, sym(len(quads)), sym(piece.vectors * self.lanes)), "int32", "local")
         code = seq(
-            self._unpack(piece, first, panel, codes),
-            _call("configure", sums[0].depth),
-            loops("b", (whole,), lambda b: self._tiles(piece, first, top + b * ROWS, panel, centered is not None)),
+            self._unpack(piece, first, panel, quads),
+            _call("configure", self.products.depth),
+            loops("b", (whole,), lambda b: self._across(piece, first, top + b * ROWS, panel)),
             _call("release"),
             self.tile(piece, first, top + whole * ROWS, height % ROWS),
         )
         code = LetIndex(height, IndexValue(self.rows.height(block)), Allocate(panel, code))
         return LetIndex(top, IndexValue(self.rows.start(block)), code)
 
-    def _unpack(self, piece: ColumnPiece, first: SymExpr, panel: Buffer, codes: tuple[Value, ...]) -> Stmt:
-        """quads[g, q, columns]"""
+    def _unpack(self, piece: ColumnPiece, first: SymExpr, panel: Buffer, quads: tuple[Value, ...]) -> Stmt:
+        """panel[g, q, columns]"""
         (_, part, lane), at = self._loops(piece, 1, first, sym(0))
-        steps = self.steps
-        stores = [Store(panel, (steps.var, sym(q), part.var * self.lanes + lane.var), c) for q, c in enumerate(codes)]
+        place = part.var * self.lanes + lane.var
+        stores = [Store(panel, (self.steps.var, sym(q), place), quad) for q, quad in enumerate(quads)]
         body = Substitute(at).stmt(nest((part, lane), seq(*stores)))
         if piece.masked:
             body = GuardLoads(self._guard(at), {part.var, lane.var}).stmt(body)
-        return Substitute(fresh=True).stmt(replace(steps, body=body))
+        return Substitute(fresh=True).stmt(replace(self.steps, body=body))
 
-    def _tiles(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, panel: Buffer, is_centered: bool) -> Stmt:
-        """16 rows from `top` on of all vectors of columns."""
+    def _across(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, panel: Buffer) -> Stmt:
+        """16 rows from `top` on of all columns."""
         part = SymVar("u", lower=0, upper=piece.vectors - 1)
-        single = replace(piece, vectors=1)
-        return For(part, sym(piece.vectors), self._tile_of(single, first, top, part, panel, is_centered))
+        return For(part, sym(piece.vectors), self._square(piece, first, top, part, panel))
 
-    def _tile_of(
-        self, piece: ColumnPiece, first: SymExpr, top: SymExpr, part: SymVar, panel: Buffer, is_centered: bool
-    ) -> Stmt:
-        sums = block_sums(self.update.value)
-        start = first + part * self.lanes
-        (row, _, lane), at = self._loops(piece, ROWS, start, top)
-        at = {self.column.var: start + lane.var, self._row.var: top + row.var}
-        steps, update, element = self.steps, self.update, self.block.buffer
-        square = (sym(ROWS), sym(self.lanes))
-        made = [Buffer(f"products{k}", (sym(SLOTS), *square), "int32", "local") for k in range(len(sums))]
-        total = Buffer(element.name, square, element.dtype, "local")
-        done = Buffer(f"{element.name}_tile", square, element.dtype, "local")
+    def _square(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, part: SymVar, panel: Buffer) -> Stmt:
+        """16 rows of vector `part` of the columns."""
+        products, start = self.products, first + part * self.lanes
+        (row, _, lane), _ = self._loops(piece, ROWS, start, top)
+        at: dict[SymVar, SymExpr] = {self.column.var: start + lane.var, self._row.var: top + row.var}
+        shape, place = (sym(ROWS), sym(self.lanes)), (row.var, lane.var)
+        made = [Buffer(f"products{k}", (sym(SLOTS), *shape), "int32", "local") for k in range(len(products.x))]
+        element = self.block.buffer
+        total = Buffer(element.name, shape, element.dtype, "local")
+        done = Buffer(f"{element.name}_tile", shape, element.dtype, "local")
 
-        value = self._of_products(update.value, sums, made, top, start, is_centered)
+        slot = (self.steps.var % SLOTS, self._row.var - top, self.column.var - start)
+        instead = {id(products.value): products.combined([Load(buffer, slot) for buffer in made])}
+        value = Instead(instead).value(self.update.value)
         parts = of_columns(value, self.column, self._row)
-        kept = [Buffer(f"kept{k}", (sym(self.lanes),), part.dtype, "local") for k, part in enumerate(parts)]
-        instead = {id(part): Load(buffer, (lane.var,)) for part, buffer in zip(parts, kept, strict=True)}
-        add = nest((row, lane), Store(total, (row.var, lane.var), Instead(instead).value(value), "add"))
+        kept = [Buffer(f"kept{k}", (sym(self.lanes),), p.dtype, "local") for k, p in enumerate(parts)]
+        value = Instead({id(p): Load(b, (lane.var,)) for p, b in zip(parts, kept, strict=True)}).value(value)
         keep = nest((lane,), seq(*(Store(b, (lane.var,), v) for b, v in zip(kept, parts, strict=True))))
-        keep, add = (Substitute(at).stmt(stmt) for stmt in (keep, add))
-        if piece.masked:
-            keep = GuardLoads(self._guard(at), {lane.var}).stmt(keep)
-        pairs = zip(sums, made, strict=True)
-        multiply = seq(*(self._product(s, buffer, panel, top, part, is_centered) for s, buffer in pairs))
-        use = seq(keep, add)
+        keep, add = (Substitute(at).stmt(s) for s in (keep, nest((row, lane), Store(total, place, value, "add"))))
+        use = seq(keep if not piece.masked else GuardLoads(self._guard(at), {lane.var}).stmt(keep), add)
         for buffer in kept:
             use = Allocate(buffer, use)
-        body = _pipelined(steps, multiply, use)
+        multiply = seq(*(self._multiply(x, b, panel, top, part) for x, b in zip(products.x, made, strict=True)))
+        body = _pipelined(self.steps, multiply, use)
         for buffer in made:
             body = Allocate(buffer, body)
-        clear = nest((row, lane), Store(total, (row.var, lane.var), Literal(0.0, element.dtype)))
-        keep_total = nest((row, lane), Store(done, (row.var, lane.var), Load(total, (row.var, lane.var))))
+        clear = nest((row, lane), Store(total, place, Literal(0.0, element.dtype)))
+        finish = nest((row, lane), Store(done, place, Load(total, place)))
         fresh = Substitute(fresh=True)
-        summed = seq(fresh.stmt(clear), body, fresh.stmt(keep_total))
+        summed = Allocate(total, seq(fresh.stmt(clear), body, fresh.stmt(finish)))
         serial = replace(row, kind="serial"), lane
-        final = self._epilogue(serial, at, Load(done, (row.var, lane.var)), masked=piece.masked)
-        return Allocate(done, seq(Allocate(total, summed), final))
+        return Allocate(done, seq(summed, self._epilogue(serial, at, Load(done, place), masked=piece.masked)))
 
-    def _of_products(
-        self,
-        value: Value,
-        sums: list[_Sum],
-        made: list[Buffer],
-        top: SymExpr,
-        start: SymExpr,
-        is_centered: bool,
-    ) -> Value:
-        """The value with elements of the products of tiles in place of its sums."""
-        instead: dict[int, Value] = {}
-        for s, buffer in zip(sums, made, strict=True):
-            load = Load(buffer, (self.steps.var % SLOTS, self._row.var - top, self.column.var - start))
-            instead[id(s.value)] = load if is_centered or _zero_of(s.start) == 0 else Binary("add", s.start, load)
-        return Instead(instead).value(value)  # type: ignore[arg-type]
-
-    def _product(self, s: _Sum, into: Buffer, panel: Buffer, top: SymExpr, part: SymVar, is_signed: bool) -> Stmt:
-        steps = self.steps
-        x = Substitute({self._row.var: top}).value(s.x)
-        assert isinstance(x, Load)
+    def _multiply(self, x: Load, into: Buffer, panel: Buffer, top: SymExpr, part: SymVar) -> Stmt:
+        g = self.steps.var
+        indices = tuple(substitute(i, {self._row.var: top}) for i in x.indices)
         args = (
-            AddressOf(x.buffer, x.indices),
+            AddressOf(x.buffer, indices),
             IndexValue(x.buffer.shape[-1], "int64"),
-            AddressOf(panel, (steps.var, sym(0), part * self.lanes)),
+            AddressOf(panel, (g, sym(0), part * self.lanes)),
             IndexValue(panel.shape[-1] * 4, "int64"),
-            AddressOf(into, (steps.var % SLOTS, sym(0), sym(0)), is_written=True),
+            AddressOf(into, (g % SLOTS, sym(0), sym(0)), is_written=True),
         )
-        return CallLibrary(TILES, "dot" if is_signed else "dot_unsigned", args, work=sym(_WORK))
+        return CallLibrary(TILES, "dot" if self.products.is_signed else "dot_unsigned", args, work=sym(_WORK))
 
 
 def _pipelined(steps: For, multiply: Stmt, use: Stmt) -> Stmt:

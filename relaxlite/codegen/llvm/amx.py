@@ -4,8 +4,8 @@
     dot(x, stride, quads, stride, products)  products[16, 16] = x[16, depth] @ quads[depth / 4, 16, 4]
     release()
 
-Numbers are signed, those of quads unsigned in `dot_unsigned`; strides in bytes. A thread that computes with tiles configures
-them first and releases them afterwards, as switching threads saves 8 KB of tiles that are in use.
+Numbers are signed, those of quads unsigned in `dot_unsigned`; strides in bytes. A thread that computes with tiles
+configures them first and releases them afterwards, as switching threads saves 8 KB of tiles that are in use.
 """
 
 from __future__ import annotations

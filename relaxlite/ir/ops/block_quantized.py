@@ -11,8 +11,8 @@ low four bits: row 4*q + b in byte b of word q // 2, in its low half for even q 
 sixth bits follow, those of as many quads in a word as fit: bits 4.. of row 4*q + b stand in byte b, 1 or 2 bits for
 each quad. Eight bits are quads as they are.
 
-The integer path rounds activations to `parts` signed bytes per element with a scale for each block of a row, as
-llama.cpp does with one: x = scale * (high + low / 256). Sums within a block are exact.
+The integer path rounds activations to signed bytes with a scale for each block of a row, as llama.cpp does; with
+`low_bits` more bits of each in a second byte, x = scale * (high * 2**low_bits + low). Sums within a block are exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
-SHIFT = 8  # bits that a second part of it adds
+LOW_BITS = (0, 4, 8)
 
 _ONES = 0x01010101
 _WEIGHT = ("words", "scales", "offsets?")
@@ -241,19 +241,19 @@ class GatherBlocks(_Blocks):
 
 @register
 class QuantizeBlocks(Op):
-    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, parts * block), scales
-    float32 (k / block, m), sums int32 (k / block, m)).
+    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, c), scales float32
+    (k / block, m), sums int32 (k / block, m)), with c = block, or 2 * block where there are low bits.
 
-    scale is the block's largest magnitude / 127, over 256 with two parts; first come the high parts of a block,
-    round(x / scale) or its 256th part, then the low parts. `sums` are those of the integers x / scale, for a zero point
-    or offset of what they are multiplied by.
+    An integer is high * 2**low_bits + low, a scale the block's largest magnitude / (127 * 2**low_bits). First come the
+    high bytes of a block, then the low ones. `sums` are those of the integers, for a zero point or offset of what they
+    are multiplied by.
     """
 
     name = "quantize_blocks"
     operands = ("x",)
-    attrs: ClassVar[Mapping[str, Attr]] = {"block": Attr("int"), "parts": Attr("int", 1, (1, 2))}
+    attrs: ClassVar[Mapping[str, Attr]] = {"block": Attr("int"), "low_bits": Attr("int", 0, LOW_BITS)}
 
-    def infer(self, x: Expr, *, block: int, parts: int) -> Type:
+    def infer(self, x: Expr, *, block: int, low_bits: int) -> Type:
         ty = self.tensor(x, "x")
         depth = as_int(ty.shape[1]) if ty.shape is not None and ty.rank == 2 else None
         if ty.dtype != "float32" or depth is None:
@@ -262,10 +262,10 @@ class QuantizeBlocks(Op):
             self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {QUAD}")
         assert ty.shape is not None
         blocks = (depth // block, ty.shape[0])
-        codes = TensorType.of((*blocks, parts * block), "int8")
+        codes = TensorType.of((*blocks, _bytes_of(block, low_bits)), "int8")
         return TupleType((codes, TensorType.of(blocks, "float32"), TensorType.of(blocks, "int32")))
 
-    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, parts: int) -> Stmt:
+    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int) -> Stmt:
         codes, scales, sums = out
         top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
         total = Buffer("total", (), "int32", "local")
@@ -278,46 +278,60 @@ class QuantizeBlocks(Op):
                 return Store(codes, (g, i, b), scaled(b).unary("round").cast("int8").value)
 
             def low(b: SymExpr) -> Stmt:
-                rest = (scaled(b) - scaled(b).unary("round")) * float(1 << SHIFT)
+                rest = (scaled(b) - scaled(b).unary("round")) * float(1 << low_bits)
                 return Store(codes, (g, i, b + block), rest.unary("round").cast("int8").value)
 
             def summed(b: SymExpr) -> Value:
                 number = Scalar(codes[g, i, b]).cast("int32")
-                if parts == 2:
-                    number = number.binary("shift_left", SHIFT) + Scalar(codes[g, i, b + block]).cast("int32")
+                if low_bits:
+                    number = number.binary("shift_left", low_bits) + Scalar(codes[g, i, b + block]).cast("int32")
                 return number.value
 
             greatest, width = Scalar(top[()]), (sym(block),)
-            scale = greatest / float(GREATEST << SHIFT * (parts - 1))
+            scale = greatest / float(GREATEST << low_bits)
             inverse = select(greatest > 0.0, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             return seq(
                 reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(x[i, g * block + b]).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
                 loops("b", width, high),
-                *([loops("b", width, low)] if parts == 2 else []),
+                *([loops("b", width, low)] if low_bits else []),
                 reduce(total, width, "add", literal(0, "int32"), summed),
                 Store(sums, (g, i), total[()]),
             )
 
         return loops("ig", (x.shape[0], scales.shape[0]), lambda i, g: _local((top, factor, total), of_block(i, g)))
 
-    def reference(self, x: Any, *, block: int, parts: int) -> Any:
+    def reference(self, x: Any, *, block: int, low_bits: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
         with np.errstate(all="ignore"):
             top = np.abs(blocks).max(axis=2, initial=0)
             factor = np.where(top > 0, np.float32(GREATEST) / top, np.float32(0)).astype(np.float32)
             scaled = blocks * factor[..., None]
-            pieces = [np.rint(scaled), np.rint((scaled - np.rint(scaled)) * np.float32(1 << SHIFT))][:parts]
+            pieces = [np.rint(scaled)]
+            if low_bits:
+                pieces.append(np.rint((scaled - pieces[0]) * np.float32(1 << low_bits)))
         codes = [cast_array(piece, "int8") for piece in pieces]
-        sums = sum(c.astype(np.int32).sum(axis=2) << SHIFT * (parts - 1 - n) for n, c in enumerate(codes))
-        scales = (top / np.float32(GREATEST << SHIFT * (parts - 1))).astype(np.float32)
-        return np.concatenate(codes, axis=2), scales, np.asarray(sums, np.int32)
+        found = np.concatenate(codes, axis=2)
+        scales = (top / np.float32(GREATEST << low_bits)).astype(np.float32)
+        return found, scales, _numbers(found, block, low_bits).sum(axis=2).astype(np.int32)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
-        yield Sample((("m", 48),), {"block": 16, "parts": 2})
+        yield Sample((("m", 48),), {"block": 16, "low_bits": 8})
+        yield Sample((("m", 64),), {"block": 32, "low_bits": 4})
         yield Sample((("m", 32),), {"block": 32}, make={0: lambda shape, rng: np.zeros(shape, np.float32)})
+
+
+def _bytes_of(block: int, low_bits: int) -> int:
+    """Of a rounded block."""
+    return 2 * block if low_bits else block
+
+
+def _numbers(codes: Array, block: int, low_bits: int) -> Array:
+    """The integers that rounded blocks (..., bytes) stand for, int64 (..., block)."""
+    high = codes[..., :block].astype(np.int64)
+    return high * (1 << low_bits) + codes[..., block:] if low_bits else high
 
 
 def _local(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
@@ -336,17 +350,17 @@ class MatmulBlocks(_Blocks):
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
 
-    with exact sums of integers inside of a block. `parts` as quantize_blocks made them. x_sums has to be the sums of x's
-    integers, as it says: where products need no zero point, it is not read for one.
+    with exact sums of integers inside of a block. `low_bits` as quantize_blocks was given. x_sums has to be the sums of
+    x's integers: where products take signed codes, it is not read for the zero point.
     """
 
     name = "matmul_blocks"
     operands = ("x", "x_scales", "x_sums", *_WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = {**_CODES, "parts": Attr("int", 1, (1, 2))}
+    attrs: ClassVar[Mapping[str, Attr]] = {**_CODES, "low_bits": Attr("int", 0, LOW_BITS)}
 
     def infer(
         self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, scales: Expr, offsets: Expr | None = None, *,
-        bits: int, zero: int, parts: int,
+        bits: int, zero: int, low_bits: int,
     ) -> Type:  # fmt: skip
         rows, block, columns = self.rows_of(words, scales, offsets, bits, zero)
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
@@ -354,17 +368,18 @@ class MatmulBlocks(_Blocks):
         wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
         if [t.dtype for t in types] != ["int8", "float32", "int32"] or len(shape) != 3:
             self.fail(f"x, x_scales and x_sums must be as quantize_blocks makes them, got {', '.join(map(str, types))}")
-        for t, expected in zip(types, ((*wanted, parts * block), wanted, wanted), strict=True):
+        for t, expected in zip(types, ((*wanted, _bytes_of(block, low_bits)), wanted, wanted), strict=True):
             if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
+                width, found = _bytes_of(block, low_bits), ", ".join(map(str, types))
                 self.fail(
-                    f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {parts * block}) and "
-                    f"x_scales and x_sums of ({rows // block}, m), got {', '.join(map(str, types))}"
+                    f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {width}) and x_scales and x_sums "
+                    f"of ({rows // block}, m), got {found}"
                 )
         return TensorType.of((wanted[1], columns), "float32")
 
     def lower(
         self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, scales: Buffer, offsets: Buffer | None = None,
-        *, out: Buffer, bits: int, zero: int, parts: int,
+        *, out: Buffer, bits: int, zero: int, low_bits: int,
     ) -> Stmt:  # fmt: skip
         block = _block_of(words, scales, bits)
         quads = block // QUAD
@@ -373,10 +388,10 @@ class MatmulBlocks(_Blocks):
             codes = _quads(words, g, j, block, bits)
             start = literal(0, "int32")
             correction = (Scalar(start) - Scalar(x_sums[g, i]) * zero).value if zero else start
-            high = _dots(start if parts > 1 else correction, codes, [_word(x, g, i, q) for q in range(quads)])
-            if parts > 1:
+            high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)])
+            if low_bits:
                 low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)])
-                total = Scalar(high).binary("shift_left", SHIFT) + Scalar(low)
+                total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
             else:
                 total = Scalar(high)
             found = total.cast("float32") * Scalar(scales[g, j]).cast("float32")
@@ -400,12 +415,10 @@ class MatmulBlocks(_Blocks):
 
     def reference(
         self, x: Any, x_scales: Any, x_sums: Any, words: Any, scales: Any, offsets: Any = None, *, bits: int,
-        zero: int, parts: int,
+        zero: int, low_bits: int,
     ) -> Any:  # fmt: skip
-        blocks, m, count = x.shape
-        block = count // parts
-        given = x.reshape(blocks, m, parts, block).astype(np.int64)
-        numbers = given[:, :, 0] if parts == 1 else given[:, :, 0] * (1 << SHIFT) + given[:, :, 1]
+        blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
+        numbers = _numbers(x, block, low_bits)
         codes = unpack_codes(words, block, bits).reshape(blocks, block, -1).astype(np.int64)
         total = np.matmul(numbers, codes - zero).astype(np.float64)
         found = total * scales.astype(np.float64)[:, None]
@@ -419,17 +432,16 @@ class MatmulBlocks(_Blocks):
         def draw(shape: tuple[int, ...]) -> Array:
             return np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
 
-        for bits, block, zero, parts in ((4, 32, 8, 1), (8, 32, 128, 1), (5, 32, 0, 2), (6, 16, 32, 1)):
-            rows = 2 * block
-            given = ((2, "m", parts * block), (2, "m"), (2, "m"))
+        kinds_of_blocks = ((4, 32, 8, 0), (8, 32, 128, 0), (5, 32, 0, 8), (6, 16, 32, 0), (4, 32, 8, 4))
+        for bits, block, zero, low_bits in kinds_of_blocks:
+            rows, count = 2 * block, _bytes_of(block, low_bits)
+            given = ((2, "m", count), (2, "m"), (2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
-            attrs = {"bits": bits, "zero": zero, "parts": parts}
+            attrs = {"bits": bits, "zero": zero, "low_bits": low_bits}
 
-            def sums(shape: tuple[int, ...], rng: Any, count: int = parts * block, parts: int = parts) -> Array:
-                split = draw((*shape, count)).reshape(*shape, parts, -1).astype(np.int32).sum(axis=-1)
-                return np.asarray(
-                    split[..., 0] if parts == 1 else split[..., 0] * (1 << SHIFT) + split[..., 1], np.int32
-                )
+            def sums(shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits) -> Array:
+                drawn = draw((*shape, _bytes_of(block, low)))
+                return np.asarray(_numbers(drawn, block, low).sum(axis=-1), np.int32)
 
             make = {0: lambda shape, rng: draw(shape), 2: sums, 3: _some_words}
             yield Sample((*given, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4)
