@@ -99,8 +99,10 @@ class _Layout:
     def packed(self, value: np.ndarray) -> np.ndarray:
         columns = value.shape[-1]
         panels = -(-columns // self.width)
-        padded = np.zeros((*value.shape[:-1], panels * self.width), value.dtype)
-        padded[..., :columns] = value
+        padded = value
+        if columns % self.width:
+            padded = np.zeros((*value.shape[:-1], panels * self.width), value.dtype)
+            padded[..., :columns] = value
         if self.group == 1:
             return np.moveaxis(padded.reshape(*value.shape[:-1], panels, self.width), -2, 0)
         rows = value.shape[-2] // self.group

@@ -36,10 +36,10 @@ class Weight:
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    def grouped(self) -> GroupedWeight:
-        """Codes, scales and offsets of a weight in blocks."""
+    def grouped(self, rows: slice = slice(None)) -> GroupedWeight:
+        """Codes, scales and offsets of a weight in blocks, or of some of its rows."""
         assert self.block_format is not None
-        return BLOCK_FORMATS[self.block_format].unpack(self.data)
+        return BLOCK_FORMATS[self.block_format].unpack(self.data[rows])
 
     def to_float32(self) -> Array:
         if self.block_format is not None:

@@ -16,11 +16,13 @@ from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Array, Constant, Expr, Var
+from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_quantized import pack_codes
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
+
+_CODES_AT_ONCE = 1 << 18  # bytes of codes that are unpacked and packed again while caches hold them
 
 
 class Mixer(Protocol):
@@ -35,28 +37,30 @@ class Mixer(Protocol):
 class Blocks:
     """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py)."""
 
-    operands: tuple[Constant, ...]  # words, scales and, where no zero point says it, offsets
+    operands: tuple[Constant, ...]
     bits: int
     zero: int
 
     @staticmethod
-    def of(weight: GroupedWeight, name: str) -> Blocks:
-        codes, bits, zero = weight.codes, weight.bits, weight.zero_point()
-        if codes.dtype == np.int8:
-            codes, zero = (codes.view(np.uint8) ^ 128), 128 if zero == 0 else zero
-        words = pack_codes(np.ascontiguousarray(codes.T), weight.group, bits)
-        factors = [weight.scales] if zero is not None or weight.offsets is None else [weight.scales, weight.offsets]
-        halves = [_as_half(f) for f in factors]
-        stored = halves if all(h is not None for h in halves) else factors
-        parts = [words, *(np.ascontiguousarray(f.T) for f in stored if f is not None)]
-        return Blocks(tuple(Constant.of(p, name=name) for p in parts), bits, zero or 0)
+    def of(weight: Weight, name: str) -> Blocks:
+        """Some rows at a time, so that codes in a byte each never leave the caches."""
+        n, k = weight.shape
+        step = max(1, _CODES_AT_ONCE // k)
+        wholes: list[np.ndarray[Any, Any]] = []
+        for at in range(0, n, step):
+            some = weight.grouped(slice(at, at + step))
+            parts = _operands(some)
+            if not wholes:
+                wholes = [np.empty((len(part), n), part.dtype) for part in parts]
+            for whole, part in zip(wholes, parts, strict=True):
+                whole[:, at : at + step] = part
+        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), some.bits, some.zero)
 
 
-def _as_half(values: Array) -> Array | None:
-    """As float16, if nothing is lost."""
-    with np.errstate(over="ignore"):
-        half = values.astype(np.float16)
-    return half if np.array_equal(half.astype(np.float32), values) else None
+def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
+    """Words, scales and, where no zero point says it, offsets; factors after codes."""
+    numbers = [a for given in (weight.scales, weight.offsets) if given for a in (given.values, given.factors)]
+    return [pack_codes(weight.codes.T, weight.group, weight.bits), *(a.T for a in numbers if a is not None)]
 
 
 class Decoder:
@@ -140,7 +144,7 @@ class Decoder:
         """A matrix whose numbers lie in blocks, as the ops on blocks take it; None: it has none."""
         if name not in self._blocks:
             weight = self._weights[name]
-            self._blocks[name] = None if weight.block_format is None else Blocks.of(weight.grouped(), name)
+            self._blocks[name] = None if weight.block_format is None else Blocks.of(weight, name)
         return self._blocks[name]
 
     def vector(self, name: str) -> np.ndarray[Any, Any]:

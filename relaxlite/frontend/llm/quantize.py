@@ -69,7 +69,7 @@ def quantize(weight: Weight, kind: str, name: str = "weight") -> Weight:
         with np.errstate(over="ignore"):
             found = QUANTIZERS[kind](rows.reshape(-1, block.size))
         packed[at : at + step] = found.reshape(len(rows), -1)
-        if np.isinf(block.decode(found)[1]).any():
+        if np.isinf(block.decode(found)[1].values).any():
             raise ImportModelError(f"weight {name} has values too large for scales in float16: up to {abs(rows).max()}")
     return Weight(packed, weight.shape, kind)
 

@@ -2,10 +2,11 @@
 
 Every block format of GGUF says the same thing in its own packing: the weights of a row are in groups of 16 or 32, and
 
-    weight[n, k] = scale[n, k // group] * code[n, k] + offset[n, k // group]
+    weight[n, k] = scale[n, k // group] * (code[n, k] - zero) + offset[n, k // group]
 
-with small integer codes. `GroupedWeight` holds just that. Scales and offsets are float32 products of what the file
-holds, so nothing is rounded. Formats: llama.cpp, ggml-common.h and ggml-quants.c.
+with small integer codes. Scales and offsets are float16, or in the K formats integers of few bits times a float16 of
+256 weights. `GroupedWeight` holds just that, so nothing is rounded and nothing grows. Formats: llama.cpp,
+ggml-common.h and ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -20,14 +21,36 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
+class GroupScales:
+    """A number for each group of a row: `values` [n, k / group] in float16, or int8 or uint8 that count in float16
+    `factors` [n, k / super-block], one for several groups."""
+
+    values: Array
+    factors: Array | None = None
+
+    def to_float32(self) -> Array:
+        """[n, k / group]; exact, as a product of 8 and 11 bits is."""
+        values = self.values.astype(np.float32)
+        if self.factors is None:
+            return values
+        n, blocks = self.factors.shape
+        return (values.reshape(n, blocks, -1) * self.factors.astype(np.float32)[:, :, None]).reshape(n, -1)
+
+    def reshape(self, n: int) -> GroupScales:
+        """For n rows."""
+        return GroupScales(self.values.reshape(n, -1), None if self.factors is None else self.factors.reshape(n, -1))
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight of n rows and k columns: codes [n, k] (uint8 or int8) of `bits` bits, scales and offsets [n, k / group]
-    (float32; offsets None: all zero)."""
+    """A weight of n rows and k columns: codes [n, k] (uint8) of `bits` bits, of which `zero` stands for 0 where there
+    are no offsets."""
 
     codes: Array
-    scales: Array
-    offsets: Array | None
+    scales: GroupScales
+    offsets: GroupScales | None
     bits: int
+    zero: int
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -35,28 +58,20 @@ class GroupedWeight:
 
     @property
     def group(self) -> int:
-        return int(self.codes.shape[1] // self.scales.shape[1])
+        return int(self.codes.shape[1] // self.scales.values.shape[1])
 
     def dequantize(self) -> Array:
         """The weights in float32 [n, k]."""
         n, k = self.codes.shape
-        grouped = self.codes.reshape(n, -1, self.group).astype(np.float32) * self.scales[:, :, None]
+        grouped = self.codes.reshape(n, -1, self.group).astype(np.float32)
+        grouped -= np.float32(self.zero)
+        grouped *= self.scales.to_float32()[:, :, None]
         if self.offsets is not None:
-            grouped += self.offsets[:, :, None]
+            grouped += self.offsets.to_float32()[:, :, None]
         return grouped.reshape(n, k)
 
-    def zero_point(self) -> int | None:
-        """The code that stands for 0 in all groups, where offsets say no more than that; None: they say more."""
-        if self.offsets is None:
-            return 0
-        with np.errstate(all="ignore"):
-            found = np.nan_to_num(-self.offsets / self.scales, nan=0.0, posinf=0.0, neginf=0.0)
-        zero = int(found.flat[np.argmax(abs(found))]) if found.size else 0
-        fits = 0 <= zero < 1 << self.bits and np.array_equal(self.offsets, -zero * self.scales)
-        return zero if fits else None
 
-
-_Parts: TypeAlias = "tuple[Array, Array, Array | None]"  # codes, scales, offsets
+_Parts: TypeAlias = "tuple[Array, GroupScales, GroupScales | None]"  # codes, scales, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +82,24 @@ class BlockFormat:
     size: int
     nbytes: int
     bits: int
+    zero: int
     decode: Callable[[Array], _Parts]
 
     def unpack(self, rows: Array) -> GroupedWeight:
         """Rows as bytes [n, k / size * nbytes]."""
         n = rows.shape[0]
         codes, scales, offsets = self.decode(rows.reshape(-1, self.nbytes))
-        return GroupedWeight(
-            codes.reshape(n, -1),
-            scales.reshape(n, -1),
-            None if offsets is None else offsets.reshape(n, -1),
-            self.bits,
-        )
+        moved = None if offsets is None else offsets.reshape(n)
+        return GroupedWeight(codes.reshape(n, -1), scales.reshape(n), moved, self.bits, self.zero)
 
 
 def _half(blocks: Array, at: int) -> Array:
-    """A float16 at a byte of each block, as float32 [count, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    """The float16 at a byte of each block [count, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+
+
+def _scale(blocks: Array, at: int) -> GroupScales:
+    return GroupScales(_half(blocks, at))
 
 
 def _nibbles(packed: Array) -> Array:
@@ -97,34 +113,32 @@ def _fifth_bits(blocks: Array, at: int) -> Array:
 
 
 def _q8_0(blocks: Array) -> _Parts:
-    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+    return blocks[:, 2:] ^ 128, _scale(blocks, 0), None
 
 
 def _q4_0(blocks: Array) -> _Parts:
-    scale = _half(blocks, 0)
-    return _nibbles(blocks[:, 2:]), scale, -8 * scale
+    return _nibbles(blocks[:, 2:]), _scale(blocks, 0), None
 
 
 def _q4_1(blocks: Array) -> _Parts:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks[:, 4:]), _scale(blocks, 0), _scale(blocks, 2)
 
 
 def _q5_0(blocks: Array) -> _Parts:
-    scale = _half(blocks, 0)
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2), scale, -16 * scale
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2), _scale(blocks, 0), None
 
 
 def _q5_1(blocks: Array) -> _Parts:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _scale(blocks, 0), _scale(blocks, 2)
 
 
-def _super_scales(blocks: Array) -> tuple[Array, Array]:
+def _super_scales(blocks: Array) -> tuple[GroupScales, GroupScales]:
     """Scales and offsets [count, 8] of Q4_K and Q5_K: eight pairs of 6 bits in 12 bytes, times two halves."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
     mins = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=1)
-    return _half(blocks, 0) * scales.astype(np.float32), -_half(blocks, 2) * mins.astype(np.float32)
+    return GroupScales(scales, _half(blocks, 0)), GroupScales(mins, -_half(blocks, 2))
 
 
 def _q4_k(blocks: Array) -> _Parts:
@@ -143,20 +157,20 @@ def _q6_k(blocks: Array) -> _Parts:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     high = pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    scales = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return low | high << 4, scales, -32 * scales
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return low | high << 4, GroupScales(scales, _half(blocks, 208)), None
 
 
 BLOCK_FORMATS: Mapping[str, BlockFormat] = {
-    name: BlockFormat(name, size, nbytes, bits, decode)
-    for name, size, nbytes, bits, decode in (
-        ("Q8_0", 32, 34, 8, _q8_0),
-        ("Q4_0", 32, 18, 4, _q4_0),
-        ("Q4_1", 32, 20, 4, _q4_1),
-        ("Q5_0", 32, 22, 5, _q5_0),
-        ("Q5_1", 32, 24, 5, _q5_1),
-        ("Q4_K", 256, 144, 4, _q4_k),
-        ("Q5_K", 256, 176, 5, _q5_k),
-        ("Q6_K", 256, 210, 6, _q6_k),
+    name: BlockFormat(name, size, nbytes, bits, zero, decode)
+    for name, size, nbytes, bits, zero, decode in (
+        ("Q8_0", 32, 34, 8, 128, _q8_0),
+        ("Q4_0", 32, 18, 4, 8, _q4_0),
+        ("Q4_1", 32, 20, 4, 0, _q4_1),
+        ("Q5_0", 32, 22, 5, 16, _q5_0),
+        ("Q5_1", 32, 24, 5, 0, _q5_1),
+        ("Q4_K", 256, 144, 4, 0, _q4_k),
+        ("Q5_K", 256, 176, 5, 0, _q5_k),
+        ("Q6_K", 256, 210, 6, 32, _q6_k),
     )
 }

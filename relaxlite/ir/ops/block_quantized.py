@@ -5,6 +5,13 @@ bits, a scale, and maybe an offset:
 
     weight[k, j] = scales[k // B, j] * (code[k, j] - zero) + offsets[k // B, j]
 
+Scales and offsets are floats, or codes themselves, int8 or uint8, and then the operand after them has the float factors
+of super-blocks of S rows, as in the K formats of GGUF:
+
+    scales[k // B, j] = factors[k // S, j] * scale_codes[k // B, j]
+
+So the operands of a weight are `words, scales[, offsets]` or `words, scales, factors[, offsets, offset_factors]`.
+
 Codes lie in int32 words (rows * bits / 32, n), so that few operations on words make *quads*, four codes of neighbouring
 rows as the bytes of a word, for a dot product of bytes (`dot4_words`). Of the words of a block, the first B/8 hold the
 low four bits: row 4*q + b in byte b of word q // 2, in its low half for even q and its high half for odd q. Fifth and
@@ -17,8 +24,8 @@ The integer path rounds activations to signed bytes with a scale for each block 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -35,15 +42,18 @@ from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
 BITS = (4, 5, 6, 8)
+FLOATS = ("float32", "float16")  # of scales, offsets and factors
+CODES = ("uint8", "int8")  # of scales and offsets that have factors
 Array: TypeAlias = "np.ndarray[Any, Any]"
+T = TypeVar("T")
 
 QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
 LOW_BITS = (0, 4, 8)
 
 _ONES = 0x01010101
-_WEIGHT = ("words", "scales", "offsets?")
-_CODES: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0)}
+_WEIGHT = ("words", "scales", "*others")
+_CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0)}
 
 
 def words_of(block: int, bits: int) -> int:
@@ -57,22 +67,28 @@ def is_block(block: int, bits: int) -> bool:
 
 
 def pack_codes(codes: Array, block: int, bits: int) -> Array:
-    """Codes uint8 (rows, n) as words int32 (rows * bits / 32, n)."""
+    """Codes uint8 (rows, n) as words int32 (rows * bits / 32, n). Fastest where columns lie in one piece."""
     rows, n = codes.shape
-    quads = np.ascontiguousarray(codes.reshape(rows // QUAD, QUAD, n).swapaxes(1, 2)).view("<u4")[..., 0]
-    quads = quads.reshape(rows // block, block // QUAD, n)
+    quads = np.ascontiguousarray(codes.T).view("<u4")  # (n, rows / 4)
     if bits == 8:
-        return np.ascontiguousarray(quads.reshape(-1, n)).view(np.int32)
+        return np.ascontiguousarray(quads.T).view(np.int32)
     low = quads & np.uint32(_ONES * 15)
-    parts = [low[:, 0::2] | low[:, 1::2] << np.uint32(4)]
+    words = np.empty((rows // block, words_of(block, bits), n), np.uint32)
+    words[:, : block // 8] = _by_block(low[:, 0::2] | low[:, 1::2] << np.uint32(4), rows // block)
     extra = bits - 4
     if extra:
-        per_word = 8 // extra
         high = quads >> np.uint32(4) & np.uint32(_ONES * ((1 << extra) - 1))
-        grouped = high.reshape(len(high), -1, per_word, n)
-        shifts = (extra * np.arange(per_word, dtype=np.uint32))[:, None]
-        parts.append(np.bitwise_or.reduce(grouped << shifts, axis=2))
-    return np.ascontiguousarray(np.concatenate(parts, axis=1).reshape(-1, n)).view(np.int32)
+        per_word = 8 // extra
+        joined = high[:, 0::per_word].copy()
+        for q in range(1, per_word):
+            joined |= high[:, q::per_word] << np.uint32(extra * q)
+        words[:, block // 8 :] = _by_block(joined, rows // block)
+    return words.reshape(-1, n).view(np.int32)
+
+
+def _by_block(words: Array, blocks: int) -> Array:
+    """Words of columns (n, count) as (blocks, count / blocks, n)."""
+    return np.asarray(words.reshape(len(words), blocks, -1).transpose(1, 2, 0))
 
 
 def unpack_codes(words: Array, block: int, bits: int) -> Array:
@@ -101,16 +117,24 @@ def _shifted(word: Scalar, bits: int) -> Scalar:
     return word.binary("shift_right", bits) if bits else word
 
 
+def _with_factors(given: Sequence[T], dtype_of: Callable[[T], str]) -> list[tuple[T, T | None]]:
+    """Scales, and offsets where there are any, each with its factors if it is codes."""
+    rest = iter(given)
+    return [(values, next(rest, None) if dtype_of(values) in CODES else None) for values in rest]
+
+
 class _Blocks(Op):
     """What the ops share whose operand is a weight in blocks."""
 
-    def rows_of(
-        self, words: Expr, scales: Expr, offsets: Expr | None, bits: int, zero: int
-    ) -> tuple[int, int, SymExpr]:
-        """(rows, rows of a block, columns) of a weight that is well formed."""
-        ty, scale = self.tensor(words, "words"), self.tensor(scales, "scales")
-        if ty.dtype != "int32" or ty.rank != 2 or scale.rank != 2 or scale.dtype not in ("float32", "float16"):
-            self.fail(f"words must be int32 and scales float32 or float16, both of rank 2, got {ty} and {scale}")
+    def rows_of(self, words: Expr, given: Sequence[Expr], bits: int, zero: int) -> tuple[int, int, SymExpr]:
+        """(rows, rows of a block, columns) of a weight that is well formed; `given`: scales and what follows."""
+        ty, types = self.tensor(words, "words"), [self.tensor(x, "scales") for x in given]
+        scale = types[0]
+        if ty.dtype != "int32" or ty.rank != 2 or scale.rank != 2 or scale.dtype not in (*FLOATS, *CODES):
+            self.fail(
+                "words must be int32 and scales float32 or float16, or uint8 or int8 with factors, all of rank 2, "
+                f"got {ty} and {scale}"
+            )
         assert ty.shape is not None and scale.shape is not None
         count, blocks = as_int(ty.shape[0]), as_int(scale.shape[0])
         if not count or not blocks or count * 32 % (bits * blocks) or PROVER.can_prove_ne(ty.shape[1], scale.shape[1]):
@@ -120,11 +144,33 @@ class _Blocks(Op):
         rows = count * 32 // bits
         if not is_block(rows // blocks, bits):
             self.fail(f"codes of {bits} bits do not fill whole words in blocks of {rows // blocks} rows")
-        if offsets is not None and self.tensor(offsets, "offsets") != scale:
-            self.fail(f"offsets must be like scales, {scale}, got {offsets.ty}")
+        level = 1
+        if scale.dtype in CODES:
+            level = 2
+            self._check_factors(scale, types[1] if len(types) > 1 else None)
+        wanted, got = types[:level], types[level:]
+        if got and got != wanted:
+            wanted_text, got_text = (", ".join(map(str, x)) for x in (wanted, got))
+            self.fail(f"offsets must be like scales, {wanted_text}, got {got_text}")
         if not 0 <= zero < 1 << bits:
             self.fail(f"zero must be a code of {bits} bits, got {zero}")
         return rows, rows // blocks, ty.shape[1]
+
+    def _check_factors(self, scale: TensorType, factor: TensorType | None) -> None:
+        if factor is None:
+            self.fail(f"scales of {scale.dtype} need factors after them, float16 or float32, one for several blocks")
+        assert scale.shape is not None and factor.shape is not None
+        blocks, count = as_int(scale.shape[0]) or 0, as_int(factor.shape[0]) if factor.rank == 2 else None
+        if (
+            factor.dtype not in FLOATS
+            or not count
+            or blocks % count
+            or PROVER.can_prove_ne(scale.shape[1], factor.shape[1])
+        ):
+            self.fail(
+                f"factors of scales {scale} must be float16 or float32, of as many columns and a number of rows that "
+                f"divides {blocks}, got {factor}"
+            )
 
 
 def _block_of(words: Buffer, scales: Buffer, bits: int) -> int:
@@ -132,11 +178,21 @@ def _block_of(words: Buffer, scales: Buffer, bits: int) -> int:
     return count * 32 // bits // blocks
 
 
-def _weight(
-    words: Buffer, scales: Buffer, offsets: Buffer | None, k: SymExpr, j: IntLike, bits: int, zero: int
-) -> Scalar:
+def _numbers(given: Sequence[Buffer], g: SymExpr, j: IntLike) -> list[Scalar]:
+    """The scale, and the offset where there is one, of block g of column j in float32."""
+    found = []
+    for values, factors in _with_factors(given, lambda b: b.dtype):
+        number = Scalar(values[g, j]).cast("float32")
+        if factors is not None:
+            blocks = (as_int(values.shape[0]) or 1) // (as_int(factors.shape[0]) or 1)
+            number = number * Scalar(factors[g // blocks, j]).cast("float32")
+        found.append(number)
+    return found
+
+
+def _weight(words: Buffer, given: Sequence[Buffer], k: SymExpr, j: IntLike, bits: int, zero: int) -> Scalar:
     """The element of row k and column j as float32."""
-    block = _block_of(words, scales, bits)
+    block = _block_of(words, given[0], bits)
     quad, byte = k % block // QUAD, k % QUAD * 8
     if bits == 8:
         code = Scalar(words[k // QUAD, j]).binary("shift_right", byte) & 255
@@ -149,16 +205,29 @@ def _weight(
         high = Scalar(words[at, j]).binary("shift_right", quad % per_word * extra + byte) & ((1 << extra) - 1)
         code = code | high.binary("shift_left", 4)
     centered = code - zero if zero else code
-    found = centered.cast("float32") * Scalar(scales[k // block, j]).cast("float32")
-    return found if offsets is None else found + Scalar(offsets[k // block, j]).cast("float32")
+    scale, *offset = _numbers(given, k // block, j)
+    found = centered.cast("float32") * scale
+    return found + offset[0] if offset else found
 
 
-def _dequantized(words: Array, scales: Array, offsets: Array | None, bits: int, zero: int) -> Array:
-    block = words.shape[0] * 32 // bits // scales.shape[0]
+def _as_float32(given: Sequence[Array]) -> list[Array]:
+    """Scales, and offsets where there are any, (blocks, n)."""
+    found = []
+    for values, factors in _with_factors(given, lambda a: a.dtype.name):
+        number = values.astype(np.float32)
+        if factors is not None:
+            number *= factors.astype(np.float32).repeat(len(values) // len(factors), axis=0)
+        found.append(number)
+    return found
+
+
+def _dequantized(words: Array, given: Sequence[Array], bits: int, zero: int) -> Array:
+    block = words.shape[0] * 32 // bits // given[0].shape[0]
     codes = unpack_codes(words, block, bits).astype(np.float32) - np.float32(zero)
-    found = codes.reshape(-1, block, words.shape[1]) * scales.astype(np.float32)[:, None]
-    if offsets is not None:
-        found = found + offsets.astype(np.float32)[:, None]
+    scales, *offsets = _as_float32(given)
+    found = codes.reshape(-1, block, words.shape[1]) * scales[:, None]
+    if offsets:
+        found = found + offsets[0][:, None]
     return np.asarray(found.reshape(-1, words.shape[1]), np.float32)
 
 
@@ -168,24 +237,22 @@ def _some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 @register
 class DequantizeBlocks(_Blocks):
-    """The weight in blocks (words, scales, offsets) as float32 (rows, n). Not folded: it keeps to the few bits that it
+    """The weight in blocks (words, scales, ...) as float32 (rows, n). Not folded: it keeps to the few bits that it
     has, and what reads it widens it on its way in (passes/fuse_prologues.py)."""
 
     name = "dequantize_blocks"
     operands = _WEIGHT
-    attrs: ClassVar[Mapping[str, Attr]] = _CODES
+    attrs: ClassVar[Mapping[str, Attr]] = _CODED
 
-    def infer(self, words: Expr, scales: Expr, offsets: Expr | None = None, *, bits: int, zero: int) -> Type:
-        rows, _, columns = self.rows_of(words, scales, offsets, bits, zero)
+    def infer(self, words: Expr, *given: Expr, bits: int, zero: int) -> Type:
+        rows, _, columns = self.rows_of(words, given, bits, zero)
         return TensorType.of((rows, columns), "float32")
 
-    def lower(
-        self, words: Buffer, scales: Buffer, offsets: Buffer | None = None, *, out: Buffer, bits: int, zero: int
-    ) -> Stmt:
-        return compute(out, lambda k, j: _weight(words, scales, offsets, k, j, bits, zero).value)
+    def lower(self, words: Buffer, *given: Buffer, out: Buffer, bits: int, zero: int) -> Stmt:
+        return compute(out, lambda k, j: _weight(words, given, k, j, bits, zero).value)
 
-    def reference(self, words: Any, scales: Any, offsets: Any = None, *, bits: int, zero: int) -> Any:
-        return _dequantized(words, scales, offsets, bits, zero)
+    def reference(self, words: Any, *given: Any, bits: int, zero: int) -> Any:
+        return _dequantized(words, given, bits, zero)
 
     def samples(self) -> Iterable[Sample]:
         kinds, make = ("int32", "float32", "float32"), {0: _some_words}
@@ -193,6 +260,9 @@ class DequantizeBlocks(_Blocks):
         yield Sample(((12, "n"), (4, "n"), (4, "n")), {"bits": 6}, kinds, make)
         yield Sample(((5, "n"), (1, "n"), (1, "n")), {"bits": 5}, kinds, make)
         yield Sample(((16, "n"), (2, "n")), {"bits": 8, "zero": 128}, ("int32", "float16"), make, tolerance=1e-3)
+        yield Sample(((12, "n"), (4, "n"), (2, "n")), {"bits": 6, "zero": 32}, ("int32", "int8", "float16"), make)
+        factored = ("int32", "uint8", "float16", "uint8", "float16")
+        yield Sample(((16, "n"), (4, "n"), (1, "n"), (4, "n"), (1, "n")), {"bits": 4}, factored, make)
 
 
 @register
@@ -202,33 +272,25 @@ class GatherBlocks(_Blocks):
 
     name = "gather_blocks"
     operands = ("indices", *_WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = _CODES
+    attrs: ClassVar[Mapping[str, Attr]] = _CODED
 
-    def infer(
-        self, indices: Expr, words: Expr, scales: Expr, offsets: Expr | None = None, *, bits: int, zero: int
-    ) -> Type:
-        rows, _, _ = self.rows_of(words, scales, offsets, bits, zero)
+    def infer(self, indices: Expr, words: Expr, *given: Expr, bits: int, zero: int) -> Type:
+        rows, _, _ = self.rows_of(words, given, bits, zero)
         ty = self.tensor(indices, "indices")
         if ty.dtype not in ("int32", "int64"):
             self.fail(f"indices must be int32 or int64, got {ty}")
         return TensorType.of((*(ty.shape or ()), rows), "float32")
 
-    def lower(
-        self, indices: Buffer, words: Buffer, scales: Buffer, offsets: Buffer | None = None, *, out: Buffer, bits: int,
-        zero: int,
-    ) -> Stmt:  # fmt: skip
+    def lower(self, indices: Buffer, words: Buffer, *given: Buffer, out: Buffer, bits: int, zero: int) -> Stmt:
         def element(*i: SymExpr) -> Stmt:
             position = Position.along(self, words, 1, indices[i[:-1]])
-            return at_positions(
-                [position], lambda p: Store(out, i, _weight(words, scales, offsets, i[-1], p, bits, zero).value)
-            )
+            return at_positions([position], lambda p: Store(out, i, _weight(words, given, i[-1], p, bits, zero).value))
 
         return loops("ijklmn", out.shape, element)
 
-    def reference(self, indices: Any, words: Any, scales: Any, offsets: Any = None, *, bits: int, zero: int) -> Any:
+    def reference(self, indices: Any, words: Any, *given: Any, bits: int, zero: int) -> Any:
         chosen = plain_indices(indices).reshape(-1)
-        shift = None if offsets is None else offsets[:, chosen]
-        found = _dequantized(words[:, chosen], scales[:, chosen], shift, bits, zero)
+        found = _dequantized(words[:, chosen], [x[:, chosen] for x in given], bits, zero)
         return np.ascontiguousarray(found.T).reshape(*indices.shape, -1)
 
     def samples(self) -> Iterable[Sample]:
@@ -237,6 +299,8 @@ class GatherBlocks(_Blocks):
         yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 8}, kinds[:3], make)
         yield Sample(((2, "m"), (12, 5), (4, 5), (4, 5)), {"bits": 6}, kinds, make)
         yield Sample(((), (16, 5), (2, 5)), {"bits": 8, "zero": 128}, ("int32", *kinds[1:3]), make)
+        factored = ("int64", "int32", "uint8", "float16", "uint8", "float16")
+        yield Sample((("m",), (20, 5), (4, 5), (2, 5), (4, 5), (2, 5)), {"bits": 5}, factored, make)
 
 
 @register
@@ -314,7 +378,7 @@ class QuantizeBlocks(Op):
         codes = [cast_array(piece, "int8") for piece in pieces]
         found = np.concatenate(codes, axis=2)
         scales = (top / np.float32(GREATEST << low_bits)).astype(np.float32)
-        return found, scales, _numbers(found, block, low_bits).sum(axis=2).astype(np.int32)
+        return found, scales, _integers(found, block, low_bits).sum(axis=2).astype(np.int32)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
@@ -328,7 +392,7 @@ def _bytes_of(block: int, low_bits: int) -> int:
     return 2 * block if low_bits else block
 
 
-def _numbers(codes: Array, block: int, low_bits: int) -> Array:
+def _integers(codes: Array, block: int, low_bits: int) -> Array:
     """The integers that rounded blocks (..., bytes) stand for, int64 (..., block)."""
     high = codes[..., :block].astype(np.int64)
     return high * (1 << low_bits) + codes[..., block:] if low_bits else high
@@ -356,13 +420,12 @@ class MatmulBlocks(_Blocks):
 
     name = "matmul_blocks"
     operands = ("x", "x_scales", "x_sums", *_WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = {**_CODES, "low_bits": Attr("int", 0, LOW_BITS)}
+    attrs: ClassVar[Mapping[str, Attr]] = {**_CODED, "low_bits": Attr("int", 0, LOW_BITS)}
 
     def infer(
-        self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, scales: Expr, offsets: Expr | None = None, *,
-        bits: int, zero: int, low_bits: int,
-    ) -> Type:  # fmt: skip
-        rows, block, columns = self.rows_of(words, scales, offsets, bits, zero)
+        self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *given: Expr, bits: int, zero: int, low_bits: int
+    ) -> Type:
+        rows, block, columns = self.rows_of(words, given, bits, zero)
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
         shape = types[0].shape or ()
         wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
@@ -378,10 +441,10 @@ class MatmulBlocks(_Blocks):
         return TensorType.of((wanted[1], columns), "float32")
 
     def lower(
-        self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, scales: Buffer, offsets: Buffer | None = None,
-        *, out: Buffer, bits: int, zero: int, low_bits: int,
+        self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, *given: Buffer, out: Buffer, bits: int,
+        zero: int, low_bits: int,
     ) -> Stmt:  # fmt: skip
-        block = _block_of(words, scales, bits)
+        block = _block_of(words, given[0], bits)
         quads = block // QUAD
 
         def term(i: SymVar, j: SymVar, g: SymVar) -> Value:
@@ -394,36 +457,36 @@ class MatmulBlocks(_Blocks):
                 total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
             else:
                 total = Scalar(high)
-            found = total.cast("float32") * Scalar(scales[g, j]).cast("float32")
-            if offsets is not None:
-                found = found + Scalar(x_sums[g, i]).cast("float32") * Scalar(offsets[g, j]).cast("float32")
+            scale, *offset = _numbers(given, g, j)
+            found = total.cast("float32") * scale
+            if offset:
+                found = found + Scalar(x_sums[g, i]).cast("float32") * offset[0]
             return (found * Scalar(x_scales[g, i])).value
 
         checks = equality_checks(
             "matmul_blocks: x and the weight differ in size",
             *((b.shape[1], x.shape[1]) for b in (x_scales, x_sums)),
-            *((b.shape[1], words.shape[1]) for b in (scales, *([] if offsets is None else [offsets]))),
+            *((b.shape[1], words.shape[1]) for b in given),
         )
         element = Buffer("e", (), "float32", "local")
 
         def sums(i: SymVar, j: SymVar) -> Stmt:
-            added = loops("g", (scales.shape[0],), lambda g: Store(element, (), term(i, j, g), "add"))
+            added = loops("g", (given[0].shape[0],), lambda g: Store(element, (), term(i, j, g), "add"))
             first = Store(element, (), literal(0.0, "float32"))
             return Allocate(element, seq(first, added, Store(out, (i, j), Load(element, ()))))
 
         return seq(*checks, loops("ij", out.shape, sums))
 
     def reference(
-        self, x: Any, x_scales: Any, x_sums: Any, words: Any, scales: Any, offsets: Any = None, *, bits: int,
-        zero: int, low_bits: int,
-    ) -> Any:  # fmt: skip
+        self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, bits: int, zero: int, low_bits: int
+    ) -> Any:
         blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
-        numbers = _numbers(x, block, low_bits)
         codes = unpack_codes(words, block, bits).reshape(blocks, block, -1).astype(np.int64)
-        total = np.matmul(numbers, codes - zero).astype(np.float64)
-        found = total * scales.astype(np.float64)[:, None]
-        if offsets is not None:
-            found = found + x_sums[..., None] * offsets.astype(np.float64)[:, None]
+        total = np.matmul(_integers(x, block, low_bits), codes - zero).astype(np.float64)
+        scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
+        found = total * scales[:, None]
+        if offsets:
+            found = found + x_sums[..., None] * offsets[0][:, None]
         return (found * x_scales[..., None]).sum(axis=0).astype(np.float32)
 
     def samples(self) -> Iterable[Sample]:
@@ -441,10 +504,21 @@ class MatmulBlocks(_Blocks):
 
             def sums(shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits) -> Array:
                 drawn = draw((*shape, _bytes_of(block, low)))
-                return np.asarray(_numbers(drawn, block, low).sum(axis=-1), np.int32)
+                return np.asarray(_integers(drawn, block, low).sum(axis=-1), np.int32)
 
             make = {0: lambda shape, rng: draw(shape), 2: sums, 3: _some_words}
             yield Sample((*given, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4)
+        for bits, block, zero, levels in ((4, 32, 0, 2), (6, 16, 32, 1)):
+            scales: list[tuple[int | str, ...]] = [(4, "n"), (2, "n")] * levels
+            given = ((4, "m", block), (4, "m"), (4, "m"))
+            factored = (*kinds[:4], *(("int8" if zero else "uint8"), "float16") * levels)
+            attrs = {"bits": bits, "zero": zero}
+
+            def sums_of(shape: tuple[int, ...], rng: Any, block: int = block) -> Array:
+                return np.asarray(_integers(draw((*shape, block)), block, 0).sum(axis=-1), np.int32)
+
+            made = {0: lambda shape, rng: draw(shape), 2: sums_of, 3: _some_words}
+            yield Sample((*given, (4 * block * bits // 32, "n"), *scales), attrs, factored, made, 1e-4)
 
 
 def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value]) -> Value:

@@ -1,0 +1,195 @@
+"""Weights whose scales are codes times factors of super-blocks, the K formats of GGUF: the ops on weights in blocks,
+the operands that a checkpoint's weight becomes, and a model of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relaxlite as rl
+from relaxlite.errors import TypeInferenceError
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
+from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.frontend.llm.layers import Blocks
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Tuple, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import get_op
+from relaxlite.ir.ops.block_quantized import pack_codes, unpack_codes
+from relaxlite.ir.types import TensorType
+from tests import tiny_llm
+
+HALVES: Mapping[str, tuple[int, ...]] = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
+
+
+def weight(kind: str, n: int, k: int, scale: float = 1.0, seed: int = 0) -> Weight:
+    """Random bytes, with float16 of a size at their places."""
+    block, rng = BLOCK_FORMATS[kind], np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (n * k // block.size, block.nbytes), dtype=np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        halves = scale * rng.standard_normal((len(blocks), 1))
+        blocks[:, at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    return Weight(blocks.reshape(n, -1), (n, k), kind)
+
+
+def reads(blocks: Blocks, columns: int) -> IRModule:
+    """The whole weight, and columns of it."""
+    bb = BlockBuilder()
+    attrs = {"bits": blocks.bits, "zero": blocks.zero}
+    with bb.function("main", at=TensorType.of((columns,), "int64")) as (at,):
+        whole = bb.emit(get_op("dequantize_blocks")(*blocks.operands, **attrs))
+        bb.result(Tuple((whole, bb.emit(get_op("gather_blocks")(at, *blocks.operands, **attrs)))))
+    return bb.module()
+
+
+# Operands of a checkpoint's weight
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(7, 512), (1100, 256)])  # in one piece, and in several
+def test_operands_stand_for_the_same_numbers_bit_for_bit(kind: str, n: int, k: int) -> None:
+    given = weight(kind, n, k)
+    wanted = given.grouped().dequantize()
+    blocks = Blocks.of(given, "w")
+    values = [c.value for c in blocks.operands]
+    plain = get_op("dequantize_blocks").reference(*values, bits=blocks.bits, zero=blocks.zero)
+    at = np.random.default_rng(1).integers(-n, n, 5)
+    whole, some = rl.compile(reads(blocks, 5))(at)
+    np.testing.assert_array_equal(plain, wanted.T)
+    np.testing.assert_array_equal(whole, wanted.T)
+    np.testing.assert_array_equal(some, wanted[at])
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
+    """Scales of 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K."""
+    given = weight(kind, 64, 1024)
+    more = {"Q4_K": 4 / 144, "Q5_K": 4 / 176}.get(kind, 0)
+    assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
+
+
+@pytest.mark.parametrize("kind", K_FORMATS)
+def test_scales_have_two_levels(kind: str) -> None:
+    found = [(c.value.dtype.name, c.value.shape) for c in Blocks.of(weight(kind, 5, 512), "w").operands[1:]]
+    if kind == "Q6_K":
+        assert found == [("int8", (32, 5)), ("float16", (2, 5))]
+    else:
+        assert found == [("uint8", (16, 5)), ("float16", (2, 5))] * 2
+
+
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 16), (4, 8), (5, 32), (6, 32), (6, 16), (8, 32), (8, 8)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_codes_are_packed_and_found_again(bits: int, block: int, order: Any) -> None:
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (96, 7)).astype(np.uint8, order=order)
+    words = pack_codes(codes, block, bits)
+    assert words.dtype == np.int32 and words.shape == (96 * bits // 32, 7)
+    np.testing.assert_array_equal(unpack_codes(words, block, bits), codes)
+    if bits == 4:  # as the docstring of the ops says: rows 0 and 4 are the halves of the first byte
+        assert (words[0] & 255).tolist() == (codes[0] | codes[4] << 4).tolist()
+
+
+# Types
+
+
+def typed(*scales: tuple[str, tuple[int, ...]]) -> None:
+    words = Var("words", TensorType.of((64, 5), "int32"))  # 512 rows of 4 bits
+    operands = [Var(f"v{k}", TensorType.of(shape, dtype)) for k, (dtype, shape) in enumerate(scales)]
+    ops.dequantize_blocks(words, *operands, bits=4)
+
+
+CODES, FACTORS = ("uint8", (16, 5)), ("float16", (2, 5))
+
+
+def test_types_that_are_well_formed() -> None:
+    for scales in ([CODES, FACTORS], [CODES, FACTORS] * 2, [("int8", (16, 5)), ("float32", (16, 5))]):
+        typed(*scales)
+
+
+@pytest.mark.parametrize(
+    ("scales", "problem"),
+    [
+        ([CODES], r"scales of uint8 need factors after them, float16 or float32, one for several blocks"),
+        ([CODES, CODES], r"factors of scales \(16, 5\) uint8 must be float16 or float32, .* got \(16, 5\) uint8"),
+        ([CODES, ("float16", (3, 5))], r"a number of rows that divides 16, got .*3, 5"),
+        ([CODES, ("float16", (2, 6))], r"of as many columns .*, got .*2, 6"),
+        ([CODES, ("float16", (2,))], r"a number of rows that divides 16, got "),
+        ([CODES, FACTORS, CODES], r"like scales, \(16, 5\) uint8, \(2, 5\) float16, got \(16, 5\) uint8$"),
+        ([CODES, FACTORS, CODES, ("float16", (4, 5))], r"offsets must be like scales, .*2, 5.*, got .*4, 5"),
+        ([CODES, FACTORS, CODES, FACTORS, FACTORS], r"offsets must be like scales"),
+        ([("float16", (16, 5)), FACTORS], r"offsets must be like scales, .*16, 5.*, got .*2, 5"),
+        ([("int32", (16, 5)), FACTORS], r"scales float32 or float16, or uint8 or int8 with factors, .* got "),
+    ],
+)
+def test_what_is_no_weight_is_refused(scales: list[tuple[str, tuple[int, ...]]], problem: str) -> None:
+    with pytest.raises(TypeInferenceError, match=f"dequantize_blocks: .*{problem}"):
+        typed(*scales)
+
+
+# Products
+
+
+def product(blocks: Blocks, depth: int) -> IRModule:
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=TensorType.of((m, depth), "float32")) as (x,):
+        w = bb.emit(get_op("dequantize_blocks")(*blocks.operands, bits=blocks.bits, zero=blocks.zero))
+        bb.result(bb.emit(ops.matmul(x, w)))
+    return bb.module()
+
+
+@pytest.mark.parametrize("kind", K_FORMATS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("int16", 1e-4), ("int8", 2e-2)])
+@pytest.mark.parametrize("columns", [1, 40, 64])
+def test_products(kind: str, precision: str, tolerance: float, columns: int) -> None:
+    given = weight(kind, columns, 768)
+    exe = rl.compile(product(Blocks.of(given, "w"), 768), precision=precision)
+    exact = given.grouped().dequantize().astype(np.float64).T
+    rng = np.random.default_rng(2)
+    for m in (0, 1, 2, 17, 130):
+        x = rng.standard_normal((m, 768)).astype(np.float32)
+        scale = np.abs(x) @ np.abs(exact)
+        assert (np.abs(exe(x) - x @ exact) <= tolerance * scale).all()
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_compiled_products_keep_the_bytes(precision: str) -> None:
+    given = [weight(kind, 128, 512) for kind in K_FORMATS]
+    for one in given:
+        made = rl.compile(product(Blocks.of(one, "w"), 512), precision=precision)
+        kept = sum(a.nbytes for a in made.data.constants)
+        assert one.nbytes <= kept <= 1.03 * one.nbytes
+
+
+# Models
+
+
+def model() -> Checkpoint:
+    """Matrices in all three formats, and an embedding that is the matrix of the logits too."""
+    plain = tiny_llm.checkpoint(hidden=256, head_width=64, intermediate=512, layers=3)
+    kinds = {"embed": "Q6_K", "v": "Q6_K", "down": "Q6_K", "o": "Q5_K", "up": "Q5_K"}
+    weights = {
+        name: weight(kinds.get(name.rpartition(".")[2], "Q4_K"), *w.shape, scale=1e-4, seed=seed)
+        if len(w.shape) == 2
+        else w
+        for seed, (name, w) in enumerate(plain.weights.items())
+    }
+    return replace(plain, weights=weights)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 2e-5), ("int16", 1e-3), (None, 1e-2)])
+def test_models_are_those_of_the_same_numbers_in_floats(precision: str | None, tolerance: float) -> None:
+    given = model()
+    floats = {name: Weight(w.to_float32(), w.shape) for name, w in given.weights.items()}
+    wanted = rl.compile(build_dense(replace(given, weights=floats)))
+    found = rl.compile(build_dense(given), precision=precision)
+    for batch, count in ((1, 1), (1, 9), (2, 33)):
+        tokens = np.random.default_rng(count).integers(0, tiny_llm.VOCAB, (batch, count))
+        logits = wanted(tokens)
+        np.testing.assert_allclose(found(tokens), logits, rtol=0, atol=tolerance * np.abs(logits).max())
