@@ -14,14 +14,14 @@ from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
+CHUNK = 128  # tokens of a long prompt in one step: more take memory and, as caches overflow, 10 to 20 % more time
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
 
 
 class CompiledEngine:
     """Runs an executable of `build_step`. Prompts that are longer than a step takes go through it in chunks.
 
-    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step, fewer take less memory for
-    activations. When the cache is full, `forward` raises CacheFullError and every sequence is as it was.
+    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most. When the cache is full, `forward` raises CacheFullError and every sequence is as it was.
     ArtifactError: the step is called in a way that this version of relaxlite does not know.
     """
 
@@ -39,7 +39,7 @@ class CompiledEngine:
         self.cache = KVCache(_layout_of(executable), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])
-        self._chunk = int(facts["step_tokens"]) if chunk is None else chunk
+        self._chunk = min(CHUNK, int(facts["step_tokens"])) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
         self.new, self.fork, self.drop = self.cache.new, self.cache.fork, self.cache.drop
