@@ -364,7 +364,7 @@ class QuantizeBlocks(Op):
                 Store(sums, (g, i), total[()]),
             )
 
-        return loops("ig", (x.shape[0], scales.shape[0]), lambda i, g: _local((top, factor, total), of_block(i, g)))
+        return loops("gi", scales.shape, lambda g, i: _local((top, factor, total), of_block(i, g)))
 
     def reference(self, x: Any, *, block: int, low_bits: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
