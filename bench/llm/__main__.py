@@ -18,7 +18,7 @@ from tqdm import tqdm
 import bench.llm
 from bench.llm import report as reports
 from bench.llm.cases import GROUPS, Case, cases_of
-from bench.llm.goals import LLAMA
+from bench.llm.goals import LLAMA, OURS
 from bench.llm.measure import Measured, ModelResult, Options, compile_artifact, measure
 from bench.llm.models import NAMES, SMALL, Model, find_model
 from bench.llm.worker import PEERS, peer_class
@@ -104,18 +104,21 @@ def _result(
     """Cases that fit into the model's context. Where relaxlite cannot compile it, the others are measured."""
     result = ModelResult(model, [case for case in cases if case.length <= model.context], options.threads)
     with _scratch_folder() as folder:
-        problem = None
-        if artifact is None and any(peer_class(name).reads_artifact for name in names):
-            bar.set_postfix_str(f"compiling {model.name}")
+        problems: dict[str, str] = {}
+        artifacts = {} if artifact is None else {OURS: artifact}
+        for name in names:
+            if not peer_class(name).reads_artifact or name in artifacts:
+                continue
+            bar.set_postfix_str(f"compiling {model.name} for {name}")
             try:
-                artifact, result.compile_seconds = compile_artifact(model, folder, options.compile_options)
+                artifacts[name], seconds = compile_artifact(model, folder, options.compile_options, name)
+                result.compile_seconds = result.compile_seconds or seconds
             except RelaxliteError as error:
-                problem = str(error)
-        if artifact is not None:
-            result.artifact_bytes = artifact.stat().st_size
-        able = [name for name in names if artifact is not None or not peer_class(name).reads_artifact]
-        measure(result, able, artifact, options, bar)
-    result.peers |= {name: Measured(problem=problem) for name in names if name not in able}
+                problems[name] = str(error)
+        if artifacts:
+            result.artifact_bytes = next(iter(artifacts.values())).stat().st_size
+        measure(result, [name for name in names if name not in problems], artifacts, options, bar)
+    result.peers |= {name: Measured(problem=problem) for name, problem in problems.items()}
     tqdm.write(f"{model.name}\n{reports.speed_table(result)}", file=sys.stderr)
     return result
 

@@ -13,6 +13,7 @@ from bench.llm.measure import Measured, ModelResult
 from bench.llm.peers import Array
 
 OURS = "relaxlite"
+OUR_WAYS = {OURS: "", "relaxlite-int8": " (8 bits of activations)"}
 LLAMA = {"llama.cpp": "without flash attention", "llama.cpp-flash": "with flash attention"}
 LOAD_SECONDS = 1.0
 MEMORY_OVER = 0.1  # of weights and cache
@@ -73,23 +74,28 @@ def _goals_of(result: ModelResult) -> list[Goal]:
         generate = [case for case in result.cases if case.group == "generate"]
         prompts = [case for case in result.cases if case.group == "prompt" and case.context in wanted.prompts]
         sizes = ", ".join(map(str, [case.context for case in prompts] or wanted.prompts))
-        goals += [
-            _faster(f"{name}: generation {wanted.generate}x llama.cpp", result, generate, wanted.generate),
-            _faster(f"{name}: prompts of {sizes} tokens {wanted.prompt}x llama.cpp", result, prompts, wanted.prompt),
-        ]
-        if wanted.share is not None:
-            text = f"{name}: generation reads weights at {wanted.share:.0%} of the plain read bandwidth"
-            shares = [(share_of_reads(result, ours, case), case) for case in generate] if ours else []
-            ratios = [Ratio(value, case.label) for value, case in shares if value is not None]
-            goals.append(least(text, ratios, wanted.share, "%"))
+        for own in [way for way in OUR_WAYS if way in result.peers or way == OURS]:
+            said = name + OUR_WAYS[own]
+            goals += [
+                _faster(f"{said}: generation {wanted.generate}x llama.cpp", result, own, generate, wanted.generate),
+                _faster(
+                    f"{said}: prompts of {sizes} tokens {wanted.prompt}x llama.cpp", result, own, prompts, wanted.prompt
+                ),
+            ]
+            if wanted.share is not None:
+                text = f"{said}: generation reads weights at {wanted.share:.0%} of the plain read bandwidth"
+                peer = result.peers.get(own)
+                shares = [(share_of_reads(result, peer, case), case) for case in generate if peer]
+                ratios = [Ratio(value, case.label) for value, case in shares if value is not None]
+                goals.append(least(text, ratios, wanted.share, "%"))
     return [*goals, _load_goal(name, ours), _memory_goal(name, result, ours)]
 
 
-def _faster(text: str, result: ModelResult, cases: Sequence[Case], wanted: float) -> Goal:
+def _faster(text: str, result: ModelResult, ours: str, cases: Sequence[Case], wanted: float) -> Goal:
     """No verdict where it seems to hold, but llama.cpp could not run in its best way."""
     ratios = []
     for case in cases:
-        own = result.peers[OURS].speed(case) if OURS in result.peers else None
+        own = result.peers[ours].speed(case) if ours in result.peers else None
         theirs = better_llama(result, case)
         if own and theirs:
             ratios.append(Ratio(own / theirs[0], f"{case.label}, llama.cpp {theirs[1]}"))

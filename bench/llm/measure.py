@@ -130,9 +130,10 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def compile_artifact(model: Model, folder: Path, options: Sequence[str]) -> tuple[Path, float]:
+def compile_artifact(model: Model, folder: Path, options: Sequence[str], peer: str = "relaxlite") -> tuple[Path, float]:
     """What `relaxlite compile` writes, and how long it takes. BenchmarkError says what it complained of."""
-    path = folder / f"{model.name}.rlx"
+    path = folder / f"{model.name}-{peer}.rlx"
+    options = [*options, *peer_class(peer).compile_options]
     start = time.perf_counter()
     words = ["compile", str(model.path), "-o", str(path), *options]
     done = subprocess.run(
@@ -143,8 +144,10 @@ def compile_artifact(model: Model, folder: Path, options: Sequence[str]) -> tupl
     return path, time.perf_counter() - start
 
 
-def measure(result: ModelResult, names: Sequence[str], artifact: Path | None, options: Options, bar: tqdm[Any]) -> None:
-    """All processes of all peers on a model; `artifact` is None where no peer needs it."""
+def measure(
+    result: ModelResult, names: Sequence[str], artifacts: Mapping[str, Path], options: Options, bar: tqdm[Any]
+) -> None:
+    """All processes of all peers on a model; `artifacts` of those that read a compiled one, by their names."""
     result.peers = {name: Measured() for name in names}
     tokens = sequences_of(result)
     for number in range(options.processes):
@@ -154,7 +157,7 @@ def measure(result: ModelResult, names: Sequence[str], artifact: Path | None, op
             peer = result.peers[name]
             if peer.problem is None:
                 bar.set_postfix_str(f"{result.model.name}, {name}")
-                path = artifact if peer_class(name).reads_artifact else result.model.path
+                path = artifacts[name] if peer_class(name).reads_artifact else result.model.path
                 job: dict[str, Any] = {"peer": name, "path": str(path), "threads": options.threads, "tokens": tokens}
                 job |= {"turn": options.turn, "compared": COMPARED, "cases": [asdict(case) for case in result.cases]}
                 _record(peer, _ask_either_way(peer, job, options))

@@ -20,6 +20,7 @@ class Peer(ABC):
     """A model and some sequences in its cache. Likeliest tokens are chosen as fast as the library lets one."""
 
     reads_artifact: ClassVar[bool] = False  # the compiled model, instead of the GGUF file
+    compile_options: ClassVar[tuple[str, ...]] = ()  # of it, for `relaxlite compile`
     fallback: ClassVar[str] = ""  # another way to run, for machines where a signal ends the process of the usual one
 
     def __init__(self, threads: int, *, is_fallback: bool = False) -> None:
@@ -100,3 +101,9 @@ class Relaxlite(Peer):
 
     def facts(self) -> dict[str, Any]:
         return {"cache_dtype": self.engine.cache.layout.dtype}
+
+
+class RelaxliteInt8(Relaxlite):
+    """Activations rounded as coarsely as llama.cpp does."""
+
+    compile_options = ("--precision", "int8")

@@ -12,7 +12,7 @@ from typing import Any
 from bench.cpu.goals import Goal
 from bench.cpu.report import describe_machine, goals_table, machine_text, table, write_text
 from bench.llm.cases import Case
-from bench.llm.goals import LLAMA, MB, OURS, better_llama, check_goals, distance, share_of_reads
+from bench.llm.goals import LLAMA, MB, OUR_WAYS, OURS, better_llama, check_goals, distance, share_of_reads
 from bench.llm.measure import COMPARED, Measured, ModelResult
 from relaxlite.version import __version__
 
@@ -192,7 +192,7 @@ def share_table(result: ModelResult) -> str:
 def cost_table(result: ModelResult) -> str:
     rows = []
     for name, peer in _measured(result).items():
-        size = result.artifact_bytes if name == OURS else result.model.file_bytes
+        size = result.artifact_bytes if name in OUR_WAYS else result.model.file_bytes
         seconds = [peer.median(key) for key in ("import_seconds", "load_seconds", "first_seconds")]
         memory = [peer.median("memory", key) for key in ("before", "loaded", "single", "all")]
         cells = [*(_number(value, 1.0, ".2f") for value in seconds), *(_number(value, MB, ".0f") for value in memory)]

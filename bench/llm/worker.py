@@ -28,6 +28,7 @@ from bench.timing import settle, timed_runs
 
 PEERS = {
     "relaxlite": "peers.Relaxlite",
+    "relaxlite-int8": "peers.RelaxliteInt8",
     "llama.cpp": "llama_peer.LlamaCpp",
     "llama.cpp-flash": "llama_peer.LlamaCppFlash",
     "transformers": "transformers_peer.Transformers",
