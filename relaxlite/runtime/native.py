@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ctypes.util
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,9 +97,10 @@ def _library_functions() -> dict[str, int]:
 def _libraries() -> list[Any]:
     if sys.platform == "win32":
         return [ctypes.cdll.ucrtbase]
-    with contextlib.suppress(OSError):  # glibc's; to look for it starts programs, which takes as long as all the rest
-        return [ctypes.CDLL("libm.so.6"), ctypes.CDLL(None)]
-    return [ctypes.CDLL(ctypes.util.find_library("m")), ctypes.CDLL(None)]
+    libraries = [ctypes.CDLL(None)]  # in most systems the interpreter has brought it
+    with contextlib.suppress(OSError):
+        libraries.insert(0, ctypes.CDLL("libm.so.6"))  # glibc's
+    return libraries
 
 
 def _address_of(function: Any) -> int:
