@@ -19,9 +19,10 @@ ALL = 0xFFFFFFFF
 @needs_x86
 def test_llvm_says_the_same_of_this_processor() -> None:
     ours, llvms = cpu._own_features(), jit.host_features()
-    shared = ours.keys() & llvms.keys()
-    assert len(shared) > 90
-    assert {name for name in shared if ours[name]} == {name for name in shared if llvms[name]}
+    assert len(ours.keys() & llvms.keys()) > 90
+    present = {name for name, is_there in ours.items() if is_there and name in llvms}
+    expected = {name for name, is_there in llvms.items() if is_there and name in ours}
+    assert present >= expected and present - expected <= {"prefetchi", "avx10.2"}, "some LLVMs do not find these two"
     assert all(name in ours for name, is_there in llvms.items() if is_there), "LLVM would be loaded to ask about it"
 
 
