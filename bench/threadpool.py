@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import jit, threadpool
 
 _IR = """
 @sink = internal global i32 0
@@ -66,7 +66,7 @@ class Bench:
     """Loops in native code, so that what ctypes costs is shared by many parallel loops."""
 
     def __init__(self) -> None:
-        self.functions = threadpool.link_native(
+        self.functions = jit.link_text(
             _IR,
             imports={"relaxlite_parallel_for": threadpool.symbols()["relaxlite_parallel_for"]},
             exports=("empty", "work", "repeat"),

@@ -11,7 +11,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from relaxlite.codegen.bytecode import compile_functions
-from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs
+from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
 from relaxlite.ir.builder import result_types
@@ -144,6 +144,7 @@ def build(
         libraries=_libraries(lowered, context),
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
+        support=compile_support(machine),
     )
     if validator is not None and machine.runs_here:
         validator.check_compiled(Executable(data), lowered)

@@ -65,6 +65,7 @@ LATE_IMPORTS = {
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
     "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
+    "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
 }
 
 
@@ -105,8 +106,13 @@ def test_imports_stand_at_the_top(path: Path) -> None:
     [
         ("tokenizers", ["frontend/llm/gguf_tokenizer.py", "llm/tokenizer.py"]),  # makes tokenizers, runs them
         ("jinja2", ["llm/templates.py"]),
+        (
+            "llvmlite",
+            ["codegen/llvm/compile.py", "codegen/llvm/machine_code.py", "driver.py", "explain/explanation.py",
+             "runtime/jit.py", "target.py"],
+        ),
     ],
-)
+)  # fmt: skip
 def test_packages_are_imported_where_they_are_wrapped(package: str, homes: list[str]) -> None:
     users = [
         path.relative_to(PACKAGE).as_posix()

@@ -60,6 +60,7 @@ def sample(**fields: object) -> ExecutableData:
         constants=(np.arange(6.0).reshape(2, 3), bfloat16, np.zeros((0, 4), np.int8), np.array(True)),
         target=HOST,
         attachments={"tokenizer": b'{"vocab": []}', "empty": b""},
+        support={"pool.0123": bytes(range(50)), "reader.4567": b"code"},
         metadata=Metadata(
             llvm="20.1", provenance={"model": "tiny"}, memory_plan={"peak": 12}, info={"notes": [1, "é"]}
         ),
@@ -83,7 +84,17 @@ def refused(path: Path) -> str:
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
     before, after = sample(), load(saved)
-    for field in ("functions", "signature", "kernels", "objects", "host", "target", "metadata", "attachments"):
+    for field in (
+        "functions",
+        "signature",
+        "kernels",
+        "objects",
+        "host",
+        "target",
+        "metadata",
+        "attachments",
+        "support",
+    ):
         assert getattr(after, field) == getattr(before, field)
     assert disassemble(after) == disassemble(before)
     for old, new in zip(before.constants, after.constants, strict=True):
@@ -165,7 +176,7 @@ def test_another_format_version_names_both_versions(saved: Path) -> None:
     content[12:32] = b"9.8.7".ljust(20, b"\0")
     saved.write_bytes(content)
     assert refused(saved).startswith("it has format version 7, written by relaxlite 9.8.7; relaxlite ")
-    assert "reads version 4; compile the model again" in refused(saved)
+    assert "reads version 5; compile the model again" in refused(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:
@@ -192,7 +203,8 @@ def test_flipped_bytes_are_found_or_lie_between_sections(saved: Path) -> None:
             found += 1
             continue
         assert (disassemble(data), [array.tobytes() for array in data.constants]) == good
-        assert data.objects == sample().objects and data.attachments == sample().attachments
+        assert (data.objects, data.support) == (sample().objects, sample().support)
+        assert data.attachments == sample().attachments
     assert found > 100
 
 
@@ -206,6 +218,9 @@ def test_every_flipped_byte_of_a_section_is_found(saved: Path) -> None:
     at = content.index(bytes(range(256))) + 100
     saved.write_bytes(content[:at] + b"!" + content[at + 1 :])
     assert refused(saved) == "it is corrupted: the object code does not match its checksum"
+    at = content.index(bytes(range(50)) + b"code") + 51
+    saved.write_bytes(content[:at] + b"!" + content[at + 1 :])
+    assert refused(saved) == "it is corrupted: the runtime's own code does not match its checksum"
     at = content.index(b'["ret"')
     saved.write_bytes(content[:at] + b"!" + content[at + 1 :])
     assert refused(saved) == "it is corrupted: the bytecode does not match its checksum"
@@ -262,6 +277,10 @@ def forge(path: Path, change: dict[str, object]) -> None:
         {"attachments": ["tokenizer"]},
         {"attachments": ["tokenizer", "tokenizer"]},
         {"attachments": ["a", "b", "c", "d", "e", "f", "g"]},
+        {"support": None},
+        {"support": [["pool.0123", 50]]},
+        {"support": [["pool.0123", 53], ["reader.4567", 2]]},
+        {"support": [[["pool"], 50], ["reader.4567", 4]]},
         {"sections": []},
         {"sections": [[-4096, 10, 0, 0]] * 9},
         {"sections": [[1 << 62, 10, 0, 0]] * 9},

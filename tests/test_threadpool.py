@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import jit, threadpool
 from relaxlite.runtime.threadpool import ThreadPool, WaitKind
 
 CHUNK = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)
@@ -67,7 +67,7 @@ class Harness:
     def __init__(self, pool: ThreadPool, name: str) -> None:
         self.pool = pool
         self._address = pool.symbols()["relaxlite_parallel_for"]
-        self._functions = threadpool.link_native(
+        self._functions = jit.link_text(
             CHUNKS_IR,
             imports={"relaxlite_parallel_for": self._address},
             exports=("count", "fail", "nest", "repeat"),

@@ -14,7 +14,8 @@ from string import Template
 
 import numpy as np
 
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import support
+from relaxlite.runtime.support import SupportCode
 
 _TUPLE_ITEMS, _TYPE = 24, 8  # offsets in bytes
 _DATA, _RANK, _DIMS, _DTYPE, _FLAGS = 16, 24, 32, 56, 64  # of an array
@@ -100,14 +101,19 @@ define ptr @relaxlite_array_data(ptr %array) {
 _SYMBOLS = ("relaxlite_read_arrays", "relaxlite_array_data")
 
 
-@cache
-def symbols() -> dict[str, int]:
-    """Names and addresses of the functions for host functions to import."""
+def support_code() -> SupportCode:
+    """The reader, which is the same on all machines."""
     ir = _READER_IR.substitute(
         items=_TUPLE_ITEMS, type=_TYPE, data=_DATA, rank=_RANK, dims=_DIMS, dtype=_DTYPE, flags=_FLAGS,
         dense=_C_CONTIGUOUS | _ALIGNED,
     )  # fmt: skip
-    return threadpool.link_native(ir, imports={}, exports=_SYMBOLS, name="relaxlite_array_reader")
+    return SupportCode("array_reader", ir, (), _SYMBOLS)
+
+
+@cache
+def symbols() -> dict[str, int]:
+    """Names and addresses of the functions for host functions to import."""
+    return support.link(support_code(), {})
 
 
 @cache

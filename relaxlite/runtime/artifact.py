@@ -2,8 +2,8 @@
 
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
     64       manifest, JSON: signature, target, kernels, metadata, and where every section lies with its crc32
-    4096 k   payload: bytecode (JSON), all objects, host function, attachments (tokenizer and the like), weights: the
-             first weight on a page, each section 64-byte aligned
+    4096 k   payload: bytecode (JSON), all objects, host function, the runtime's own code (support.py), attachments
+             (tokenizer and the like), weights: the first weight on a page, each section 64-byte aligned
 
 Weights are memory-mapped read-only, so that processes share them and loading does not read them.
 
@@ -27,11 +27,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import llvmlite.binding as llvm
 import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ArtifactError
+from relaxlite.runtime import cpu, jit
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -57,7 +57,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
-FORMAT = 4
+FORMAT = 5
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
@@ -66,7 +66,7 @@ _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
-_CODE_SECTIONS = ("the bytecode", "the object code", "the host function")  # then attachments, then weights
+_CODE_SECTIONS = ("the bytecode", "the object code", "the host function", "the runtime's own code")
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -112,8 +112,8 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableDat
 def _write(data: ExecutableData, file: BinaryIO) -> None:
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
     weights = [_bytes_of(array) for array in data.constants]
-    objects = b"".join(data.objects)
-    blobs: list[bytes | memoryview] = [bytecode, objects, data.host.object_code, *data.attachments.values(), *weights]
+    code = (b"".join(data.objects), data.host.object_code, b"".join(data.support.values()))
+    blobs: list[bytes | memoryview] = [bytecode, *code, *data.attachments.values(), *weights]
     sections, size = _layout(blobs, len(blobs) - len(weights))
     manifest = _to_json({**_manifest(data), "sections": sections})
     payload = _align(_HEADER_SIZE + len(manifest), _PAGE)
@@ -165,6 +165,7 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "objects": [len(item) for item in data.objects],
         "libraries": [asdict(library) for library in data.libraries],
         "host": [data.host.heap_slots, data.host.reason],
+        "support": [(key, len(item)) for key, item in data.support.items()],
         "metadata": asdict(data.metadata),
         "attachments": list(data.attachments),
         "constants": [(array.dtype.name, array.shape) for array in data.constants],
@@ -249,7 +250,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     if len({str(name) for name in names}) < len(names) or len(names) + len(_CODE_SECTIONS) > len(manifest["sections"]):
         raise ArtifactError(f"it is malformed: its attachments are {names!r}")
     before = (*_CODE_SECTIONS, *(f"the attachment {name!r}" for name in names))
-    bytecode, code, host_code, *others = _read_sections(content, manifest, before, verify=verify)
+    bytecode, code, host_code, support_code, *others = _read_sections(content, manifest, before, verify=verify)
     attached, weights = others[: len(names)], others[len(names) :]
     if len(code) or len(host_code):
         _check_host(target)
@@ -257,6 +258,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
     signature, (heap_slots, reason) = manifest["signature"], manifest["host"]
+    support_keys, support_sizes = [key for key, _ in manifest["support"]], [size for _, size in manifest["support"]]
     data = ExecutableData(
         functions={function.name: function for function in functions},
         signature=Signature(
@@ -273,6 +275,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
         target=target,
         metadata=Metadata(**manifest["metadata"]),
         attachments={name: blob.tobytes() for name, blob in zip(names, attached, strict=True)},
+        support=dict(zip(support_keys, _split(support_code.tobytes(), support_sizes), strict=True)),
     )
     validate(data)
     return data
@@ -314,12 +317,10 @@ def _check_host(target: TargetInfo) -> None:
     wanted = target.triple.partition("-")[0].lower()
     if _ARCHITECTURES.get(wanted, wanted) != host:
         raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
-    present = llvm.get_host_cpu_features()
     required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
-    missing = [feature for feature in required if not present.get(feature, False)]
-    if missing:
+    if missing := cpu.lacking(required):
         raise ArtifactError(
-            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({llvm.get_host_cpu_name()}) "
+            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({jit.host_cpu_name()}) "
             f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
         )
 

@@ -209,6 +209,7 @@ class ExecutableData:
     metadata: Metadata = Metadata()
     libraries: tuple[LibraryInfo, ...] = ()
     attachments: Mapping[str, bytes] = field(default_factory=dict)  # what travels with the model, as its tokenizer
+    support: Mapping[str, bytes] = field(default_factory=dict)  # the runtime's own code by key, see support.py
 
 
 # What a builtin takes: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,

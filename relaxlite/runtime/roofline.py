@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
-
 from relaxlite import config
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import cpu, jit, threadpool
 
 PEAK = "compute"  # the name of the limit that is no memory
 
@@ -166,13 +164,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The processor as its maker calls it, where the system says so."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or llvm.get_host_cpu_name()
+    return cpu.described().get("model name") or platform.processor() or jit.host_cpu_name()
 
 
 def machine_key() -> str:
     """What the limits depend on: the processor, and how many of its cores this process may use."""
-    return f"{cpu_name()} ({llvm.get_host_cpu_name()}), {threadpool.usable_cores()} cores"
+    said = cpu.described()  # clouds give several generations one name
+    kind = f"family {said['cpu family']}, model {said['model']}" if "cpu family" in said else jit.host_cpu_name()
+    return f"{cpu_name()} ({kind}), {threadpool.usable_cores()} cores"

@@ -17,7 +17,8 @@ from functools import cache
 from string import Template
 from typing import Any
 
-from relaxlite.runtime import threadpool
+from relaxlite.runtime import support
+from relaxlite.runtime.support import SupportCode
 
 _PLACES = 8
 _KEPT_FROM = 1 << 20  # bytes; what is smaller, C libraries keep themselves
@@ -210,17 +211,24 @@ def trim() -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int64)(_functions()[_TRIM])()) if _functions.cache_info().currsize else 0
 
 
-@cache
-def _functions() -> dict[str, int]:
-    if sys.platform == "win32":
+def support_code(system: str) -> SupportCode:
+    """The functions for a system, named as by `sys.platform`."""
+    needed: tuple[str, ...]
+    if system == "win32":
         block, free, needed = _WINDOWS_BLOCK_IR, "_aligned_free", ("_aligned_malloc", "_aligned_free")
-    elif sys.platform == "linux":
+    elif system == "linux":
         block, free, needed = _LINUX_BLOCK_IR, "free", ("aligned_alloc", "free", "madvise")
     else:
         block, free, needed = _POSIX_BLOCK_IR, "free", ("aligned_alloc", "free")
     ir = _SCRATCH_IR.substitute(
         places=_PLACES, kept_from=_KEPT_FROM, kept_in_total=_KEPT_IN_TOTAL, header=_HEADER, free=free
     )
+    return SupportCode("scratch", block + ir, needed, (*_SYMBOLS, _TRIM))
+
+
+@cache
+def _functions() -> dict[str, int]:
+    code = support_code(sys.platform)
     library: Any = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
-    imports = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in needed}
-    return threadpool.link_native(block + ir, imports=imports, exports=(*_SYMBOLS, _TRIM), name="relaxlite_scratch")
+    imports = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in code.imports}
+    return support.link(code, imports)

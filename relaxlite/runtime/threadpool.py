@@ -10,8 +10,9 @@ Kernels import these symbols; `symbols()` gives their addresses:
 non-zero statuses that chunks returned (a failure does not stop the other chunks). `relaxlite_hold_workers` is optional:
 it keeps workers awake through the serial parts of a graph, for waking one costs the caller 25-80 us.
 
-The logic is LLVM IR (threadpool_ir.py), compiled at first use. Workers are Python daemon threads that sit in a ctypes
-call, without the GIL, for as long as the process lives; so nothing here needs a C compiler or an OpenMP runtime.
+The logic is LLVM IR (threadpool_ir.py), linked at first use (support.py). Workers are Python daemon threads that sit in
+a ctypes call, without the GIL, for as long as the process lives; so nothing here needs a C compiler or an OpenMP
+runtime.
 
 How a job runs. The state word holds `epoch << 32 | closed | waiting | active`. The caller takes the callers' lock,
 writes the job, opens a new epoch, wakes sleepers if there are any, and takes chunks from a shared counter as the
@@ -36,14 +37,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-import llvmlite.binding as llvm
-
 from relaxlite import config
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.runtime import support
+from relaxlite.runtime.support import SupportCode
 from relaxlite.runtime.threadpool_ir import (
     CONTROL_SYMBOLS,
     FUTEX_NUMBERS,
@@ -66,33 +67,10 @@ def default_wait_kind() -> WaitKind:
     return "futex" if sys.platform == "linux" and platform.machine() in FUTEX_NUMBERS else "condvar"
 
 
-def link_native(ir: str, *, imports: Mapping[str, int], exports: Sequence[str], name: str) -> dict[str, int]:
-    """Compile IR text for this machine and link it for the rest of the process; gives the addresses of `exports`.
-
-    Nothing is ever unloaded: threads may be inside the code until the very end of the process.
-    """
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2, reloc="pic", jit=True
-    )
-    module = llvm.parse_assembly(ir)
-    module.verify()
-    tuning = llvm.create_pipeline_tuning_options(speed_level=0)
-    builder = llvm.create_pass_builder(machine, tuning)
-    builder.getModulePassManager().run(module, builder)
-    library = llvm.JITLibraryBuilder().add_object_img(machine.emit_object(module))
-    for symbol, address in imports.items():
-        library.import_symbol(symbol, address)
-    for symbol in exports:
-        library.export_symbol(symbol)
-    jit = llvm.create_lljit_compiler(machine)
-    tracker = library.link(jit, name)
-    addresses = {symbol: int(tracker[symbol]) for symbol in exports}
-    tracker.detach()
-    jit.detach()
-    return addresses
+def support_code(wait: WaitKind, machine: str) -> SupportCode:
+    """The pool for a machine, named as by `platform.machine()`."""
+    imports = (*WAIT_IMPORTS[wait], yield_symbol(wait))
+    return SupportCode(f"threadpool_{wait}", pool_ir(wait, machine), imports, (*KERNEL_SYMBOLS, *CONTROL_SYMBOLS))
 
 
 def usable_cores() -> int:
@@ -119,7 +97,7 @@ def _checked_count(count: SupportsIndex) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Native:
-    """The compiled pool: addresses for kernels, and the functions that Python calls."""
+    """The linked pool: addresses for kernels, and the functions that Python calls."""
 
     symbols: dict[str, int]
     worker: Callable[[int], None]
@@ -129,12 +107,8 @@ class _Native:
 
     @staticmethod
     def build(wait: WaitKind) -> _Native:
-        addresses = link_native(
-            pool_ir(wait, platform.machine()),
-            imports=_system_symbols((*WAIT_IMPORTS[wait], yield_symbol(wait))),
-            exports=(*KERNEL_SYMBOLS, *CONTROL_SYMBOLS),
-            name=f"relaxlite_threadpool_{wait}",
-        )
+        code = support_code(wait, platform.machine())
+        addresses = support.link(code, _system_symbols(code.imports))
         i32, i64 = ctypes.c_int32, ctypes.c_int64
         return _Native(
             symbols={name: addresses[name] for name in KERNEL_SYMBOLS},
@@ -161,7 +135,7 @@ def _spin_speed(spin: Callable[[int], None]) -> float:
 
 
 class ThreadPool:
-    """A pool that lives until the process ends; nothing is compiled and no thread started before `symbols()`.
+    """A pool that lives until the process ends; nothing is linked and no thread started before `symbols()`.
 
     Use the module's functions, which share one pool: two pools would fight for the same cores. After a fork, the child
     gets fresh workers at the same addresses, so kernels that are already loaded go on working.

@@ -1,4 +1,4 @@
-"""The thread pool's logic as LLVM IR text; `threadpool.py` explains it, compiles it and starts its threads."""
+"""The thread pool's logic as LLVM IR text; `threadpool.py` explains it, links it and starts its threads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
-from relaxlite.runtime import array_reader, libraries, native, threadpool
+from relaxlite.runtime import array_reader, libraries, native, support, threadpool
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -84,6 +84,7 @@ class VirtualMachine:
         self.pool = ArenaPool(poison=self.poison)
         self._library: object = None  # keeps the kernels' code in memory
         self.missing_libraries: tuple[str, ...] = ()
+        support.offer(data.support)
         if kernels is None:
             bound = libraries.bind(data.libraries)
             self.missing_libraries = bound.missing

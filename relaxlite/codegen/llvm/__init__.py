@@ -9,10 +9,12 @@ memory.py      loads and stores of one element, of a vector, under a mask; types
 indices.py     symbolic integers, computed where their variables are; checked.py: with overflow tests
 emitter.py     the builder of IR text
 host.py        bytecode to the host function; host_writer.py: its instructions, host_values.py: its values
+support.py     the runtime's own code for the target
 """
 
 from relaxlite.codegen.llvm.compile import ObjectCode, compile_programs, emit_assembly
 from relaxlite.codegen.llvm.host import compile_host
 from relaxlite.codegen.llvm.module import emit_program
+from relaxlite.codegen.llvm.support import compile_support
 
-__all__ = ["ObjectCode", "compile_host", "compile_programs", "emit_assembly", "emit_program"]
+__all__ = ["ObjectCode", "compile_host", "compile_programs", "compile_support", "emit_assembly", "emit_program"]

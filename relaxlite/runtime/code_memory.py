@@ -1,0 +1,59 @@
+"""Memory that machine code is written to and then run from; never writable and executable at once (POSIX)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from functools import cache
+from typing import Any
+
+from relaxlite.errors import ArtifactError, OutOfMemoryError
+
+READ_ONLY, EXECUTABLE = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_EXEC
+_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
+_FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+
+
+class CodeMemory:
+    """Whole pages of zeros, writable until `protect` says otherwise. Given back by `free`, or with the last reference.
+
+    Not at the end of the process: threads may be inside the code until then. A fork copies it like all private memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        found = _libc().mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if found in (None, _FAILED):
+            raise OutOfMemoryError(f"the system has no {size} bytes of memory for machine code: {_last_error()}")
+        self.address: int = found
+        self.bytes = memoryview((ctypes.c_ubyte * size).from_address(found)).cast("B")
+        self.free = weakref.finalize(self, _libc().munmap, found, size)
+        self.free.atexit = False
+
+    def protect(self, start: int, nbytes: int, access: int) -> None:
+        """Let the pages from `start`, a multiple of the page size, be READ_ONLY or EXECUTABLE."""
+        if nbytes and _libc().mprotect(self.address + start, nbytes, access):
+            raise ArtifactError(
+                f"the system does not let this process run machine code that it has loaded ({_last_error()}); "
+                "look for what forbids executable memory, as a rule of SELinux or of the container"
+            )
+
+    def keep(self) -> None:
+        """Never give it back."""
+        self.free.detach()
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype, libc.mmap.argtypes = word, (word, size, number, number, number, ctypes.c_long)
+    libc.mprotect.argtypes = (word, size, number)
+    libc.munmap.argtypes = (word, size)
+    return libc
+
+
+def _last_error() -> str:
+    return os.strerror(ctypes.get_errno())

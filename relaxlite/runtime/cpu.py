@@ -1,0 +1,173 @@
+"""What this processor can do, by LLVM's names of features, and read as LLVM reads it: from CPUID, but without LLVM.
+
+The kernel's list in /proc/cpuinfo would not do: it leaves out what old kernels do not know, and what is of no use to
+them ("avx10.1", "shstk"). Sources: Intel's manual of the architecture, volume 2, CPUID; llvm/lib/TargetParser/Host.cpp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+from relaxlite.errors import RelaxliteError
+from relaxlite.runtime import jit, linker
+from relaxlite.runtime.code_memory import EXECUTABLE, CodeMemory
+
+Registers: TypeAlias = tuple[int, int, int, int]  # eax, ebx, ecx, edx
+
+_EAX, _EBX, _ECX, _EDX = range(4)
+_EXTENDED = 0x80000000
+_NOTHING: Registers = (0, 0, 0, 0)
+
+# leaf, subleaf, register: the bit of each feature. A name that is there twice is there with either bit.
+_BITS: tuple[tuple[int, int, int, Mapping[str, int]], ...] = (
+    (0x1, 0, _EDX, {"cx8": 8, "cmov": 15, "mmx": 23, "fxsr": 24, "sse": 25, "sse2": 26}),
+    (
+        0x1, 0, _ECX,
+        {"sse3": 0, "pclmul": 1, "ssse3": 9, "fma": 12, "cx16": 13, "sse4.1": 19, "sse4.2": 20, "crc32": 20,
+         "movbe": 22, "popcnt": 23, "aes": 25, "xsave": 26, "avx": 28, "f16c": 29, "rdrnd": 30},
+    ),
+    (
+        0x7, 0, _EBX,
+        {"fsgsbase": 0, "sgx": 2, "bmi": 3, "avx2": 5, "bmi2": 8, "invpcid": 10, "rtm": 11, "avx512f": 16,
+         "avx512dq": 17, "rdseed": 18, "adx": 19, "avx512ifma": 21, "clflushopt": 23, "clwb": 24, "avx512cd": 28,
+         "sha": 29, "avx512bw": 30, "avx512vl": 31},
+    ),
+    (
+        0x7, 0, _ECX,
+        {"avx512vbmi": 1, "pku": 4, "waitpkg": 5, "avx512vbmi2": 6, "shstk": 7, "gfni": 8, "vaes": 9, "vpclmulqdq": 10,
+         "avx512vnni": 11, "avx512bitalg": 12, "avx512vpopcntdq": 14, "rdpid": 22, "kl": 23, "cldemote": 25,
+         "movdiri": 27, "movdir64b": 28, "enqcmd": 29},
+    ),
+    (
+        0x7, 0, _EDX,
+        {"uintr": 5, "avx512vp2intersect": 8, "serialize": 14, "tsxldtrk": 16, "pconfig": 18, "amx-bf16": 22,
+         "avx512fp16": 23, "amx-tile": 24, "amx-int8": 25},
+    ),
+    (
+        0x7, 1, _EAX,
+        {"sha512": 0, "sm3": 1, "sm4": 2, "raoint": 3, "avxvnni": 4, "avx512bf16": 5, "cmpccxadd": 7, "amx-fp16": 21,
+         "hreset": 22, "avxifma": 23, "movrs": 31},
+    ),
+    (
+        0x7, 1, _EDX,
+        {"avxvnniint8": 4, "avxneconvert": 5, "amx-complex": 8, "avxvnniint16": 10, "prefetchi": 14, "usermsr": 15},
+    ),
+    (0xD, 1, _EAX, {"xsaveopt": 0, "xsavec": 1, "xsaves": 3}),
+    (0x14, 0, _EBX, {"ptwrite": 4}),
+    (0x19, 0, _EBX, {"widekl": 2}),
+    (0x1E, 1, _EAX, {"amx-fp8": 4, "amx-tf32": 6, "amx-avx512": 7, "amx-movrs": 8}),
+    (
+        _EXTENDED + 1, 0, _ECX,
+        {"sahf": 0, "lzcnt": 5, "sse4a": 6, "prfchw": 8, "xop": 11, "lwp": 15, "fma4": 16, "tbm": 21, "mwaitx": 29},
+    ),
+    (_EXTENDED + 1, 0, _EDX, {"64bit": 29}),
+    (_EXTENDED + 8, 0, _EBX, {"clzero": 0, "rdpru": 4, "wbnoinvd": 9}),
+    (_EXTENDED + 0x21, 0, _EAX, {"prefetchi": 20}),
+)  # fmt: skip
+
+# Registers that the system must save for a feature to be of use: the bits of XCR0.
+_AVX, _AVX512, _AMX = 0x6, 0xE6, 0x60000
+_SAVED: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("avx", "avx2", "fma", "f16c", "xsave", "xsaveopt", "xsavec", "xsaves", "xop", "fma4", "vaes", "vpclmulqdq",
+         "avxvnni", "avxifma", "avxvnniint8", "avxvnniint16", "avxneconvert", "sha512", "sm3", "sm4"),
+        _AVX,
+    ),
+    **{name: _AVX512 for *_, bits in _BITS for name in bits if name.startswith("avx512")},
+    **{name: _AMX for *_, bits in _BITS for name in bits if name.startswith("amx-")},
+}  # fmt: skip
+_XSAVE_IS_ON = 27  # the bit of leaf 1, ecx: XCR0 can be read
+_AVX10 = 19  # the bit of leaf 7.1, edx: leaf 0x24 has its version
+
+# void cpuid(uint32_t registers[4]), of the leaf in [0] and the subleaf in [2]
+_CPUID = bytes.fromhex(
+    "53"  # push rbx
+    "8b07 8b4f08"  # mov eax, [rdi]; mov ecx, [rdi + 8]
+    "0fa2"  # cpuid
+    "8907 895f04 894f08 89570c"  # mov [rdi], eax; mov [rdi + 4], ebx; mov [rdi + 8], ecx; mov [rdi + 12], edx
+    "5b c3"  # pop rbx; ret
+)
+# uint64_t xgetbv(void), of XCR0
+_XGETBV = bytes.fromhex(
+    "31c9"  # xor ecx, ecx
+    "0f01d0"  # xgetbv
+    "48c1e220 4809d0"  # shl rdx, 32; or rax, rdx
+    "c3"  # ret
+)
+_XGETBV_AT = 64
+
+
+def lacking(features: Iterable[str]) -> list[str]:
+    """Which of these, by LLVM's names, the processor does not have. LLVM has the last word on what is missing."""
+    known = _own_features()
+    doubtful = [name for name in features if not known.get(name, False)]
+    if not doubtful:
+        return []
+    present = jit.host_features()
+    return [name for name in doubtful if not present.get(name, False)]
+
+
+@cache
+def _own_features() -> Mapping[str, bool]:
+    """What can be told without LLVM; empty for processors that are not x86."""
+    if not linker.is_supported():
+        return {}
+    try:
+        memory = CodeMemory(_XGETBV_AT + len(_XGETBV))
+        memory.bytes[: len(_CPUID)] = _CPUID
+        memory.bytes[_XGETBV_AT : _XGETBV_AT + len(_XGETBV)] = _XGETBV
+        memory.protect(0, len(memory.bytes), EXECUTABLE)
+    except RelaxliteError:
+        return {}
+    cpuid = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(memory.address)
+    xgetbv = ctypes.CFUNCTYPE(ctypes.c_uint64)(memory.address + _XGETBV_AT)
+
+    def ask(leaf: int, subleaf: int) -> Registers:
+        registers = (ctypes.c_uint32 * 4)(leaf, 0, subleaf, 0)
+        cpuid(ctypes.addressof(registers))
+        eax, ebx, ecx, edx = registers
+        return eax, ebx, ecx, edx
+
+    try:
+        return features_of(ask, xgetbv)
+    finally:
+        memory.free()
+
+
+def features_of(ask: Callable[[int, int], Registers], xcr0: Callable[[], int]) -> dict[str, bool]:
+    """Features by what CPUID says of a leaf and a subleaf, and by XCR0, which is asked only where it is there."""
+    last = {start: ask(start, 0)[_EAX] for start in (0, _EXTENDED)}
+    last_subleaf = ask(7, 0)[_EAX] if last[0] >= 7 else 0
+
+    @cache
+    def registers(leaf: int, subleaf: int) -> Registers:
+        is_there = leaf <= last[leaf & _EXTENDED] and (leaf != 7 or subleaf <= last_subleaf)
+        return ask(leaf, subleaf) if is_there else _NOTHING
+
+    saved = xcr0() if registers(1, 0)[_ECX] >> _XSAVE_IS_ON & 1 else 0
+    found: dict[str, bool] = {}
+    for leaf, subleaf, register, bits in _BITS:
+        word = registers(leaf, subleaf)[register]
+        for name, bit in bits.items():
+            needed = _SAVED.get(name, 0)
+            found[name] = found.get(name, False) or (bool(word >> bit & 1) and saved & needed == needed)
+    found["widekl"] &= found["kl"]
+    has_avx10 = registers(7, 1)[_EDX] >> _AVX10 & 1 and saved & _AVX512 == _AVX512
+    version = registers(0x24, 0)[_EBX] & 0xFF if has_avx10 else 0
+    return {**found, "avx10.1": version >= 1, "avx10.2": version >= 2}
+
+
+@cache
+def described() -> Mapping[str, str]:
+    """What Linux says of the first processor in /proc/cpuinfo; empty elsewhere."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    return fields
