@@ -21,6 +21,7 @@ from relaxlite.errors import OutOfMemoryError
 
 ALIGNMENT = 64  # a cache line, and the widest vector register
 _HUGE_PAGE = 2 << 20
+_PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _HUGE_FROM = 4 << 20
 _MAX_BYTES = (1 << 63) - 1
 POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
@@ -109,26 +110,32 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     start, made = block.ptr - block.base, []
     for array, size in zip(arrays, sizes, strict=True):
         copy = block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        copy[...] = array
+        _copy(array, copy)
         copy.flags.writeable = False
-        _let_go(array)
         made.append(copy)
         start += size
     return tuple(made)
 
 
-def _let_go(array: np.ndarray) -> None:
-    """Give the pages of a mapped file back that hold a copied array, or it would be in memory twice. Whoever reads the
-    array again has them mapped again."""
+def _copy(array: np.ndarray, copy: np.ndarray) -> None:
+    """Copy an array, and give the pages of a mapped file back that hold it, or it would be in memory twice. Whoever
+    reads it again has them mapped again."""
     owner: object = array
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    if not isinstance(owner, mmap.mmap) or not memoryview(owner).readonly or not array.nbytes:
-        return  # what may have been written would be lost
-    start = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
-    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > first:
-        owner.madvise(mmap.MADV_DONTNEED, first, end - first)
+    is_mapped = isinstance(owner, mmap.mmap) and memoryview(owner).readonly  # what was written there would be lost
+    if not is_mapped or not array.nbytes or not array.flags.c_contiguous:
+        copy[...] = array
+        return
+    assert isinstance(owner, mmap.mmap)
+    source, target = (a.reshape(-1).view(np.uint8) for a in (array, copy))
+    begin = source.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    for start in range(0, len(source), _PIECE):
+        end = min(start + _PIECE, len(source))
+        target[start:end] = source[start:end]
+        first, last = -(-(begin + start) // mmap.PAGESIZE), (begin + end) // mmap.PAGESIZE
+        if last > first:
+            owner.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def _aligned(nbytes: int) -> int:
