@@ -70,7 +70,7 @@ from relaxlite.passes.schedule_reduction import (
     Block,
     panel_width,
     panel_widths,
-    prologue_of,
+    prologues_of,
     reduction_block,
     tile_size,
     tiled,
@@ -320,11 +320,12 @@ class _Rules:
             row, rows, vectors = tile_size(block, column, lanes, registers, self.choice)
             down = None if row is None else row.var.name
             self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
-            found = prologue_of(block, column) if dots is None else None
-            if found is not None:
-                rest = "stream" if row is None or found.is_cheap else "stage"
+            hides = self.target.hides_conversions
+            for found in prologues_of(block, column) if dots is None else ():
+                rest = "stream" if row is None or (found.is_cheap and hides) else "stage"
                 self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
-            return tiled(block, column, lanes, registers, None if dots is None else dots.body, self.choice)
+            body = None if dots is None else dots.body
+            return tiled(block, column, lanes, registers, body, self.choice, hides_conversions=hides)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
         turned = find_turned(block) if lanes > 1 and not block.is_pair else None
