@@ -231,6 +231,19 @@ def test_a_weight_that_fits_into_the_cache_becomes_float32() -> None:
     assert not decision.taken and "L2 cache" in decision.reason and decision.figures["bytes widened"].const == 16384
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_half_precision_becomes_float32_where_all_weights_fit_into_the_cache(is_large: bool) -> None:
+    """Each of two would fit."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 64), "float32")) as (x,):
+        y = bb.emit(ops.matmul(x, half(64, 64, np.float16)(bb)))
+        bb.result(ops.matmul(y, half(64, 64, np.float16)(bb)))
+    found, context = kept(bb.module(), f"llvm -l2-bytes={20_000 if is_large else 40_000}")
+    assert found == (["cast", "matmul"] * 2 if is_large else ["matmul"] * 2)
+    wanted = "kept as float16" if is_large else "all weights together fit into the L2 cache of 40000 bytes"
+    assert all(wanted in d.reason for d in context.decisions) and len(context.decisions) == 2
+
+
 def test_scales_of_single_rows_are_no_groups() -> None:
     def weight(bb: BlockBuilder) -> Expr:
         wide = bb.emit(ops.cast(Constant.of(integers((64, 64), 4)), dtype="float32"))
