@@ -244,6 +244,21 @@ def test_half_precision_becomes_float32_where_all_weights_fit_into_the_cache(is_
     assert all(wanted in d.reason for d in context.decisions) and len(context.decisions) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "cpu", "is_asked"),
+    [("4 bits in groups", "x86-64-v4", True), ("float16", "x86-64-v4", False), ("4 bits in groups", "znver4", False)],
+)
+def test_integers_are_asked_for_ahead_where_that_helps(name: str, cpu: str, is_asked: bool) -> None:
+    depth, weight, _ = WEIGHTS[name]
+    context = PassContext(Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"))
+    made = run_passes(module(weight, depth), default_pipeline(), context)
+    (program,) = [p for n, p in made.programs().items() if "matmul" in n]
+    assert ("ahead" in program.attrs) is is_asked
+    if is_asked:
+        words, factors = sorted(dict(program.attrs["ahead"]).values(), reverse=True)  # type: ignore[arg-type]
+        assert words == context.target.stream_ahead and factors < words
+
+
 def test_scales_of_single_rows_are_no_groups() -> None:
     def weight(bb: BlockBuilder) -> Expr:
         wide = bb.emit(ops.cast(Constant.of(integers((64, 64), 4)), dtype="float32"))

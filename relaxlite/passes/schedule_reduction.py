@@ -13,9 +13,10 @@ chosen; register_tile.py makes their code. Every shape is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Buffer, For, Literal, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
@@ -39,6 +40,7 @@ from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
+LINE = 64  # bytes that come from memory together
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
@@ -181,6 +183,13 @@ def panel_widths(
         if is_last and not any(column.var in index.free_vars() for index in load.indices[:-1]):
             found[load.buffer] = width
     return found
+
+
+def asked_ahead(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
+    """How far ahead each of the panels of one product is asked for, in lines: the longest `most` bytes, the others in
+    step."""
+    rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}
+    return {b: -(-most * size // max(rows.values()) // LINE) * LINE for b, size in rows.items()} if most else {}
 
 
 def _accumulators(registers: int) -> int:
