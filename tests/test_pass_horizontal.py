@@ -18,7 +18,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, If, Let, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
-from relaxlite.ir.program import Buffer, For, Stmt, compute
+from relaxlite.ir.program import Buffer, For, IfThenElse, Stmt, compute
 from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
@@ -56,6 +56,11 @@ class Layer:
         """x @ w; `shared`: with the weights that every other such product of this width has."""
         w = Constant.of((self.rng.standard_normal((self.depth, width)) * self.depth**-0.5).astype(np.float32))
         return self.op("matmul", x, self.weights.setdefault(width, w) if shared else w)
+
+    def narrow(self, x: Expr, width: int, dtype: str) -> Var:
+        """x @ w with weights in half precision."""
+        w = Constant.of(self.rng.standard_normal((self.depth, width)) * self.depth**-0.5, dtype)
+        return self.op("matmul", x, self.op("cast", w, dtype="float32"))
 
     def dense(self, x: Expr, width: int) -> Var:
         return self.op("add", self.linear(x, width), self.vector(width))
@@ -157,6 +162,35 @@ def test_bfloat16_goes_along(body: Body) -> None:
     made, _ = lowered(module, Target.host(), "bf16")
     assert len([name for name in calls(made) if "matmul" in name]) == 1
     run_at_all_sizes(module, 64, 0.05, precision="bf16")
+
+
+def half_precision(layer: Layer, x: Expr) -> Expr:
+    """Projections and a gated layer with weights of both kinds."""
+    parts = [layer.narrow(x, width, "bfloat16") for width in (130, 64, 64)]
+    gate, up = layer.narrow(layer.y, 90, "bfloat16"), layer.narrow(layer.y, 90, "float16")
+    return Tuple((*parts, layer.op("multiply", layer.op("silu", gate), up)))
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "znver4"])
+@pytest.mark.parametrize("depth", [20, 300])
+def test_weights_in_half_precision_are_joined_and_paired_too(cpu: str, depth: int) -> None:
+    """On processors that widen them again for each tile, and on those that widen them once."""
+    target, module = Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"), Layer(depth).module(half_precision)
+    made, _ = lowered(module, target)
+    assert sorted(name for name in calls(made) if "matmul" in name) == sorted(calls(made)) and len(calls(made)) == 2
+    if not target.runs_here:
+        pytest.skip(f"this processor has not what {cpu} has")
+    exe = rl.compile(module, target)
+    for size in [*SIZES, (4, 64)]:
+        assert_right(exe, module, (*size, depth), 1e-4)
+
+
+def test_products_with_a_variant_for_few_rows_are_joined_in_both_variants() -> None:
+    target = Target.parse("llvm -mcpu=x86-64-v4 -l2-bytes=1024")
+    made = run_passes(Layer(20).module(half_precision), default_pipeline(), PassContext(target))
+    (program,) = [p for name, p in made.programs().items() if name.startswith("joined_3")]
+    parallel = [s for s in walk_stmts(program.body) if isinstance(s, For) and s.kind == "parallel"]
+    assert isinstance(program.body, IfThenElse) and [loop.var.name for loop in parallel] == ["part", "part"]
 
 
 def test_weights_that_another_product_uses_too() -> None:

@@ -231,6 +231,34 @@ def test_a_weight_that_fits_into_the_cache_becomes_float32() -> None:
     assert not decision.taken and "L2 cache" in decision.reason and decision.figures["bytes widened"].const == 16384
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_half_precision_becomes_float32_where_all_weights_fit_into_the_cache(is_large: bool) -> None:
+    """Each of two would fit."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 64), "float32")) as (x,):
+        y = bb.emit(ops.matmul(x, half(64, 64, np.float16)(bb)))
+        bb.result(ops.matmul(y, half(64, 64, np.float16)(bb)))
+    found, context = kept(bb.module(), f"llvm -l2-bytes={20_000 if is_large else 40_000}")
+    assert found == (["cast", "matmul"] * 2 if is_large else ["matmul"] * 2)
+    wanted = "kept as float16" if is_large else "all weights together fit into the L2 cache of 40000 bytes"
+    assert all(wanted in d.reason for d in context.decisions) and len(context.decisions) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu", "is_asked"),
+    [("4 bits in groups", "x86-64-v4", True), ("float16", "x86-64-v4", False), ("4 bits in groups", "znver4", False)],
+)
+def test_integers_are_asked_for_ahead_where_that_helps(name: str, cpu: str, is_asked: bool) -> None:
+    depth, weight, _ = WEIGHTS[name]
+    context = PassContext(Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"))
+    made = run_passes(module(weight, depth), default_pipeline(), context)
+    (program,) = [p for n, p in made.programs().items() if "matmul" in n]
+    assert ("ahead" in program.attrs) is is_asked
+    if is_asked:
+        words, factors = sorted(dict(program.attrs["ahead"]).values(), reverse=True)  # type: ignore[arg-type]
+        assert words == context.target.stream_ahead and factors < words
+
+
 def test_scales_of_single_rows_are_no_groups() -> None:
     def weight(bb: BlockBuilder) -> Expr:
         wide = bb.emit(ops.cast(Constant.of(integers((64, 64), 4)), dtype="float32"))

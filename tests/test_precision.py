@@ -79,6 +79,16 @@ def test_operands_are_rounded_once() -> None:
     assert sorted(names) == ["add", "cast", "matmul", "matmul"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_in_half_precision_become_dot_products(dtype: str) -> None:
+    w = Constant.of(rng.standard_normal((64, 48)), dtype)
+    bb = rl.BlockBuilder()
+    with bb.function("main", x=rl.TensorType.of((bb.symbol("m"), 64), "float32")) as (x,):
+        bb.result(bb.emit(ops.matmul(x, bb.emit(ops.cast(w, dtype="float32")))))
+    assert dots_of(bb.module(), "bf16") > 0
+    assert dots_of(bb.module(), "float32") == 0
+
+
 @pytest.mark.parametrize(("k", "reason"), [(33, "sums 33 products"), (16, "sums 16 products")])
 def test_what_stays_float32_says_why(k: int, reason: str) -> None:
     context = PassContext(WITH_DOTS, precision="bf16")

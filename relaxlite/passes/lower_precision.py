@@ -14,6 +14,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.expr import Call, Constant, Expr, Function, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.ops.scalars import HALF
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.integer_products import LOW_BITS
@@ -47,11 +48,20 @@ class _Narrow(Rewriter):
         super().__init__()
         self._context = context
         self._weights: dict[int, tuple[Constant, Constant]] = {}  # by the array: each is rounded once
+        self._widened: dict[Var, Constant] = {}  # by what widens them: weights of half precision
+
+    def bind(self, var: Var, value: Expr) -> None:
+        super().bind(var, value)
+        if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "cast":
+            source = value.args[0]
+            if isinstance(source, Constant) and source.ty.dtype in HALF and value.attrs["dtype"] == "float32":
+                self._widened[var] = source
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
             return None
         x, w = value.args
+        w = self._widened.get(w, w) if isinstance(w, Var) else w
         if not isinstance(w, Constant) or isinstance(x, Constant):
             return None
         if not isinstance(x.ty, TensorType) or x.ty.dtype != "float32":
@@ -64,6 +74,8 @@ class _Narrow(Rewriter):
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)
 
     def _narrow(self, w: Constant) -> Constant:
+        if w.ty.dtype == NARROW:
+            return w
         found = self._weights.get(id(w.value))
         if found is None:
             found = self._weights[id(w.value)] = (w, Constant.of(w.value, NARROW, w.name))

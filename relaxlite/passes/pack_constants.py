@@ -52,9 +52,9 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
     logits. They read the panels as well, so that there is one copy."""
     packed: dict[int, _Layout] = {}
     for call in program_calls(module):
-        for k, layout in wanted.get(call.callee.name, {}).items():
-            if _is_large(call.args[k]):
-                packed[id(call.args[k].value)] = layout  # type: ignore[union-attr]
+        panels = wanted.get(call.callee.name, {})
+        if any(_is_large(call.args[k]) for k in panels):  # and with it its scales, for one
+            packed.update({id(call.args[k].value): layout for k, layout in panels.items()})  # type: ignore[union-attr]
     found: dict[str, dict[int, set[_Layout | None]]] = {}
     for call in program_calls(module):
         for k, arg in enumerate(call.args):

@@ -9,14 +9,15 @@ element of x is loaded once for both. The epilogue runs as that of a single redu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ReplaceLoads, Substitute
-from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loop_pattern import Reduction, perfect_nest, reduction_of
-from relaxlite.passes.register_tile import ColumnPiece, Tile
+from relaxlite.passes.register_tile import ColumnPiece, Tile, TileLoops
 from relaxlite.passes.schedule import nest
 
 
@@ -61,8 +62,17 @@ class PairTile(Tile):
         return PairTile(second.block, row, column, lanes, rows, second.enough_sums, partner=first)
 
     @property
-    def _tiles(self) -> tuple[Tile, Tile]:
-        return self.partner, Tile(self.block, self.row, self.column, self.lanes, self.most_rows, self.enough_sums)
+    def _tiles(self) -> tuple[Tile, ...]:
+        own = (self.row, self.column, self.lanes, self.most_rows, self.enough_sums, self.least_rows)
+        return replace(self.partner, least_rows=self.least_rows), Tile(self.block, *own)
+
+    def _beside(self, sums: Sequence[Allocate], then: Stmt) -> Stmt:
+        return _side_by_side(sums[0], sums[1], then) if len(sums) == 2 else Tile._beside(self, sums, then)
+
+    def _last(self, loops: TileLoops, at: dict[SymVar, SymExpr], sums: Sequence[Load], *, masked: bool) -> Stmt:
+        final = ReplaceLoads(self.partner.block.buffer, sums[0]).stmt(self.block)
+        assert isinstance(final, Allocate)
+        return replace(self, block=final)._epilogue(loops, at, sums[1], masked=masked)
 
     def _is_long(self) -> bool:
         return True  # the first result goes into what would be an epilogue of its own
@@ -79,9 +89,7 @@ class PairTile(Tile):
         row, part, lane = loops
         place = (row.var, part.var * self.lanes + lane.var)
         loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
-        final = ReplaceLoads(self.partner.block.buffer, Load(done[0], place)).stmt(self.block)
-        assert isinstance(final, Allocate)
-        epilogue = replace(self, block=final)._epilogue(loops, at, Load(done[1], place), masked=piece.masked)
+        epilogue = self._last(loops, at, [Load(tile, place) for tile in done], masked=piece.masked)
         made = seq(self._by_height(height, body), epilogue)
         for tile in reversed(done):
             made = Allocate(tile, made)

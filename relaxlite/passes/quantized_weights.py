@@ -9,6 +9,8 @@ all of them, but a zero point for each column of a group of rows makes it do, th
 the last bit. Weights in half precision stay as they are, too.
 
 Weights that as float32 fit into the L2 cache become float32: they are read from there, and there is nothing to unpack.
+For half precision, which one conversion widens, all weights of the function have to fit: where many follow each other,
+as in a decoder, none is still there when its turn comes again, and only the bytes count.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import RelaxliteError
-from relaxlite.ir.expr import Array, Call, Constant, Expr, ShapeValue, Var
+from relaxlite.ir.expr import Array, Call, Constant, Expr, Function, Let, ShapeValue, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.quantize import pack_integers
-from relaxlite.ir.symbolic import as_int, sym
+from relaxlite.ir.symbolic import as_int, product, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.ir.visitor import Rewriter, map_functions
+from relaxlite.ir.visitor import Rewriter, bodies, map_functions
 from relaxlite.passes.manager import PassContext
 
 LEAST_GROUP = 16  # rows that share a scale: with fewer, the scales take as much room as the numbers
@@ -64,13 +66,26 @@ Known: TypeAlias = "Array | tuple[int, ...] | Scaled | Half"
 
 def keep_quantized(module: IRModule, context: PassContext) -> IRModule:
     """Give constant weights of matrix products the form that takes the fewest bytes."""
-    return map_functions(module, lambda f: _KeepQuantized(context).function(f))
+    return map_functions(module, lambda f: _KeepQuantized(context, _bytes_of_weights(f)).function(f))
+
+
+def _bytes_of_weights(function: Function) -> int:
+    """What the right operands of the function's products take as float32, where their shapes are constant."""
+    found: dict[int, int] = {}
+    for body in bodies(function):
+        for binding in body.bindings():
+            value = binding.value if isinstance(binding, Let) else binding.source
+            if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "matmul":
+                w = value.args[1]
+                size = None if not isinstance(w.ty, TensorType) or w.ty.shape is None else as_int(product(w.ty.shape))
+                found[id(w)] = 4 * (size or 0)
+    return sum(found.values())
 
 
 class _KeepQuantized(Rewriter):
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, context: PassContext, together: int) -> None:
         super().__init__()
-        self._context = context
+        self._context, self._together = context, together
         self._bound: dict[Var, Expr] = {}
         self._known: dict[Var, Known | None] = {}
         self._weights: dict[Var, Expr | None] = {}
@@ -98,8 +113,9 @@ class _KeepQuantized(Rewriter):
         if isinstance(found, Half) and self._context.precision == "bf16":
             return None  # it is rounded to what that precision takes
         widened, l2 = 4 * integers.size, self._context.target.l2_bytes
-        if widened <= l2:
-            reason = f"as float32 it fits into the L2 cache of {l2} bytes"
+        if (self._together if isinstance(found, Half) else widened) <= l2:
+            what = "all weights together fit" if isinstance(found, Half) else "it fits"
+            reason = f"as float32 {what} into the L2 cache of {l2} bytes"
             self._context.decide("keep_quantized", w.name, False, reason, bytes_widened=sym(widened))
             return Constant.of(_as_floats(found), name=w.name)
         stored = _stored(found) if integers.ndim == 2 else None

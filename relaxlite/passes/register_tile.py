@@ -41,7 +41,7 @@ from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
-_Loops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
+TileLoops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
 # (panel, (first step, number of steps), first column) -> what fills panel[step, column]
 Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 
@@ -150,56 +150,100 @@ class Tile:
         piece: ColumnPiece,
         number: SymExpr,
         blocks: tuple[SymExpr, SymExpr],
-        operand: Value,
+        operands: Sequence[Value],
         fill: Fill | None = None,
     ) -> Stmt:
         """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
-        loop before the next, and read their columns' operand from a panel in the cache. `fill` makes it, or the first
-        block while it is summed. Sums wait in memory in between."""
-        first, element, (begin, end) = self._first(piece, number), self.block.buffer, blocks
-        width, outer = sym(piece.vectors * self.lanes), self._stmts[1]
+        loop before the next, and read their columns' operand (one for each sum of an element) from a panel in the
+        cache. `fill` makes it, or the first block while it is summed. Sums wait in memory in between."""
+        first, (begin, end) = self._first(piece, number), blocks
+        base = SymVar(f"{self._row.var.name}b", lower=0)
+        loops, at = self._loops(piece, self.most_rows, first, base)
+        row, vector, lane = loops
+        count = self.rows.start(end) - base
+        loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
+        place = row.var, vector.var * self.lanes + lane.var
+        shape = (sym(self.most_rows * MOST_BLOCKS), sym(piece.vectors * self.lanes))
+        totals = [Buffer(f"{t.block.buffer.name}_tile", shape, t.block.buffer.dtype, "local") for t in self._tiles]
+
+        def clear(total: Buffer, tile: Tile) -> Stmt:
+            stores = nest(loops, Store(total, place, identity(_combination(tile._stmts[1]), total.dtype)))
+            return Substitute(fresh=True).stmt(stores)
+
+        cleared = [clear(total, tile) for total, tile in zip(totals, self._tiles, strict=True)]
+        steps = self._along_panels(totals, piece, (first, base), blocks, operands, fill)
+        last = self._last(loops, at, [Load(total, place) for total in totals], masked=piece.masked)
+        code: Stmt = seq(*cleared, steps, last)
+        for total in reversed(totals):
+            code = Allocate(total, code)
+        return LetIndex(base, IndexValue(self.rows.start(begin)), code)
+
+    @property
+    def _tiles(self) -> tuple[Tile, ...]:
+        """One for each sum of an element."""
+        return (self,)
+
+    def _last(self, loops: TileLoops, at: dict[SymVar, SymExpr], sums: Sequence[Load], *, masked: bool) -> Stmt:
+        """The epilogue on the sums of an element, one for each of `_tiles`."""
+        return self._epilogue(loops, at, sums[0], masked=masked)
+
+    def _beside(self, sums: Sequence[Allocate], then: Stmt) -> Stmt:
+        """The sums of some of `_tiles`, then what uses them."""
+        (only,) = sums
+        return replace(only, body=seq(only.body, then))
+
+    def _along_panels(
+        self,
+        totals: Sequence[Buffer],
+        piece: ColumnPiece,
+        corner: tuple[SymExpr, SymVar],
+        blocks: tuple[SymExpr, SymExpr],
+        operands: Sequence[Value],
+        fill: Fill | None,
+    ) -> Stmt:
+        """The steps of `over_panels`, added to `totals`, whose first element is that of column and row `corner`."""
+        (first, base), (begin, end), outer = corner, blocks, self._stmts[1]
         assert isinstance(outer, For) and isinstance(outer.body, Store)
         part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=PANEL_STEPS - 1)
         start, depth = part * PANEL_STEPS, as_int(outer.extent)
         is_whole = depth is not None and depth % PANEL_STEPS == 0
         extent = sym(PANEL_STEPS) if is_whole else smin(PANEL_STEPS, outer.extent - start)
-        totals = Buffer(f"{element.name}_tile", (sym(self.most_rows * MOST_BLOCKS), width), element.dtype, "local")
-        panel = Buffer("panel", (sym(PANEL_STEPS), width), element.dtype, "local")
-        base, index = SymVar(f"{self._row.var.name}b", lower=0), SymVar(f"{self._row.var.name}i", lower=0)
-
-        fresh = Substitute({outer.var: start + step})
-        update = For(step, extent, fresh.stmt(outer.body))
-        load = Load(panel, (step, self.column.var - first))
-        from_panel = For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(outer.body)))
-        makes_panel = replace(self, stream=Stream(0, self.column.var, self._row.var, panel=panel))
+        index = SymVar(f"{self._row.var.name}i", lower=0)
         top, height = SymVar(f"{self._row.var.name}0", lower=0), SymVar("rows", upper=self.most_rows)
 
-        def tile(block: SymExpr, maker: Tile, update: Stmt, *, masked: bool) -> Stmt:
+        def tile(block: SymExpr, parts: Sequence[tuple[Tile, Stmt, Buffer]], *, masked: bool) -> Stmt:
             def body(rows: int) -> Stmt:
                 loops, at = self._loops(piece, rows, first, top)
                 row, vector, lane = (loop.var for loop in loops)
-                sums, load = maker._sums(loops, at, update, masked=masked)
-                add = Store(totals, (top - base + row, vector * self.lanes + lane), load, _combination(update))
-                return replace(sums, body=seq(sums.body, Substitute(fresh=True).stmt(nest(loops, add))))
+                sums, adds = [], []
+                for maker, update, total in parts:
+                    made, load = maker._sums(loops, at, update, masked=masked)
+                    place = (top - base + row, vector * self.lanes + lane)
+                    add = nest(loops, Store(total, place, load, _combination(update)))
+                    sums.append(made)
+                    adds.append(Substitute(fresh=True).stmt(add))
+                return self._beside(sums, seq(*adds))
 
             code = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
             return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
 
+        panels = [Buffer("panel", (sym(PANEL_STEPS), total.shape[1]), total.dtype, "local") for total in totals]
+        making, reading = [], []
+        for own, panel, total, operand in zip(self._tiles, panels, totals, operands, strict=True):
+            steps = own._stmts[1]
+            assert isinstance(steps, For)
+            fresh, load = Substitute({steps.var: start + step}), Load(panel, (step, self.column.var - first))
+            stream = Stream(0, self.column.var, self._row.var, panel=panel)
+            making.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
+            reading.append((own, For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(steps.body))), total))
         if fill is not None:
-            made, rest = fill(panel, (start, extent), first), begin
+            made, rest = fill(panels[0], (start, extent), first), begin
         else:
-            made, rest = tile(begin, makes_panel, update, masked=piece.masked), begin + 1
-        tiles = For(index, end - rest, tile(rest + index, self, from_panel, masked=False))
-        loops, at = self._loops(piece, self.most_rows, first, base)
-        row, vector, lane = loops
-        place = row.var, vector.var * self.lanes + lane.var
-        count = self.rows.start(end) - base
-        loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
-        clear = nest(loops, Store(totals, place, identity(_combination(update), element.dtype)))
-        steps = For(part, ceildiv(outer.extent, PANEL_STEPS), Allocate(panel, seq(made, tiles)))
-        epilogue = self._epilogue(loops, at, Load(totals, place), masked=piece.masked)
-        code = Allocate(totals, seq(Substitute(fresh=True).stmt(clear), steps, epilogue))
-        return LetIndex(base, IndexValue(self.rows.start(begin)), code)
+            made, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in making)), begin + 1
+        code: Stmt = seq(made, For(index, end - rest, tile(rest + index, reading, masked=False)))
+        for panel in reversed(panels):
+            code = Allocate(panel, code)
+        return For(part, ceildiv(outer.extent, PANEL_STEPS), code)
 
     @property
     def _row(self) -> For:
@@ -226,7 +270,7 @@ class Tile:
 
         parts = self._parts()
 
-        def to_tile(loops: _Loops, value: Value, combine: str | None = None) -> Stmt:
+        def to_tile(loops: TileLoops, value: Value, combine: str | None = None) -> Stmt:
             row, part, lane = (loop.var for loop in loops)
             store = Store(tile, (row, part * self.lanes + lane), value, combine)
             return Substitute(fresh=True).stmt(nest(loops, store))
@@ -248,7 +292,9 @@ class Tile:
         epilogue = self._epilogue(loops, at, load, masked=piece.masked)
         return Allocate(tile, seq(self._by_height(height, body), epilogue))
 
-    def _sums(self, loops: _Loops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool) -> tuple[Allocate, Load]:
+    def _sums(
+        self, loops: TileLoops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool
+    ) -> tuple[Allocate, Load]:
         """The reduction of a tile by these reduced loops, and one of its sums in the tile's loops."""
         init = self._stmts[0]
         if self.stream is not None:
@@ -271,7 +317,7 @@ class Tile:
         total = Substitute(fresh=True).stmt(total)
         return replace(sums, body=seq(sums.body, total)), Load(sums.buffer, (sym(0), *place))
 
-    def _interleaved(self, loops: _Loops) -> int:
+    def _interleaved(self, loops: TileLoops) -> int:
         """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
         if self.stream is not None:
             return 1
@@ -313,7 +359,7 @@ class Tile:
 
     def _loops(
         self, piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr
-    ) -> tuple[_Loops, dict[SymVar, SymExpr]]:
+    ) -> tuple[TileLoops, dict[SymVar, SymExpr]]:
         """Loops over the rows, vectors and lanes of a tile, and what the block's own variables are in them."""
         row, part, lane = (
             SymVar(name, upper=count - 1) for name, count in (("r", rows), ("u", piece.vectors), ("l", self.lanes))

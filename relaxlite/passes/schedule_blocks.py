@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from relaxlite import dtypes
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.program import (
     Allocate,
@@ -35,12 +34,12 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import Substitute, all_values, value_children
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.prologue import Instead, symbols_of
 from relaxlite.passes.register_tile import ColumnPiece, Tile, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import GuardLoads, less, nest, with_variant
-from relaxlite.passes.schedule_reduction import Block
+from relaxlite.passes.schedule_reduction import Block, asked_ahead
 
 MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
 MOST_VECTORS = 2
@@ -64,8 +63,7 @@ class BlockProduct:
 
     def ahead(self, most: int) -> dict[Buffer, int]:
         """How far ahead each of the panels is asked for, in lines: the longest `most` bytes, the others in step."""
-        rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in self.panels}
-        return {b: -(-most * size // max(rows.values()) // 64) * 64 for b, size in rows.items()} if most else {}
+        return asked_ahead(self.panels, most)
 
 
 def block_product(block: Block, registers: int) -> BlockProduct | None:

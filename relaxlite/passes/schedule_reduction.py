@@ -13,15 +13,16 @@ chosen; register_tile.py makes their code. Every shape is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Buffer, For, Literal, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
-from relaxlite.passes.pair_tile import PairTile, pair_of
+from relaxlite.passes.pair_tile import PairTile, apart, pair_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.register_tile import (
@@ -39,6 +40,7 @@ from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
+LINE = 64  # bytes that come from memory together
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
@@ -49,15 +51,17 @@ def tiled(
     registers: int = 32,
     body: Allocate | None = None,
     choice: ScheduleChoice = DEFAULT,
+    *,
+    hides_conversions: bool = True,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
-    the block's, where that does not add term by term any more."""
+    the block's, where that does not add term by term any more. `hides_conversions`: see Target."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
-    found = prologue_of(block, column) if body is None and not block.is_pair else None
-    if found is not None:
-        return tiled_prologue(tile, found, block.spatial, vectors, registers)
+    found = prologues_of(block, column) if body is None else ()
+    if len(found) == 1:
+        return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -68,20 +72,39 @@ def tiled(
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
-    return grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+    usual = grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+    if row is None or not found or hides_conversions:
+        return usual
+    staged = over_panels(_higher(tile), [each.operand for each in found], pieces, others)
+    return with_variant(less(row.extent, rows + 1), usual, staged)
 
 
-def prologue_of(block: Block, column: For) -> Prologue | None:
-    """What an operand that moves along the column goes through before it is multiplied; None: nothing."""
-    init, row = block.stmts[0], block.row_loop(column)
+def prologues_of(block: Block, column: For) -> tuple[Prologue, ...]:
+    """What the operand that moves along the column goes through before it is multiplied, for each sum of an element;
+    none: that of some sum is a plain load."""
+    row = block.row_loop(column)
+    bodies = apart(block.body) if block.is_pair else (block.body,)
+    found = [_prologue(Block(block.spatial, body), column, row) for body in bodies]
+    return tuple(each for each in found if each is not None) if None not in found else ()
+
+
+def _prologue(block: Block, column: For, row: For | None) -> Prologue | None:
+    init = block.stmts[0]
     if not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
         return None
     return find_prologue(block.stmts[1], column.var, None if row is None else row.var)
 
 
-def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors: int, registers: int) -> Stmt:
-    """Tiles of a block with a prologue: streamed where one block holds all rows or there is little to do, else
-    staged."""
+def _higher(tile: Tile) -> Tile:
+    """For more rows than one tile has."""
+    return replace(tile, least_rows=tile.most_rows + 1)
+
+
+def tiled_prologue(
+    tile: Tile, found: Prologue, spatial: Sequence[For], vectors: int, registers: int, *, hides_conversions: bool
+) -> Stmt:
+    """Tiles of a block with a prologue: streamed where one block holds all rows or what is to be done costs nothing,
+    else staged."""
     row, column = tile.row, tile.column
     pieces = column_pieces(column.extent, tile.lanes, vectors)
     across = _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0)))
@@ -94,26 +117,25 @@ def tiled_prologue(tile: Tile, found: Prologue, spatial: Sequence[For], vectors:
     down = _counter("row" if row is None else f"{row.var.name}o", low.rows.count)
     tiles = by_piece(pieces, across[0], lambda piece, number: low(piece, number, down[0]))
     streamed = grid([*others, across, down], tiles)
-    if row is None or found.is_cheap:
+    if row is None or (found.is_cheap and hides_conversions):
         return streamed
-    high = replace(tile, least_rows=tile.most_rows + 1)
-    staged = over_panels(high, found.operand, pieces, others)
+    staged = over_panels(_higher(tile), [found.operand], pieces, others)
     return with_variant(less(row.extent, tile.most_rows + 1), streamed, staged)
 
 
 def over_panels(
     tile: Tile,
-    operand: Value,
+    operands: Sequence[Value],
     pieces: Sequence[ColumnPiece],
     others: Sequence[tuple[SymVar, SymExpr]],
     fill: Fill | None = None,
 ) -> Stmt:
-    """Tiles whose row blocks share panels of the columns' operand; many blocks are shared out."""
+    """Tiles whose row blocks share panels of the columns' operands; many blocks are shared out."""
     blocks = tile.rows.count
     across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
     share, shares = SymVar("share", lower=0), ceildiv(blocks, MOST_BLOCKS)
     run = share * blocks // shares, (share + 1) * blocks // shares
-    tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, operand, fill))
+    tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, operands, fill))
     return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
 
 
@@ -161,6 +183,13 @@ def panel_widths(
         if is_last and not any(column.var in index.free_vars() for index in load.indices[:-1]):
             found[load.buffer] = width
     return found
+
+
+def asked_ahead(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
+    """How far ahead each of the panels of one product is asked for, in lines: the longest `most` bytes, the others in
+    step."""
+    rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}
+    return {b: -(-most * size // max(rows.values()) // LINE) * LINE for b, size in rows.items()} if most else {}
 
 
 def _accumulators(registers: int) -> int:

@@ -88,7 +88,7 @@ def tiled_turned(block: Block, found: Turned, lanes: int, registers: int, few: S
         return _turned(found, panel, steps, first, lanes)
 
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not found.column and loop is not found.row]
-    many = over_panels(tile, found.operand, pieces, others, fill)
+    many = over_panels(tile, [found.operand], pieces, others, fill)
     sizes = [(found.row.extent, sym(FEW_ROWS + 1)), (sym(LONG - 1), found.loop.extent)]
     if any(a.is_const and b.is_const and a.const >= b.const for a, b in sizes):
         return many

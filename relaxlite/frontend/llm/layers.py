@@ -70,6 +70,7 @@ class Decoder:
         self.bb, self.config, self._weights = bb, config, weights
         self._tables: dict[Rope, tuple[Var, Var]] = {}
         self._blocks: dict[str, Blocks | None] = {}
+        self._matrices: dict[str, Constant] = {}
 
     def op(self, name: str, *args: Any, **attrs: Any) -> Var:
         return self.bb.emit(get_op(name)(*args, **attrs))
@@ -127,18 +128,21 @@ class Decoder:
         """x @ W^T, plus the bias of that name."""
         blocks = self.blocks(name)
         if blocks is None:
-            weight: Any = np.ascontiguousarray(self.vector(name).T)
+            weight: Expr = self._widened(self.matrix(name))
         else:
             weight = self.op("dequantize_blocks", *blocks.operands, bits=blocks.bits, zero=blocks.zero)
         y = self.op("matmul", x, weight)
         return self.op("add", y, self.vector(f"{name}_bias")) if has_bias else y
 
-    def embedded(self, tokens: Expr) -> Var:
+    def embedded(self, tokens: Expr) -> Expr:
         """The rows of the embedding: [..., hidden]"""
         blocks = self.blocks("embed")
-        if blocks is None:
-            return self.op("gather", self.vector("embed"), tokens, axis=0)
-        return self.op("gather_blocks", tokens, *blocks.operands, bits=blocks.bits, zero=blocks.zero)
+        if blocks is not None:
+            return self.op("gather_blocks", tokens, *blocks.operands, bits=blocks.bits, zero=blocks.zero)
+        if not self.config.is_tied:
+            return self._widened(self.op("gather", self._weights["embed"].data, tokens, axis=0))
+        columns = self.op("gather", self.matrix("embed"), tokens, axis=1)  # of what the logits read: one copy
+        return self._widened(self.op("transpose", columns, axes=(*range(1, len(_dims(columns))), 0)))
 
     def blocks(self, name: str) -> Blocks | None:
         """A matrix whose numbers lie in blocks, as the ops on blocks take it; None: it has none."""
@@ -146,6 +150,17 @@ class Decoder:
             weight = self._weights[name]
             self._blocks[name] = None if weight.block_format is None else Blocks.of(weight, name)
         return self._blocks[name]
+
+    def matrix(self, name: str) -> Constant:
+        """A matrix of floats [n, k] as products read it, [k, n], in the type that the checkpoint has."""
+        if name not in self._matrices:
+            self._matrices[name] = Constant.of(self._weights[name].data.T, name=name)
+        return self._matrices[name]
+
+    def _widened(self, x: Constant | Var) -> Constant | Var:
+        """In float32."""
+        assert isinstance(x.ty, TensorType)
+        return x if x.ty.dtype == "float32" else self.op("cast", x, dtype="float32")
 
     def vector(self, name: str) -> np.ndarray[Any, Any]:
         """A weight in float32 as it lies in the checkpoint."""
