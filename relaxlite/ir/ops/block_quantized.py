@@ -38,6 +38,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
+LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 SHIFT = 8  # bits that a second part of it adds
 
 _ONES = 0x01010101
@@ -245,7 +246,8 @@ class QuantizeBlocks(Op):
 
     scale is the block's largest magnitude / 127, over 256 with two parts. A word holds four neighbours, first byte
     first: the high parts of all, round(x / scale) or its 256th part, then the low parts. `sums` are those of the
-    integers x / scale, for a zero point or offset of what they are multiplied by.
+    integers x / scale, for a zero point or offset of what they are multiplied by. NaN and infinity are in the scale,
+    and so in all that the block is multiplied by; its integers are 0 then, as where nothing is as large as 1e-36.
     """
 
     name = "quantize_blocks"
@@ -302,7 +304,7 @@ class QuantizeBlocks(Op):
 
             greatest = Scalar(top[()])
             scale = greatest / float(GREATEST << SHIFT * (parts - 1))
-            inverse = select(greatest > 0.0, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             return seq(
                 reduce(
                     top,
@@ -324,13 +326,13 @@ class QuantizeBlocks(Op):
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
         with np.errstate(all="ignore"):
             top = np.abs(blocks).max(axis=2, initial=0)
-            factor = np.where(top > 0, np.float32(GREATEST) / top, np.float32(0)).astype(np.float32)
+            factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
             scaled = blocks * factor[..., None]
             high = np.rint(scaled)
             pieces = [high]
             if parts == 2:
                 pieces.append(np.minimum(np.rint((scaled - high) * np.float32(1 << SHIFT)), GREATEST))
-            codes = [np.nan_to_num(p, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8) for p in pieces]
+            codes = [np.nan_to_num(p, nan=0.0).astype(np.int8) for p in pieces]  # infinity times 0 is NaN
         words = np.ascontiguousarray(np.concatenate(codes, axis=2)).view("<i4")
         sums = sum(c.astype(np.int32).sum(axis=2) << SHIFT * (parts - 1 - n) for n, c in enumerate(codes))
         scales = (top / np.float32(GREATEST << SHIFT * (parts - 1))).astype(np.float32)
