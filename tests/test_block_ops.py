@@ -12,7 +12,7 @@ from relaxlite.errors import RelaxliteError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Var
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_quantized import is_block, pack_codes, unpack_codes, words_of
+from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK, is_block, pack_codes, unpack_codes, words_of
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.runtime.module import Executable
@@ -157,3 +157,27 @@ def test_blocks_of_any_magnitude_are_rounded_as_the_reference_does(parts: int) -
     step = {1: 0.51 / 127, 2: 1.01 / 127 / 256}[parts]  # 128 of the 256th parts are no signed byte: 127 stands for them
     assert (abs(found - x[finite]) <= np.maximum(top * step, 1e-36)).all()
     assert np.isnan(scales[0, 40]) and np.isposinf(scales[1, 41:43]).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("zero", [0, 255])
+def test_sums_of_the_longest_blocks_fit(zero: int, sign: int) -> None:
+    """All numbers at their ends: 256 times 255 times 127 + 127/256."""
+    block = LONGEST_BLOCK
+    codes = np.full((block, 16), 255 - zero, np.uint8)
+    numbers = np.full(2 * block, sign * 127, np.int8)
+    words = np.broadcast_to(numbers.view(np.int32), (1, 3, 2 * block // 4)).copy()
+    sums = np.full((1, 3), sign * block * 127 * 257, np.int32)
+    scales, one = np.ones((1, 16), np.float32), np.ones((1, 3), np.float32)
+    attrs = {"bits": 8, "zero": zero, "parts": 2}
+    types = (i32(1, M, 2 * block // 4), f32(1, M), i32(1, M), i32(block // 4, 16), f32(1, 16))
+    found = compiled("matmul_blocks", *types, **attrs)(words, one, sums, pack_codes(codes, block, 8), scales)
+    wanted = sign * block * (255 - 2 * zero) * 127 * 257
+    np.testing.assert_array_equal(found, np.full((3, 16), wanted, np.float32))
+
+
+def test_longer_blocks_are_refused() -> None:
+    block = LONGEST_BLOCK + 8
+    types = (i32(1, M, block // 4), f32(1, M), i32(1, M), i32(block // 8, N), f32(1, N))
+    message = refused("matmul_blocks", types, {"bits": 4})
+    assert f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK}" in message

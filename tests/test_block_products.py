@@ -16,6 +16,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.llvm import emit_program
+from relaxlite.errors import RelaxliteError
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module, verify
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr, Tuple, Var
@@ -411,3 +412,30 @@ def test_code_for_another_architecture(cpu: str) -> None:
     found = subprocess.run([sys.executable, "-c", _CHILD, text], capture_output=True, text=True, check=False, cwd=ROOT)
     assert found.returncode == 0, found.stderr[-2000:]
     assert found.stdout.split() == ["7f454c46"] * 12
+
+
+def test_rows_whose_length_only_run_time_knows_are_left_alone() -> None:
+    weight, bb = block_weight(DEPTH, COLUMNS), BlockBuilder()
+    m, k = bb.symbol("m"), bb.symbol("k")
+    module = product(weight, x=TensorType.of((m, k), "float32"))
+    made, context = lowered(module)
+    assert not programs_with(made, "quantize_blocks")
+    assert reasons(context) == [(False, "only run time knows that rows of k elements are 96")]
+    exe, x = rl.compile(module), some_rows(17, DEPTH)
+    np.testing.assert_allclose(exe(x), x @ weight.values, rtol=1e-5, atol=1e-4)
+    with pytest.raises(RelaxliteError, match="96"):
+        exe(x[:, :95])
+
+
+@pytest.mark.parametrize(("block", "taken"), [(256, True), (512, False)])
+def test_blocks_whose_sums_may_not_fit_are_left_alone(block: int, taken: bool) -> None:
+    """Per column, of 8 bits: at its ends a block of 512 rows sums to 512 * 255 * 127 * 256, beyond 32 bits."""
+    weight = block_weight(block, 33, bits=8, block=block, zero=None)
+    weight = replace(weight, codes=np.full_like(weight.codes, 255))
+    x = np.full((3, block), 2, np.float32)
+    _, context = lowered(product(weight))
+    assert [found for found, _ in reasons(context)] == [taken]
+    if not taken:
+        assert reasons(context)[0][1] == "the sums of blocks of 512 rows may not fit into 32 bits; at most 256 do"
+    wanted = x.astype(np.float64) @ weight.values
+    np.testing.assert_allclose(rl.compile(product(weight), precision="int16")(x), wanted, rtol=1e-5)

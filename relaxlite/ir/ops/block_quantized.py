@@ -38,6 +38,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
+LONGEST_BLOCK = 256  # rows whose sum of products surely fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
 LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 SHIFT = 8  # bits that a second part of it adds
 
@@ -360,7 +361,7 @@ class MatmulBlocks(_Blocks):
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
 
-    with exact sums of integers inside of a block. `parts` as quantize_blocks made them.
+    with exact sums of integers inside of a block of at most 256 rows. `parts` as quantize_blocks made them.
     """
 
     name = "matmul_blocks"
@@ -372,6 +373,8 @@ class MatmulBlocks(_Blocks):
         bits: int, zero: int, parts: int,
     ) -> Type:  # fmt: skip
         rows, block, columns = self.rows_of(words, scales, offsets, bits, zero)
+        if block > LONGEST_BLOCK:
+            self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
         shape = types[0].shape or ()
         wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
