@@ -13,8 +13,9 @@ from relaxlite.codegen import scalar_functions
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORDS
 from relaxlite.ir.program import (
+    Binary,
     Buffer,
     For,
     IfThenElse,
@@ -33,6 +34,11 @@ from tests.native_kernel import NativeKernel
 
 COLUMNS = 40
 HOST, PORTABLE = Target.host(), Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
+NARROW = Target.parse("llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu")
+WIDTHS: tuple[tuple[int, LoopKind], ...] = (
+    (1, "serial"), (7, "serial"), (4, "vectorized"), (8, "vectorized"), (16, "vectorized"), (32, "vectorized"),
+    (5, "vectorized"), (3, "unrolled"),
+)  # fmt: skip
 N, J = SymVar("n"), SymVar("j")
 
 
@@ -69,10 +75,9 @@ def numbers(buffer: Buffer) -> Any:
 def test_every_layout_and_width(target: Target, name: str, layout: str) -> None:
     if not set(target.required_features) <= set(HOST.required_features):
         pytest.skip("this machine lacks AVX2")
-    for lanes, kind in ((1, "serial"), (7, "serial"), (4, "vectorized"), (8, "vectorized"), (16, "vectorized"),
-                        (32, "vectorized"), (5, "vectorized"), (3, "unrolled")):  # fmt: skip
+    for lanes, kind in WIDTHS:
         for is_masked in (False, True):
-            program = dot_program(name, lanes, kind, layout=layout, is_masked=is_masked)  # type: ignore[arg-type]
+            program = dot_program(name, lanes, kind, layout=layout, is_masked=is_masked)
             arrays = [numbers(b) for b in program.inputs]
             kernel = NativeKernel(program, target)
             for n in (0, 1, 6, COLUMNS):
@@ -80,6 +85,75 @@ def test_every_layout_and_width(target: Target, name: str, layout: str) -> None:
                 assert kernel([*arrays, got], [n]) == 0
                 run_program(program, arrays, [n], [wanted])
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{lanes} {kind} {is_masked} {n}")
+
+
+def words_program(lanes: int, kind: LoopKind, *, a: str, b: str, is_masked: bool) -> TensorProgram:
+    """out[j] = dot4_words(c[j], a, b), where each operand is "loaded" for each column, the "same" for all, "made" by
+    operations on words, or a "literal"."""
+    buffers = {name: Buffer.of(name, (COLUMNS,), "int32") for name in ("a", "bb", "c", "out")}
+
+    def word(buffer: Buffer, how: str) -> Value:
+        if how == "literal":
+            return Literal(0x7F80FF01, "int32")
+        if how == "same":
+            return buffer[3]
+        loaded = buffer[J]
+        half = Binary("and", Binary("shift_right", loaded, Literal(4, "int32")), Literal(0x0F0F0F0F, "int32"))
+        return half if how == "made" else loaded
+
+    value = Intrinsic(WORDS, (buffers["c"][J], word(buffers["a"], a), word(buffers["bb"], b)), "int32")
+    store: Any = Store(buffers["out"], (J,), value)
+    body = For(J, sym(lanes), IfThenElse(less(J, N), store) if is_masked else store, kind)
+    return TensorProgram(tuple(buffers.values()), (N,), body)
+
+
+@pytest.mark.parametrize("a", ["loaded", "same", "made", "literal"])
+@pytest.mark.parametrize("b", ["loaded", "same", "made", "literal"])
+@pytest.mark.parametrize("target", [HOST, PORTABLE, NARROW], ids=["host", "portable", "avx2 with vnni"])
+def test_words_in_every_form_and_width(target: Target, a: str, b: str) -> None:
+    if not target.runs_here:
+        pytest.skip("this processor lacks the instructions")
+    extremes = [0, -1, 1, 0x7F7F7F7F, 0x80808080 - 2**32, 0x7F80FF01, -(2**31), 2**31 - 1]
+    for lanes, kind in WIDTHS:
+        for is_masked in (False, True):
+            program = words_program(lanes, kind, a=a, b=b, is_masked=is_masked)
+            kernel = NativeKernel(program, target)
+            arrays = [numbers(buffer) for buffer in program.inputs]
+            for k, array in enumerate(arrays):  # each extreme of a meets each of b
+                array[:32] = np.resize(np.roll(np.repeat(extremes, 1 + 3 * (k == 0)), k), 32)
+            for n in (0, 1, 6, COLUMNS):
+                got, wanted = np.zeros((2, COLUMNS), np.int32)
+                assert kernel([*arrays, got], [n]) == 0
+                run_program(program, arrays, [n], [wanted])
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{lanes} {kind} {is_masked} {n}")
+
+
+def test_words_are_unsigned_and_signed_bytes_and_sums_wrap() -> None:
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-(2**31), 2**31, 500).astype(np.int32) for _ in range(3))
+    a[:4], b[:4], c[:4] = -1, (-0x7F7F7F80, 0x7F7F7F7F, -1, 0), (-(2**31), 2**31 - 1, 0, 5)  # bytes of b: -128, 127, -1
+    bytes_of_a, bytes_of_b = a.view(np.uint8).reshape(-1, 4), b.view(np.int8).reshape(-1, 4)
+    exact = c + (bytes_of_a.astype(np.int64) * bytes_of_b).sum(axis=1)
+    assert exact[:4].tolist() == [-(2**31) - 4 * 255 * 128, 2**31 - 1 + 4 * 255 * 127, -4 * 255, 5]
+    found = scalar_functions.apply_intrinsic(WORDS, (c, a, b))
+    np.testing.assert_array_equal(found, exact.astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("target", "instructions"),
+    [
+        ("-mcpu=znver4", ["@llvm.x86.avx512.vpdpbusd.512"] * 2),
+        ("-mcpu=cascadelake", ["@llvm.x86.avx512.vpdpbusd.512"] * 2),
+        ("-mcpu=x86-64-v3 -mattr=+avxvnni", ["@llvm.x86.avx512.vpdpbusd.256"] * 4),
+        ("-mcpu=alderlake", ["@llvm.x86.avx512.vpdpbusd.256"] * 4),
+        ("-mcpu=x86-64-v3", []),
+    ],
+)
+def test_instructions_for_words(target: str, instructions: list[str]) -> None:
+    machine = Target.parse(f"llvm {target} -mtriple=x86_64-unknown-linux-gnu")
+    program = words_program(32, "vectorized", a="made", b="same", is_masked=False)
+    assert re.findall(r"call .*(@llvm\.x86[\w.]*)\(", emit_program("p", program, machine)) == instructions
+    assert machine.has_byte_products == bool(instructions)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +205,7 @@ def test_what_is_rounded_in_a_sum_of_two_products() -> None:
 def test_unknown_intrinsics_are_named() -> None:
     out = Buffer.of("out", (1,), "float32")
     value = Intrinsic("sad", (Literal(0.0, "float32"),), "float32")
-    with pytest.raises(CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_u8s8, dot2_bf16"):
+    with pytest.raises(CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, dot4_u8s8, dot2_bf16"):
         emit_program("p", TensorProgram((out,), (), Store(out, (sym(0),), value)), HOST)
     with pytest.raises(TypeError, match="unknown intrinsic 'sad'"):
         scalar_functions.apply_intrinsic("sad", (np.float32(0),))

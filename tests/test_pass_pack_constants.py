@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
-from relaxlite.ir import ops
+from relaxlite.ir import first_difference, ops, verify
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Constant, If, Let, Loop, Tuple, TupleGetItem, Var
+from relaxlite.ir.expr import Call, Constant, Expr, If, Let, Loop, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.types import TensorType, TupleType
-from relaxlite.ir.visitor import bodies
+from relaxlite.ir.visitor import Rewriter, bodies, map_functions, program_calls
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
 from tests.ir_text import assert_becomes, assert_stays
+from tests.ir_text import module as parsed
 
 PROGRAM = """
         n = symbol("n")
@@ -35,6 +38,11 @@ PROGRAM = """
 PLAIN = PROGRAM.format(attrs="", w="w: f32[2, 3]", load="w[r, j]")
 WANTED = PROGRAM.format(attrs=", panels=((1, 2),)", w="w: f32[2, 3]", load="w[r, j]")
 PACKED = PROGRAM.format(attrs="", w="w: f32[2, 2, 2]", load="w[j // 2, r, j % 2]")
+
+
+def assert_same(found: IRModule, text: str) -> None:
+    difference = first_difference(found, parsed(text))
+    assert difference is None, f"{difference}\n\n{found}"
 
 
 def main(*calls: str) -> str:
@@ -66,6 +74,86 @@ def test_an_operand_that_some_call_computes_stays_as_it_is() -> None:
 
 def test_a_program_that_asks_for_nothing_stays() -> None:
     assert_stays(pack_constants, main(WEIGHT) + PLAIN, stage="lowered")
+
+
+# Other readers of what is packed
+
+
+READER = """
+        @program(symbols=(), outputs=1)
+        def row_of(place: i64[1], {w}, out: f32[3]):
+            for j in serial(3):
+                with let_index(place[0]) as p:
+                    out[j] = {load}
+"""
+READS = READER.format(w="w: f32[2, 3]", load="w[p, j]")
+READS_PANELS = READER.format(w="w: f32[2, 2, 2]", load="w[j // 2, p, j % 2]")
+
+
+def reading(product: str, *readers: str) -> str:
+    lines = "\n".join(f"            z{k}: f32[3] = call(row_of, p, {w})" for k, w in enumerate(readers))
+    return f"""
+        n = symbol("n")
+        @function
+        def main(x: f32[n, 2], v: f32[2, 3], p: i64[1]):
+            y: f32[n, 3] = call(product, x, {product}, sym=(n,))
+{lines}
+            return (y, {", ".join(f"z{k}" for k in range(len(readers)))},)
+"""
+
+
+@pytest.fixture
+def share_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the constants of these tests were large."""
+    monkeypatch.setattr("relaxlite.passes.pack_constants.SHARED_BYTES", 1)
+
+
+def shared(text: str) -> IRModule:
+    """The module, with one constant for all that are equal."""
+    known: dict[bytes, Constant] = {}
+
+    class Share(Rewriter):
+        def rewrite(self, var: Var, value: Expr) -> Expr | None:
+            assert isinstance(value, Call)
+            args = (known.setdefault(a.value.tobytes(), a) if isinstance(a, Constant) else a for a in value.args)
+            return replace(value, args=tuple(args))
+
+    return map_functions(parsed(text), lambda f: Share().function(f))
+
+
+def readers_of(text: str) -> tuple[IRModule, int]:
+    """The module with packed constants, and how many different constants its calls pass."""
+    made = pack_constants(shared(text))
+    verify(made, "lowered")
+    return made, len({id(a.value) for call in program_calls(made) for a in call.args if isinstance(a, Constant)})
+
+
+@pytest.mark.usefixtures("share_all")
+def test_another_program_reads_the_panels_too() -> None:
+    made, constants = readers_of(reading(WEIGHT, WEIGHT, WEIGHT) + WANTED + READS)
+    assert constants == 1
+    assert_same(made, reading(PANELS, PANELS, PANELS) + PACKED + READS_PANELS)
+
+
+@pytest.mark.usefixtures("share_all")
+@pytest.mark.parametrize("other", ["v", 'const([[0.0, 2.0, 3.0], [4.0, 5.0, 6.0]], "float32")'])
+@pytest.mark.parametrize("other_first", [True, False])
+def test_a_program_that_also_reads_something_else_stays(other: str, other_first: bool) -> None:
+    given = (other, WEIGHT, WEIGHT) if other_first else (WEIGHT, other, WEIGHT)
+    made, _ = readers_of(reading(WEIGHT, *given) + WANTED + READS)
+    assert_same(made, reading(PANELS, *given) + PACKED + READS)
+
+
+def test_small_constants_are_kept_twice() -> None:
+    made, constants = readers_of(reading(WEIGHT, WEIGHT) + WANTED + READS)
+    assert constants == 2
+    assert_same(made, reading(PANELS, WEIGHT) + PACKED + READS)
+
+
+@pytest.mark.usefixtures("share_all")
+def test_what_is_packed_for_nobody_stays_for_its_readers() -> None:
+    made, _ = readers_of(reading("v", WEIGHT) + WANTED + READS)
+    assert_same(made, reading("v", WEIGHT) + PLAIN + READS)
 
 
 def steps(until: str) -> list[Pass]:

@@ -21,8 +21,8 @@ _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
 class CompiledEngine:
     """Runs an executable of `build_step`. Prompts that are longer than a step takes go through it in chunks.
 
-    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most. When the cache is full,
-    `forward` raises CacheFullError and every sequence is as it was.
+    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most. When the cache is
+    full, `forward` raises CacheFullError and every sequence is as it was.
     ArtifactError: the step is called in a way that this version of relaxlite does not know.
     """
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from relaxlite.ir.expr import Call, Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.symbolic import product
+from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK
+from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.manager import PassContext
@@ -58,25 +59,33 @@ class _IntegerProducts(Rewriter):
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
             return None
         x, w = value.args
-        if not isinstance(w, Var) or w not in self._weights or not isinstance(x.ty, TensorType):
+        if not isinstance(w, Var) or w not in self._weights:
             return None
-        weight, ty = self._weights[w], value.ty
-        scales = weight.args[1].ty
-        assert isinstance(scales, TensorType) and scales.shape is not None
-        assert isinstance(ty, TensorType) and ty.shape is not None and x.ty.shape is not None
-        if x.ty.dtype != "float32" or ty.dtype != "float32":
-            self._context.decide("integer_products", var.name, False, f"x is {x.ty.dtype}, the result {ty.dtype}")
+        weight = self._weights[w]
+        depth, rows, blocks = _dims(x)[-1], _dims(w)[0], _dims(weight.args[1])[0]
+        block = int((rows // blocks).const)
+        problem = None
+        if block > LONGEST_BLOCK:
+            problem = f"the sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} do"
+        elif not depth.is_const:
+            problem = f"only run time knows that rows of {depth} elements are {rows}"
+        if problem is not None:
+            self._context.decide("integer_products", var.name, False, problem)
             return None
-        emit, depth = self.bb.emit, x.ty.shape[-1]
-        rows = x if x.ty.rank == 2 else emit(get_op("reshape")(x, (product(x.ty.shape[:-1]), depth)))
-        found = self._rounded(rows, int((depth // scales.shape[0]).const))
+        emit, is_matrix = self.bb.emit, len(_dims(x)) == 2
+        found = self._rounded(x if is_matrix else emit(get_op("reshape")(x, (product(_dims(x)[:-1]), depth))), block)
         reason = f"activations are rounded to {8 + self._low_bits} bits in blocks, and sums of a block are exact"
         self._context.decide("integer_products", var.name, True, reason)
         given = (found.words, found.scales, found.sums, *weight.args)
         made = get_op("matmul_blocks")(*given, **weight.attrs, low_bits=self._low_bits, loc=value.loc)
-        return made if x.ty.rank == 2 else get_op("reshape")(emit(made), ty.shape)
+        return made if is_matrix else get_op("reshape")(emit(made), _dims(value))
 
     def _rounded(self, rows: Expr, block: int) -> _Rounded:
         emit = self.bb.emit
         made = emit(get_op("quantize_blocks")(rows, block=block, low_bits=self._low_bits))
         return _Rounded(*(emit(TupleGetItem(made, k)) for k in range(3)))
+
+
+def _dims(x: Expr) -> tuple[SymExpr, ...]:
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None  # as products and blocks have
+    return x.ty.shape

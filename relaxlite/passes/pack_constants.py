@@ -8,7 +8,7 @@ P[n / width, k, width] (zeros fill up the last panel) the kernel streams through
 Rows that a dot product takes several at a time lie beside each other: P[j // width, k // group, j % width, k % group].
 
 A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
-width; attribute `groups`: input, group).
+width; attribute `groups`: input, group). Programs that read the same large constants read the panels too.
 """
 
 from __future__ import annotations
@@ -50,30 +50,23 @@ def pack_constants(module: IRModule) -> IRModule:
 def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]) -> dict[str, dict[int, _Layout]]:
     """Programs that read large constants which are packed for a product: an embedding that is also the matrix of the
     logits. They read the panels as well, so that there is one copy."""
-    packed: dict[int, _Layout] = {}
+    packed: dict[int, _Layout] = {}  # by the id of the constant
     for call in program_calls(module):
         panels = wanted.get(call.callee.name, {})
-        if any(_is_large(call.args[k]) for k in panels):  # and with it its scales, for one
+        sizes = [arg.value.nbytes for k in panels if isinstance(arg := call.args[k], Constant)]
+        if max(sizes, default=0) >= SHARED_BYTES:  # and with it its scales, for one
             packed.update({id(call.args[k].value): layout for k, layout in panels.items()})  # type: ignore[union-attr]
-    found: dict[str, dict[int, set[_Layout | None]]] = {}
+    read: dict[tuple[str, int], _Layout | None] = {}  # (program, input) -> how all its calls pass it; None: not alike
     for call in program_calls(module):
         for k, arg in enumerate(call.args):
-            if k not in wanted.get(call.callee.name, {}):
-                layout_of = packed.get(id(arg.value)) if isinstance(arg, Constant) else None
-                found.setdefault(call.callee.name, {}).setdefault(k, set()).add(layout_of)
-    return {
-        name: panels
-        for name, inputs in found.items()
-        if (panels := {k: one for k, (one, *rest) in _listed(inputs) if one is not None and not rest})
-    }
-
-
-def _listed(inputs: Mapping[int, set[_Layout | None]]) -> list[tuple[int, list[_Layout | None]]]:
-    return [(k, list(layouts)) for k, layouts in inputs.items()]
-
-
-def _is_large(arg: Expr) -> bool:
-    return isinstance(arg, Constant) and arg.value.nbytes >= SHARED_BYTES
+            found = packed.get(id(arg.value)) if isinstance(arg, Constant) else None
+            place = call.callee.name, k
+            read[place] = found if read.get(place, found) == found else None
+    readers: dict[str, dict[int, _Layout]] = {}
+    for (name, k), layout_of in read.items():
+        if layout_of is not None and k not in wanted.get(name, {}):
+            readers.setdefault(name, {})[k] = layout_of
+    return readers
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ T = TypeVar("T")
 QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
 LOW_BITS = (0, 4, 8)
+LONGEST_BLOCK = 256  # rows whose sum of products surely fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
+LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
 _ONES = 0x01010101
 _WEIGHT = ("words", "scales", "*others")
@@ -310,7 +312,8 @@ class QuantizeBlocks(Op):
 
     An integer is high * 2**low_bits + low, a scale the block's largest magnitude / (127 * 2**low_bits). First come the
     high bytes of a block, then the low ones. `sums` are those of the integers, for a zero point or offset of what they
-    are multiplied by.
+    are multiplied by. NaN and infinity are in the scale, and so in all that the block is multiplied by; its integers
+    are 0 then, as where nothing is as large as 1e-36.
     """
 
     name = "quantize_blocks"
@@ -353,7 +356,7 @@ class QuantizeBlocks(Op):
 
             greatest, width = Scalar(top[()]), (sym(block),)
             scale = greatest / float(GREATEST << low_bits)
-            inverse = select(greatest > 0.0, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             return seq(
                 reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(x[i, g * block + b]).abs().value),
                 Store(scales, (g, i), scale.value),
@@ -370,7 +373,7 @@ class QuantizeBlocks(Op):
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
         with np.errstate(all="ignore"):
             top = np.abs(blocks).max(axis=2, initial=0)
-            factor = np.where(top > 0, np.float32(GREATEST) / top, np.float32(0)).astype(np.float32)
+            factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
             scaled = blocks * factor[..., None]
             pieces = [np.rint(scaled)]
             if low_bits:
@@ -414,8 +417,8 @@ class MatmulBlocks(_Blocks):
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
 
-    with exact sums of integers inside of a block. `low_bits` as quantize_blocks was given. x_sums has to be the sums of
-    x's integers: where products take signed codes, it is not read for the zero point.
+    with exact sums of integers inside of a block of at most 256 rows. `low_bits` as quantize_blocks was given. x_sums
+    has to be the sums of x's integers: where products take signed codes, it is not read for the zero point.
     """
 
     name = "matmul_blocks"
@@ -426,6 +429,8 @@ class MatmulBlocks(_Blocks):
         self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *given: Expr, bits: int, zero: int, low_bits: int
     ) -> Type:
         rows, block, columns = self.rows_of(words, given, bits, zero)
+        if block > LONGEST_BLOCK:
+            self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
         shape = types[0].shape or ()
         wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))

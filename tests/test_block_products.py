@@ -1,0 +1,441 @@
+"""Products with weights in blocks, compiled once and run at many sizes, against exact arithmetic in NumPy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from math import erf
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+
+import relaxlite as rl
+from relaxlite.codegen.llvm import emit_program
+from relaxlite.errors import RelaxliteError
+from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module, verify
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Expr, Tuple, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import get_op
+from relaxlite.ir.program import AHEAD, Intrinsic, TensorProgram
+from relaxlite.ir.program_visitor import all_values
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import program_calls
+from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.target import Target
+from tests.block_weights import BlockWeight, block_weight
+
+ROOT = Path(__file__).parent.parent
+HOST = Target.host()
+ROWS = (0, 1, 2, 3, 17, 127, 128, 129, 300)
+PARTS = {"int8": 1, "int16": 2}
+# What runs wherever AVX2 does, without an instruction for products of bytes, and with one of 256 bits.
+PORTABLE = "llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu"
+NARROW = "llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu"
+WITH_DOTS = "llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu"
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+def here(text: str) -> str:
+    """The target, where this machine can run what is compiled for it."""
+    if not Target.parse(text).runs_here:
+        pytest.skip("this processor lacks the instructions")
+    return text
+
+
+def product(weight: BlockWeight, *, x: TensorType | None = None) -> IRModule:
+    """x @ weight"""
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=x or TensorType.of((m, len(weight.codes)), "float32")) as (given,):
+        bb.result(bb.emit(ops.matmul(given, weight.emit(bb))))
+    return bb.module()
+
+
+def some_rows(count: int, width: int, seed: int = 0) -> Array:
+    return np.random.default_rng((seed, count, width)).standard_normal((count, width)).astype(np.float32)
+
+
+# Results
+
+
+# bits, rows of a block, zero point (None: offsets), dtype of the scales, columns
+WEIGHTS: dict[str, tuple[int, int, int | None, str, tuple[int, ...]]] = {
+    "4 bits": (4, 32, 8, "float16", (1, 80)),
+    "4 bits, offsets": (4, 32, None, "float32", (31, 96)),
+    "4 bits in blocks of 8": (4, 8, 3, "float32", (33,)),
+    "5 bits": (5, 32, 16, "float16", (32,)),
+    "5 bits, offsets": (5, 64, None, "float16", (31, 80)),
+    "6 bits in blocks of 16": (6, 16, 32, "float32", (33, 96)),
+    "8 bits": (8, 32, 128, "float16", (1, 32, 80)),
+    "8 bits, offsets": (8, 16, None, "float16", (33,)),
+}
+CASES = [(name, columns, "llvm") for name, (*_, widths) in WEIGHTS.items() for columns in widths]
+CASES += [(name, widths[-1], target) for target in (PORTABLE, NARROW) for name, (*_, widths) in WEIGHTS.items()]
+
+
+def weight_of(name: str, columns: int) -> BlockWeight:
+    bits, block, zero, dtype, _ = WEIGHTS[name]
+    return block_weight(192, columns, bits=bits, block=block, zero=zero, dtype=dtype)
+
+
+def exact_case(name: str, columns: int, parts: int) -> tuple[BlockWeight, Array]:
+    """A weight and activations whose product has no rounding: activations are integers or their 256th parts with 127
+    among each block's, so that they are what they are rounded to, and scales are powers of two. The sums of all blocks
+    fit into the 24 bits of a float."""
+    weight, rng = weight_of(name, columns), np.random.default_rng(columns)
+    block, unit = weight.block, 256 if parts == 2 else 1
+    x = rng.integers(-127, 128, (300, 192)).astype(np.float32) / unit
+    peaks = np.arange(0, 192, block) + rng.integers(0, block, 192 // block)
+    x[:, peaks] = rng.choice([-127, 127], (300, len(peaks)))
+    codes = weight.codes.copy()
+    codes[peaks] = weight.zero + rng.integers(-3, 4, (len(peaks), columns)) if weight.zero else 3
+    scales = rng.choice([0.5, 0.25], weight.scales.shape).astype(weight.scales.dtype)
+    offsets = None if weight.offsets is None else -(scales * 2)
+    return replace(weight, codes=codes.astype(np.uint8), scales=scales, offsets=offsets), x
+
+
+@pytest.mark.parametrize("precision", PARTS)
+@pytest.mark.parametrize(("name", "columns", "target"), CASES)
+def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, precision: str, target: str) -> None:
+    weight, x = exact_case(name, columns, PARTS[precision])
+    wanted = x.astype(np.float64) @ weight.values
+    smallest = 0.25 if precision == "int8" else 0.25 / 256
+    assert (abs(x).astype(np.float64) @ abs(weight.values)).max() < smallest * (1 << 24)
+    exe = rl.compile(product(weight), here(target), precision=precision)
+    for m in ROWS:
+        np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
+
+
+def rounded(x: Array, block: int, parts: int) -> Array:
+    """What x is rounded to, as float64: integers of each block, times its scale."""
+    blocks = x.reshape(len(x), -1, block)
+    top = abs(blocks).max(axis=2, keepdims=True)
+    greatest = 127 * 256 ** (parts - 1)
+    scaled = blocks * (np.float32(127) / np.where(top > 0, top, 1))
+    high = np.rint(scaled)
+    if parts == 2:
+        high = high * 256.0 + np.minimum(np.rint((scaled - high) * 256), 127)
+    return np.asarray((high.astype(np.float64) * (top.astype(np.float64) / greatest)).reshape(x.shape))
+
+
+@pytest.mark.parametrize("target", ["llvm", PORTABLE], ids=["host", "avx2"])
+@pytest.mark.parametrize("precision", PARTS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_rows_round_alike_among_any_number_of_others(name: str, precision: str, target: str) -> None:
+    weight, x = weight_of(name, 80), some_rows(300, 192)
+    x[5, 32:64] = 0
+    x[6:8] *= np.float32([[1e-30], [1e30]])
+    exe = rl.compile(product(weight), here(target), precision=precision)
+    alone = np.concatenate([exe(x[i : i + 1]) for i in range(300)])
+    for m in ROWS:
+        np.testing.assert_array_equal(exe(x[:m]), alone[:m], err_msg=f"{m} rows")
+    taken = rounded(x, weight.block, PARTS[precision])
+    size = abs(taken) @ abs(weight.values) + 1e-60
+    assert (abs(alone - taken @ weight.values) / size).max() <= 192 * 2.0**-23
+    plain = x.astype(np.float64) @ weight.values
+    assert (abs(alone - plain) / size).max() <= (2e-2 if precision == "int8" else 1e-4)
+
+
+# What stands around products
+
+
+Layer: TypeAlias = "Callable[[BlockBuilder, list[Var], list[BlockWeight]], Expr]"
+
+
+def products(bb: BlockBuilder, x: Expr, weights: list[BlockWeight]) -> list[Var]:
+    return [bb.emit(ops.matmul(x, weight.emit(bb))) for weight in weights]
+
+
+def biased(bb: BlockBuilder, given: list[Var], weights: list[BlockWeight]) -> Expr:
+    (y,) = products(bb, given[0], weights[:1])
+    return bb.emit(ops.gelu(bb.emit(ops.add(y, np.linspace(-1, 1, COLUMNS, dtype=np.float32)))))
+
+
+def residual(bb: BlockBuilder, given: list[Var], weights: list[BlockWeight]) -> Expr:
+    (y,) = products(bb, given[0], weights[:1])
+    return bb.emit(ops.add(given[1], y))
+
+
+def gated(bb: BlockBuilder, given: list[Var], weights: list[BlockWeight]) -> Expr:
+    gate, up = products(bb, given[0], weights[:2])
+    return bb.emit(ops.multiply(bb.emit(ops.multiply(gate, bb.emit(ops.sigmoid(gate)))), up))
+
+
+def joined(bb: BlockBuilder, given: list[Var], weights: list[BlockWeight]) -> Expr:
+    return Tuple(tuple(products(bb, given[0], weights)))
+
+
+COLUMNS, DEPTH = 80, 96
+LAYERS: dict[str, Layer] = {"bias and gelu": biased, "residual": residual, "gate": gated, "joined": joined}
+
+
+def layer(make: Layer) -> tuple[IRModule, list[BlockWeight]]:
+    """Of products of one x, with weights of three kinds."""
+    weights = [
+        block_weight(DEPTH, COLUMNS, bits=bits, zero=zero, seed=seed)
+        for seed, (bits, zero) in enumerate(((4, 8), (4, 8), (8, 128)))
+    ]
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    types = {"x": TensorType.of((m, DEPTH), "float32"), "r": TensorType.of((m, COLUMNS), "float32")}
+    with bb.function("main", **types) as given:
+        bb.result(make(bb, list(given), weights))
+    return bb.module(), weights
+
+
+def in_numpy(name: str, x: Array, r: Array, weights: list[BlockWeight]) -> list[Array]:
+    first, second, third = (x.astype(np.float64) @ w.values for w in weights)
+    if name == "joined":
+        return [first, second, third]
+    if name == "residual":
+        return [r + first]
+    if name == "gate":
+        return [first / (1 + np.exp(-first)) * second]
+    y = first + np.linspace(-1, 1, COLUMNS)
+    return [y * (1 + np.vectorize(erf)(y / np.sqrt(2))) / 2]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_follows_products_sees_the_same_rows(name: str) -> None:
+    module, weights = layer(LAYERS[name])
+    exe = rl.compile(module, precision="int16")
+    x, r = some_rows(300, DEPTH), some_rows(300, COLUMNS)
+
+    def run(begin: int, end: int) -> list[Array]:
+        found = exe(x[begin:end], r[begin:end])
+        return list(found) if isinstance(found, tuple) else [found]
+
+    alone = [np.concatenate(parts) for parts in zip(*(run(i, i + 1) for i in range(300)), strict=True)]
+    for found, wanted in zip(alone, in_numpy(name, x, r, weights), strict=True):
+        assert abs(found - wanted).max() <= 1e-4 * abs(wanted).max()
+    for m in ROWS:
+        for found, rows in zip(run(0, m), alone, strict=True):
+            np.testing.assert_array_equal(found, rows[:m], err_msg=f"{m} rows")
+
+
+@pytest.mark.parametrize("dims", [("b", "m"), (2, "m"), ("b", 1, "m"), (3, 5), ()])
+def test_rows_may_have_any_leading_dimensions(dims: tuple[int | str, ...]) -> None:
+    weight = block_weight(64, 33)
+    bb = BlockBuilder()
+    shape = tuple(bb.symbol(d) if isinstance(d, str) else d for d in dims)
+    with bb.function("main", x=TensorType.of((*shape, 64), "float32")) as (x,):
+        bb.result(bb.emit(ops.matmul(x, weight.emit(bb))))
+    exe = rl.compile(bb.module(), precision="int16")
+    for sizes in ({"b": 3, "m": 7}, {"b": 1, "m": 1}, {"b": 0, "m": 4}, {"b": 5, "m": 0}):
+        given = np.random.default_rng(1).standard_normal([sizes.get(str(d), d) for d in dims] + [64]).astype(np.float32)
+        wanted = given @ weight.values
+        found = exe(given)
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * abs(wanted).max(initial=1))
+
+
+def test_weights_may_be_arguments_of_any_width() -> None:
+    bb = BlockBuilder()
+    m, n = bb.symbol("m"), bb.symbol("n")
+    types = {
+        "x": TensorType.of((m, 64), "float32"), "words": TensorType.of((8, n), "int32"),
+        "scales": TensorType.of((2, n), "float16"), "offsets": TensorType.of((2, n), "float16"),
+    }  # fmt: skip
+    with bb.function("main", **types) as (x, *operands):
+        weight = bb.emit(get_op("dequantize_blocks")(*operands, bits=4, zero=0))
+        bb.result(bb.emit(ops.matmul(x, weight)))
+    exe = rl.compile(bb.module(), precision="int16")
+    for columns in (1, 31, 32, 80, 129):
+        weight = block_weight(64, columns, zero=None)
+        given = [c.value for c in weight.operands]
+        alone = np.concatenate([exe(row[None], *given) for row in some_rows(129, 64)])
+        wanted = some_rows(129, 64) @ weight.values
+        assert abs(alone - wanted).max() <= 1e-4 * abs(wanted).max()
+        for m in (0, 2, 17, 129):
+            np.testing.assert_array_equal(exe(some_rows(129, 64)[:m], *given), alone[:m])
+
+
+@pytest.mark.parametrize("precision", PARTS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(bad: float, precision: str) -> None:
+    exe, x = rl.compile(product(block_weight(DEPTH, COLUMNS)), precision=precision), some_rows(129, DEPTH)
+    clean = exe(x)
+    for m in (1, 2, 17, 129):
+        for column in (0, 5, 31, 95):
+            given = x[:m].copy()
+            given[m // 2, column] = bad
+            found = exe(given)
+            assert np.isnan(found[m // 2]).all() if np.isnan(bad) else not np.isfinite(found[m // 2]).any()
+            np.testing.assert_array_equal(np.delete(found, m // 2, 0), np.delete(clean[:m], m // 2, 0))
+
+
+# What the compiler makes of them
+
+
+def lowered(module: IRModule, target: str = WITH_DOTS, precision: str = "auto") -> tuple[IRModule, PassContext]:
+    context = PassContext(Target.parse(target), precision=precision, verify=True)
+    return run_passes(module, default_pipeline(), context), context
+
+
+def is_of(name: str, op: str) -> bool:
+    """Whether this is the name of a program of the op: "fused_matmul_blocks_add"."""
+    return re.search(rf"(^|_){op}(_|$)", name) is not None
+
+
+def programs_with(module: IRModule, op: str) -> dict[str, TensorProgram]:
+    return {name: p for name, p in module.programs().items() if is_of(name, op)}
+
+
+def calls_of(module: IRModule, op: str) -> int:
+    return sum(is_of(call.callee.name, op) for call in program_calls(module))
+
+
+def reasons(context: PassContext) -> list[tuple[bool, str]]:
+    return [(d.taken, d.reason) for d in context.decisions if d.step == "integer_products"]
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("auto", 16), ("int16", 16), ("int8", 8), ("bf16", 16)])
+def test_products_take_dot_instructions_over_panels(precision: str, bits: int) -> None:
+    target = f"llvm -mcpu={'sapphirerapids' if precision == 'bf16' else 'icelake-server'} -mtriple=x86_64-linux-gnu"
+    module, context = lowered(product(block_weight(DEPTH, COLUMNS)), target, precision)
+    (program,) = programs_with(module, "matmul_blocks").values()
+    dots = [v for v in all_values(program.body) if isinstance(v, Intrinsic) and v.name == "dot4_words"]
+    assert dots
+    words, scales = program.params[3:5]
+    assert [tuple(map(int, b.shape)) for b in (words, scales)] == [(3, 12, 32), (3, 3, 32)]  # 80 columns by 32
+    text = emit_program("p", program, Target.parse(target))
+    assert "@llvm.x86.avx512.vpdpbusd.512" in text
+    reason = f"activations are rounded to {bits} bits in blocks, and sums of a block are exact"
+    assert reasons(context) == [(True, reason)]
+
+
+@pytest.mark.parametrize(("cpu", "asks"), [("icelake-server", True), ("sapphirerapids", True), ("znver4", False)])
+def test_weights_are_asked_for_ahead_where_that_helps(cpu: str, asks: bool) -> None:
+    target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
+    module, _ = lowered(product(block_weight(DEPTH, COLUMNS)), str(target))
+    (program,) = programs_with(module, "matmul_blocks").values()
+    # words take 12 rows of 4 bytes and scales 3 of 2: asked for at the same time, in whole lines
+    assert program.attrs.get(AHEAD, ()) == (((3, 16384), (4, 2048)) if asks else ())
+    assert ("@llvm.prefetch" in emit_program("p", program, target)) == asks
+
+
+@pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (PORTABLE, "auto")])
+def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, precision: str) -> None:
+    module, context = lowered(product(block_weight(DEPTH, COLUMNS)), target, precision)
+    assert not programs_with(module, "quantize_blocks") and not programs_with(module, "matmul_blocks")
+    assert reasons(context) == []
+    if Target.parse(target).runs_here:
+        weight, x = block_weight(DEPTH, COLUMNS), some_rows(17, DEPTH)
+        found = rl.compile(product(weight), target, precision=precision)(x)
+        np.testing.assert_allclose(found, x @ weight.values, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [("m",), ("b", "m")])
+def test_products_of_one_operand_share_its_rounding(dims: tuple[str, ...]) -> None:
+    bb = BlockBuilder()
+    shape = tuple(map(bb.symbol, dims))
+    with bb.function("main", x=TensorType.of((*shape, DEPTH), "float32")) as (x,):
+        bb.result(Tuple(tuple(products(bb, x, [block_weight(DEPTH, 40, seed=k) for k in range(3)]))))
+    assert calls_of(lowered(bb.module())[0], "quantize_blocks") == 1
+    assert calls_of(lowered(bb.module())[0], "matmul_blocks") == 1
+
+
+def test_blocks_of_other_lengths_have_a_rounding_of_their_own() -> None:
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=TensorType.of((m, DEPTH), "float32")) as (x,):
+        bb.result(Tuple(tuple(products(bb, x, [block_weight(DEPTH, 40, block=b) for b in (16, 32)]))))
+    assert calls_of(lowered(bb.module())[0], "quantize_blocks") == 2
+
+
+def test_a_weight_on_the_left_is_left_alone() -> None:
+    weight = block_weight(DEPTH, COLUMNS)
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=TensorType.of((COLUMNS, m), "float32")) as (x,):
+        bb.result(bb.emit(ops.matmul(weight.emit(bb), x)))
+    module, context = lowered(bb.module())
+    assert not programs_with(module, "quantize_blocks") and reasons(context) == []
+    x = some_rows(COLUMNS, 5)
+    np.testing.assert_allclose(rl.compile(bb.module())(x), weight.values @ x, rtol=1e-5, atol=1e-4)
+
+
+def test_a_product_of_halves_is_left_alone() -> None:
+    """The weight is rounded to float16 for it: that is another matrix."""
+    weight = block_weight(DEPTH, COLUMNS)
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=TensorType.of((m, DEPTH), "float16")) as (x,):
+        bb.result(bb.emit(ops.matmul(x, bb.emit(ops.cast(weight.emit(bb), dtype="float16")))))
+    module, context = lowered(bb.module())
+    assert not programs_with(module, "quantize_blocks") and reasons(context) == []
+    x = some_rows(17, DEPTH).astype(np.float16)
+    wanted = x.astype(np.float64) @ weight.values
+    assert abs(rl.compile(bb.module())(x) - wanted).max() <= 2e-3 * abs(wanted).max()
+
+
+def test_every_stage_is_legal_and_its_text_a_fixed_point() -> None:
+    for precision in ("float32", "int8", "int16"):
+        stages: list[tuple[str, str, IRModule]] = []
+        context = PassContext(Target.parse(WITH_DOTS), precision=precision)
+        context.observers.append(lambda step, _, after, __: stages.append((step.name, step.stage, after)))  # noqa: B023
+        run_passes(layer(gated)[0], default_pipeline(), context)
+        assert len(stages) == len(default_pipeline())
+        for name, stage, module in stages:
+            verify(module, stage)
+            text = print_module(module)
+            parsed = parse_module(text, module_constants(module))
+            assert print_module(parsed) == text, name
+            assert first_difference(parsed, module) is None, name
+
+
+_CHILD = """
+import sys
+from relaxlite import driver
+from relaxlite.target import Target
+from tests.test_block_products import LAYERS, layer
+for make in LAYERS.values():
+    for precision in ("auto", "int8", "int16"):
+        data = driver.build(layer(make)[0], Target.parse(sys.argv[1]), precision=precision)
+        assert any("matmul_blocks" in name for name in data.kernels) or precision == "auto"
+        print(data.objects[0][:4].hex())
+"""
+
+
+@pytest.mark.parametrize("cpu", ["generic", "neoverse-v1"])
+def test_code_for_another_architecture(cpu: str) -> None:
+    """In a process of its own, because an error of LLVM's ends it."""
+    text = f"llvm -mcpu={cpu} -mtriple=aarch64-unknown-linux-gnu"
+    found = subprocess.run([sys.executable, "-c", _CHILD, text], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == ["7f454c46"] * 12
+
+
+def test_rows_whose_length_only_run_time_knows_are_left_alone() -> None:
+    weight, bb = block_weight(DEPTH, COLUMNS), BlockBuilder()
+    m, k = bb.symbol("m"), bb.symbol("k")
+    module = product(weight, x=TensorType.of((m, k), "float32"))
+    made, context = lowered(module)
+    assert not programs_with(made, "quantize_blocks")
+    assert reasons(context) == [(False, "only run time knows that rows of k elements are 96")]
+    exe, x = rl.compile(module), some_rows(17, DEPTH)
+    np.testing.assert_allclose(exe(x), x @ weight.values, rtol=1e-5, atol=1e-4)
+    with pytest.raises(RelaxliteError, match="96"):
+        exe(x[:, :95])
+
+
+@pytest.mark.parametrize(("block", "taken"), [(256, True), (512, False)])
+def test_blocks_whose_sums_may_not_fit_are_left_alone(block: int, taken: bool) -> None:
+    """Per column, of 8 bits: at its ends a block of 512 rows sums to 512 * 255 * 127 * 256, beyond 32 bits."""
+    weight = block_weight(block, 33, bits=8, block=block, zero=None)
+    weight = replace(weight, codes=np.full_like(weight.codes, 255))
+    x = np.full((3, block), 2, np.float32)
+    _, context = lowered(product(weight))
+    assert [found for found, _ in reasons(context)] == [taken]
+    if not taken:
+        assert reasons(context)[0][1] == "the sums of blocks of 512 rows may not fit into 32 bits; at most 256 do"
+    wanted = x.astype(np.float64) @ weight.values
+    np.testing.assert_allclose(rl.compile(product(weight), precision="int16")(x), wanted, rtol=1e-5)
