@@ -53,6 +53,10 @@ def f16(*shape: Any) -> TensorType:
     return TensorType.of(shape, "float16")
 
 
+def i8(*shape: Any) -> TensorType:
+    return TensorType.of(shape, "int8")
+
+
 def i32(*shape: Any) -> TensorType:
     return TensorType.of(shape, "int32")
 
@@ -60,9 +64,9 @@ def i32(*shape: Any) -> TensorType:
 # what is wrong with (words, scales, offsets) of a weight, and its attributes
 BAD_WEIGHTS: dict[str, tuple[tuple[Type, ...], dict[str, Any], str]] = {
     "floats": ((f32(8, N), f16(2, N)), {},
-               "words must be int32 and scales float32 or float16, both of rank 2, got (8, n) float32 and (2, n)"),
+               "scales float32 or float16, or uint8 or int8 with factors, all of rank 2, got (8, n) float32"),
     "double scales": ((i32(8, N), TensorType.of((2, N), "float64")), {}, "got (8, n) int32 and (2, n) float64"),
-    "a vector": ((i32(8), f32(2, N)), {}, "both of rank 2, got (8,) int32 and (2, n) float32"),
+    "a vector": ((i32(8), f32(2, N)), {}, "all of rank 2, got (8,) int32 and (2, n) float32"),
     "rows that vary": ((i32(K, N), f32(2, N)), {}, "words (k, n) of 4 bits and scales (2, n) do not fit"),
     "blocks that vary": ((i32(8, N), f32(K, N)), {}, "words (8, n) of 4 bits and scales (k, n) do not fit"),
     "no rows": ((i32(0, N), f32(2, N)), {}, "words (0, n) of 4 bits and scales (2, n) do not fit"),
@@ -91,7 +95,7 @@ def refused(op: str, types: tuple[Type, ...], attrs: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_a_weight_that_is_none_is_refused(name: str, op: str) -> None:
     types, attrs, message = BAD_WEIGHTS[name]
-    given = {"gather_blocks": (TensorType.of((M,), "int64"),), "matmul_blocks": (i32(2, M, 8), f32(2, M), i32(2, M))}
+    given = {"gather_blocks": (TensorType.of((M,), "int64"),), "matmul_blocks": (i8(2, M, 32), f32(2, M), i32(2, M))}
     assert message in refused(op, (*given.get(op, ()), *types), {"bits": 4, **attrs})
 
 
@@ -108,17 +112,17 @@ def test_a_weight_that_is_none_is_refused(name: str, op: str) -> None:
          "rows of 48 are no whole number of blocks of 32, a multiple of 4"),
         ("quantize_blocks", (f32(M, 48),), {"block": 6}, "rows of 48 are no whole number of blocks of 6"),
         ("quantize_blocks", (f32(M, 48),), {"block": 0}, "rows of 48 are no whole number of blocks of 0"),
-        ("quantize_blocks", (f32(M, 64),), {"block": 32, "parts": 3}, "parts"),
-        ("matmul_blocks", (f32(2, M, 8), f32(2, M), i32(2, M), i32(8, N), f32(2, N)), {"bits": 4},
-         "x, x_scales and x_sums must be as quantize_blocks makes them, got (2, m, 8) float32, (2, m) float32"),
-        ("matmul_blocks", (i32(2, 8), f32(2, M), i32(2, M), i32(8, N), f32(2, N)), {"bits": 4},
-         "must be as quantize_blocks makes them, got (2, 8) int32"),
-        ("matmul_blocks", (i32(3, M, 8), f32(3, M), i32(3, M), i32(8, N), f32(2, N)), {"bits": 4},
-         "64 rows in blocks of 32 take x of (2, m, 8) and x_scales and x_sums of (2, m), got (3, m, 8) int32"),
-        ("matmul_blocks", (i32(2, M, 8), f32(2, M), i32(2, M), i32(8, N), f32(2, N)), {"bits": 4, "parts": 2},
-         "take x of (2, m, 16)"),
-        ("matmul_blocks", (i32(2, 5, 8), f32(2, 5), i32(2, 6), i32(8, N), f32(2, N)), {"bits": 4},
-         "x_sums of (2, m), got (2, 5, 8) int32, (2, 5) float32, (2, 6) int32"),
+        ("quantize_blocks", (f32(M, 64),), {"block": 32, "low_bits": 3}, "low_bits"),
+        ("matmul_blocks", (f32(2, M, 32), f32(2, M), i32(2, M), i32(8, N), f32(2, N)), {"bits": 4},
+         "x, x_scales and x_sums must be as quantize_blocks makes them, got (2, m, 32) float32, (2, m) float32"),
+        ("matmul_blocks", (i8(2, 32), f32(2, M), i32(2, M), i32(8, N), f32(2, N)), {"bits": 4},
+         "must be as quantize_blocks makes them, got (2, 32) int8"),
+        ("matmul_blocks", (i8(3, M, 32), f32(3, M), i32(3, M), i32(8, N), f32(2, N)), {"bits": 4},
+         "64 rows in blocks of 32 take x of (2, m, 32) and x_scales and x_sums of (2, m), got (3, m, 32) int8"),
+        ("matmul_blocks", (i8(2, M, 32), f32(2, M), i32(2, M), i32(8, N), f32(2, N)), {"bits": 4, "low_bits": 8},
+         "take x of (2, m, 64)"),
+        ("matmul_blocks", (i8(2, 5, 32), f32(2, 5), i32(2, 6), i32(8, N), f32(2, N)), {"bits": 4},
+         "x_sums of (2, m), got (2, 5, 32) int8, (2, 5) float32, (2, 6) int32"),
     ],
 )  # fmt: skip
 def test_other_operands_are_refused(op: str, types: tuple[Type, ...], attrs: dict[str, Any], message: str) -> None:
@@ -135,26 +139,28 @@ def compiled(op: str, *types: TensorType, **attrs: Any) -> Executable:
     return rl.compile(bb.module())
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_blocks_of_any_magnitude_are_rounded_as_the_reference_does(parts: int) -> None:
+@pytest.mark.parametrize("low_bits", [0, 4, 8])
+def test_blocks_of_any_magnitude_are_rounded_as_the_reference_does(low_bits: int) -> None:
     """From numbers without an inverse, which count as 0, to the largest; NaN and infinity are in the scale."""
-    run = compiled("quantize_blocks", f32(M, 32), block=16, parts=parts)
+    run = compiled("quantize_blocks", f32(M, 32), block=16, low_bits=low_bits)
     x = np.random.default_rng(0).uniform(-1, 1, (90, 32)).astype(np.float32)
     x *= (10.0 ** np.arange(-45, 45))[:, None].clip(0, 3e38)
     x[40, 3], x[41, 17], x[42, 20] = np.nan, np.inf, -np.inf
     x[43], x[44] = 0, np.finfo(np.float32).max
     words, scales, sums = run(x)
-    wanted = get_op("quantize_blocks").reference(x, block=16, parts=parts)
+    wanted = get_op("quantize_blocks").reference(x, block=16, low_bits=low_bits)
     np.testing.assert_array_equal(words, wanted[0])
     np.testing.assert_array_equal(scales, wanted[1])
     np.testing.assert_array_equal(sums, wanted[2])
-    codes = words.view(np.int8).reshape(2, 90, parts, 16).astype(np.float64)
-    integers = codes[:, :, 0] if parts == 1 else 256 * codes[:, :, 0] + codes[:, :, 1]
+    codes = words.reshape(2, 90, -1, 16).astype(np.float64)
+    integers = codes[:, :, 0] if not low_bits else codes[:, :, 0] * (1 << low_bits) + codes[:, :, 1]
     np.testing.assert_array_equal(integers.sum(axis=2), sums)
     finite = np.delete(np.arange(90), [40, 41, 42])
     found = (integers[:, finite] * scales[:, finite, None]).swapaxes(0, 1).reshape(len(finite), 32)
     top = abs(x[finite]).reshape(-1, 2, 16).max(axis=2).repeat(16, axis=1)
-    step = {1: 0.51 / 127, 2: 1.01 / 127 / 256}[parts]  # 128 of the 256th parts are no signed byte: 127 stands for them
+    step = {0: 0.51 / 127, 4: 0.51 / 127 / 16, 8: 1.01 / 127 / 256}[
+        low_bits
+    ]  # 128 of the 256th parts are no signed byte: 127 stands for them
     assert (abs(found - x[finite]) <= np.maximum(top * step, 1e-36)).all()
     assert np.isnan(scales[0, 40]) and np.isposinf(scales[1, 41:43]).all()
 
@@ -166,18 +172,18 @@ def test_sums_of_the_longest_blocks_fit(zero: int, sign: int) -> None:
     block = LONGEST_BLOCK
     codes = np.full((block, 16), 255 - zero, np.uint8)
     numbers = np.full(2 * block, sign * 127, np.int8)
-    words = np.broadcast_to(numbers.view(np.int32), (1, 3, 2 * block // 4)).copy()
+    x = np.broadcast_to(numbers, (1, 3, 2 * block)).copy()
     sums = np.full((1, 3), sign * block * 127 * 257, np.int32)
     scales, one = np.ones((1, 16), np.float32), np.ones((1, 3), np.float32)
-    attrs = {"bits": 8, "zero": zero, "parts": 2}
-    types = (i32(1, M, 2 * block // 4), f32(1, M), i32(1, M), i32(block // 4, 16), f32(1, 16))
-    found = compiled("matmul_blocks", *types, **attrs)(words, one, sums, pack_codes(codes, block, 8), scales)
+    attrs = {"bits": 8, "zero": zero, "low_bits": 8}
+    types = (i8(1, M, 2 * block), f32(1, M), i32(1, M), i32(block // 4, 16), f32(1, 16))
+    found = compiled("matmul_blocks", *types, **attrs)(x, one, sums, pack_codes(codes, block, 8), scales)
     wanted = sign * block * (255 - 2 * zero) * 127 * 257
     np.testing.assert_array_equal(found, np.full((3, 16), wanted, np.float32))
 
 
 def test_longer_blocks_are_refused() -> None:
     block = LONGEST_BLOCK + 8
-    types = (i32(1, M, block // 4), f32(1, M), i32(1, M), i32(block // 8, N), f32(1, N))
+    types = (i8(1, M, block), f32(1, M), i32(1, M), i32(block // 8, N), f32(1, N))
     message = refused("matmul_blocks", types, {"bits": 4})
     assert f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK}" in message

@@ -16,7 +16,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.llvm import emit_program
-from relaxlite.errors import RelaxliteError
+from relaxlite.errors import LibraryError, RelaxliteError
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module, verify
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr, Tuple, Var
@@ -28,13 +28,14 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import program_calls
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.runtime import libraries
 from relaxlite.target import Target
 from tests.block_weights import BlockWeight, block_weight
 
 ROOT = Path(__file__).parent.parent
 HOST = Target.host()
 ROWS = (0, 1, 2, 3, 17, 127, 128, 129, 300)
-PARTS = {"int8": 1, "int16": 2}
+LOW_BITS = {"int8": 0, "int12": 4, "int16": 8}
 # What runs wherever AVX2 does, without an instruction for products of bytes, and with one of 256 bits.
 PORTABLE = "llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu"
 NARROW = "llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu"
@@ -86,12 +87,12 @@ def weight_of(name: str, columns: int) -> BlockWeight:
     return block_weight(192, columns, bits=bits, block=block, zero=zero, dtype=dtype)
 
 
-def exact_case(name: str, columns: int, parts: int) -> tuple[BlockWeight, Array]:
-    """A weight and activations whose product has no rounding: activations are integers or their 256th parts with 127
-    among each block's, so that they are what they are rounded to, and scales are powers of two. The sums of all blocks
-    fit into the 24 bits of a float."""
+def exact_case(name: str, columns: int, low_bits: int) -> tuple[BlockWeight, Array]:
+    """A weight and activations whose product has no rounding: activations are integers or their 16th or 256th parts
+    with 127 among each block's, so that they are what they are rounded to, and scales are powers of two. The sums of
+    all blocks fit into the 24 bits of a float."""
     weight, rng = weight_of(name, columns), np.random.default_rng(columns)
-    block, unit = weight.block, 256 if parts == 2 else 1
+    block, unit = weight.block, 1 << low_bits
     x = rng.integers(-127, 128, (300, 192)).astype(np.float32) / unit
     peaks = np.arange(0, 192, block) + rng.integers(0, block, 192 // block)
     x[:, peaks] = rng.choice([-127, 127], (300, len(peaks)))
@@ -102,32 +103,33 @@ def exact_case(name: str, columns: int, parts: int) -> tuple[BlockWeight, Array]
     return replace(weight, codes=codes.astype(np.uint8), scales=scales, offsets=offsets), x
 
 
-@pytest.mark.parametrize("precision", PARTS)
+@pytest.mark.parametrize("precision", LOW_BITS)
 @pytest.mark.parametrize(("name", "columns", "target"), CASES)
 def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, precision: str, target: str) -> None:
-    weight, x = exact_case(name, columns, PARTS[precision])
+    weight, x = exact_case(name, columns, LOW_BITS[precision])
     wanted = x.astype(np.float64) @ weight.values
-    smallest = 0.25 if precision == "int8" else 0.25 / 256
+    smallest = 0.25 / (1 << LOW_BITS[precision])
     assert (abs(x).astype(np.float64) @ abs(weight.values)).max() < smallest * (1 << 24)
     exe = rl.compile(product(weight), here(target), precision=precision)
     for m in ROWS:
         np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
 
 
-def rounded(x: Array, block: int, parts: int) -> Array:
+def rounded(x: Array, block: int, low_bits: int) -> Array:
     """What x is rounded to, as float64: integers of each block, times its scale."""
     blocks = x.reshape(len(x), -1, block)
     top = abs(blocks).max(axis=2, keepdims=True)
-    greatest = 127 * 256 ** (parts - 1)
+    greatest = 127 << low_bits
     scaled = blocks * (np.float32(127) / np.where(top > 0, top, 1))
     high = np.rint(scaled)
-    if parts == 2:
-        high = high * 256.0 + np.minimum(np.rint((scaled - high) * 256), 127)
+    if low_bits:
+        unit = float(1 << low_bits)
+        high = high * unit + np.minimum(np.rint((scaled - high) * unit), 127)
     return np.asarray((high.astype(np.float64) * (top.astype(np.float64) / greatest)).reshape(x.shape))
 
 
 @pytest.mark.parametrize("target", ["llvm", PORTABLE], ids=["host", "avx2"])
-@pytest.mark.parametrize("precision", PARTS)
+@pytest.mark.parametrize("precision", LOW_BITS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_round_alike_among_any_number_of_others(name: str, precision: str, target: str) -> None:
     weight, x = weight_of(name, 80), some_rows(300, 192)
@@ -137,11 +139,11 @@ def test_rows_round_alike_among_any_number_of_others(name: str, precision: str, 
     alone = np.concatenate([exe(x[i : i + 1]) for i in range(300)])
     for m in ROWS:
         np.testing.assert_array_equal(exe(x[:m]), alone[:m], err_msg=f"{m} rows")
-    taken = rounded(x, weight.block, PARTS[precision])
+    taken = rounded(x, weight.block, LOW_BITS[precision])
     size = abs(taken) @ abs(weight.values) + 1e-60
     assert (abs(alone - taken @ weight.values) / size).max() <= 192 * 2.0**-23
     plain = x.astype(np.float64) @ weight.values
-    assert (abs(alone - plain) / size).max() <= (2e-2 if precision == "int8" else 1e-4)
+    assert (abs(alone - plain) / size).max() <= {"int8": 2e-2, "int12": 2e-3, "int16": 1e-4}[precision]
 
 
 # What stands around products
@@ -258,7 +260,7 @@ def test_weights_may_be_arguments_of_any_width() -> None:
             np.testing.assert_array_equal(exe(some_rows(129, 64)[:m], *given), alone[:m])
 
 
-@pytest.mark.parametrize("precision", PARTS)
+@pytest.mark.parametrize("precision", LOW_BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(bad: float, precision: str) -> None:
     exe, x = rl.compile(product(block_weight(DEPTH, COLUMNS)), precision=precision), some_rows(129, DEPTH)
@@ -297,7 +299,7 @@ def reasons(context: PassContext) -> list[tuple[bool, str]]:
     return [(d.taken, d.reason) for d in context.decisions if d.step == "integer_products"]
 
 
-@pytest.mark.parametrize(("precision", "bits"), [("auto", 16), ("int16", 16), ("int8", 8), ("bf16", 16)])
+@pytest.mark.parametrize(("precision", "bits"), [("auto", 12), ("int16", 16), ("int12", 12), ("int8", 8), ("bf16", 12)])
 def test_products_take_dot_instructions_over_panels(precision: str, bits: int) -> None:
     target = f"llvm -mcpu={'sapphirerapids' if precision == 'bf16' else 'icelake-server'} -mtriple=x86_64-linux-gnu"
     module, context = lowered(product(block_weight(DEPTH, COLUMNS)), target, precision)
@@ -310,6 +312,45 @@ def test_products_take_dot_instructions_over_panels(precision: str, bits: int) -
     assert "@llvm.x86.avx512.vpdpbusd.512" in text
     reason = f"activations are rounded to {bits} bits in blocks, and sums of a block are exact"
     assert reasons(context) == [(True, reason)]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "name", "precision", "products"),
+    [
+        ("sapphirerapids", "4 bits", "int8", ["tdpbssd"]),
+        ("sapphirerapids", "4 bits", "int12", ["tdpbssd"]),  # both bytes in one product of 64
+        ("sapphirerapids", "4 bits", "int16", ["tdpbssd"] * 2),
+        ("sapphirerapids", "4 bits in blocks of 8", "int12", ["tdpbssd"] * 2),  # 12 << 4 is no signed byte
+        ("sapphirerapids", "8 bits", "int12", ["tdpbssd"] * 2),
+        ("sapphirerapids", "8 bits, offsets", "int8", ["tdpbsud"]),
+        ("icelake-server", "4 bits", "int8", []),
+    ],
+)
+def test_many_rows_are_products_of_tiles(cpu: str, name: str, precision: str, products: list[str]) -> None:
+    target = f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu"
+    target += " -mattr=+amx-tile,+amx-int8" if products else ""
+    module, _ = lowered(product(weight_of(name, 32)), target, precision)
+    (program,) = programs_with(module, "matmul_blocks").values()
+    text = emit_program("p", program, Target.parse(target))
+    found = re.findall(r"call void @llvm\.x86\.(tdp\w+)", text)
+    assert found == products * 2  # before the loop that uses them some steps later, and in it
+    assert ("@llvm.x86.ldtilecfg" in text) == ("@llvm.x86.tilerelease" in text) == bool(products)
+
+
+def test_where_the_system_refuses_tiles_kernels_go_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HOST.has("amx-int8"):
+        pytest.skip("this processor has no tiles")
+    module, x = product(weight_of("4 bits", 80)), some_rows(129, 192)
+    with_tiles = rl.compile(module)
+    assert not with_tiles.missing_libraries
+
+    def refuse() -> None:
+        raise LibraryError("the system does not let this process use AMX tiles")
+
+    monkeypatch.setattr(libraries, "_ask_for_tiles", refuse)
+    without = rl.compile(module)
+    assert without.missing_libraries == ("the system does not let this process use AMX tiles",)
+    np.testing.assert_array_equal(without(x), with_tiles(x))
 
 
 @pytest.mark.parametrize(("cpu", "asks"), [("icelake-server", True), ("sapphirerapids", True), ("znver4", False)])

@@ -205,7 +205,9 @@ def test_what_is_rounded_in_a_sum_of_two_products() -> None:
 def test_unknown_intrinsics_are_named() -> None:
     out = Buffer.of("out", (1,), "float32")
     value = Intrinsic("sad", (Literal(0.0, "float32"),), "float32")
-    with pytest.raises(CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, dot4_u8s8, dot2_bf16"):
+    with pytest.raises(
+        CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, word, dot4_u8s8, dot2_bf16"
+    ):
         emit_program("p", TensorProgram((out,), (), Store(out, (sym(0),), value)), HOST)
     with pytest.raises(TypeError, match="unknown intrinsic 'sad'"):
         scalar_functions.apply_intrinsic("sad", (np.float32(0),))

@@ -105,7 +105,9 @@ def test_a_target_without_the_instructions_is_refused() -> None:
 
 def test_an_unknown_precision_is_refused() -> None:
     module, _ = product(64, 8)
-    with pytest.raises(InvalidArgumentError, match="precision 'int3' is not one of auto, float32, bf16, int8, int16"):
+    with pytest.raises(
+        InvalidArgumentError, match="precision 'int3' is not one of auto, float32, bf16, int8, int12, int16"
+    ):
         rl.compile(module, precision="int3")
 
 
