@@ -98,8 +98,8 @@ class Validator:
             case.before = found
 
     def _check_rounding(self, step: Pass, before: IRModule, after: IRModule) -> None:
-        """Numbers may change as the precision allows, but no shape, type or check. From here on the module computes what
-        it does now."""
+        """Numbers may change as the precision allows, but no shape, type or check. From here on the module is what it
+        is now."""
         found = [self._run(after, case.sample.args) for case in self.cases]
         for case, now in zip(self.cases, found, strict=True):
             if isinstance(case.outcome, Expected):
