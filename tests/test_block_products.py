@@ -16,21 +16,24 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.llvm import emit_program
-from relaxlite.errors import LibraryError, RelaxliteError
+from relaxlite.errors import LibraryError, RelaxliteError, ValidationError
+from relaxlite.frontend.llm.dense import build_dense
+from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module, verify
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Expr, Tuple, Var
+from relaxlite.ir.expr import Call, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.op import get_op
-from relaxlite.ir.program import AHEAD, Intrinsic, TensorProgram
-from relaxlite.ir.program_visitor import all_values
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.program import AHEAD, Binary, Intrinsic, Literal, TensorProgram, Value
+from relaxlite.ir.program_visitor import ProgramRewriter, all_values
 from relaxlite.ir.types import TensorType
-from relaxlite.ir.visitor import program_calls
-from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.ir.visitor import Rewriter, map_functions, map_programs, program_calls
+from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime import libraries
 from relaxlite.target import Target
 from tests.block_weights import BlockWeight, block_weight
+from tests.llm_models import VOCAB, small_checkpoint
 
 ROOT = Path(__file__).parent.parent
 HOST = Target.host()
@@ -431,6 +434,69 @@ def test_every_stage_is_legal_and_its_text_a_fixed_point() -> None:
             parsed = parse_module(text, module_constants(module))
             assert print_module(parsed) == text, name
             assert first_difference(parsed, module) is None, name
+
+
+# Proof by running
+
+
+def test_every_pass_keeps_what_a_quantized_model_computes() -> None:
+    sizes = {"heads": 4, "kv_heads": 2, "intermediate": 32, "layers": 1}
+    checkpoint = quantize_checkpoint(small_checkpoint("llama", **sizes), "q4_0")
+    module = build_dense(checkpoint)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 2))
+    for precision in ("float32", "int8", "int16"):
+        context = PassContext(HOST, precision=precision, verify=False)
+        rl.compile(module, context=context, validate=[(tokens[:1, :1],), (tokens,)])
+        assert len(reasons(context)) == (0 if precision == "float32" else 8)
+
+
+class WrongZero(Rewriter):
+    """Centers codes at another zero point than theirs."""
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul_blocks":
+            return None
+        return value.callee(*value.args, **{**value.attrs, "zero": 7})
+
+
+class WrongShift(ProgramRewriter):
+    """Takes the low halves of words for the high ones."""
+
+    def value(self, value: Value) -> Value:
+        value = super().value(value)
+        is_shift = isinstance(value, Binary) and value.op == "shift_right"
+        return replace(value, b=Literal(0, "int32")) if is_shift else value  # type: ignore[type-var]
+
+
+class WrongBytes(ProgramRewriter):
+    """Takes the bytes with a sign for those without."""
+
+    def value(self, value: Value) -> Value:
+        value = super().value(value)
+        if not isinstance(value, Intrinsic) or value.name != "dot4_words":
+            return value
+        total, a, b = value.args
+        return replace(value, args=(total, b, a))
+
+
+WRONG: dict[str, tuple[str, Callable[[IRModule], IRModule]]] = {
+    "zero point": ("integer_products", lambda m: map_functions(m, lambda f: WrongZero().function(f))),
+    "shift": ("legalize", lambda m: map_programs(m, lambda p: replace(p, body=WrongShift().stmt(p.body)))),
+    "bytes": ("schedule", lambda m: map_programs(m, lambda p: replace(p, body=WrongBytes().stmt(p.body)))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_pass_behind_the_rounding_is_found(name: str, tmp_path: Path) -> None:
+    after, change = WRONG[name]
+    passes: list[Pass] = []
+    for step in default_pipeline():
+        passes.append(step)
+        if step.name == after:
+            passes.append(Pass("broken", lambda module, _: change(module), step.stage))
+    context = PassContext(HOST, precision="int16", verify=False, dump_dir=tmp_path)
+    with pytest.raises(ValidationError, match=r"^pass broken changes what the module computes, at "):
+        rl.compile(product(block_weight(32, 5)), passes=passes, context=context, validate=[(some_rows(3, 32),)])
 
 
 _CHILD = """

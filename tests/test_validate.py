@@ -181,6 +181,50 @@ def test_a_broken_pass_is_named(kind: str, tmp_path: Path) -> None:
     assert again is not None and again.startswith("pass broken changes what the module computes")
 
 
+class HalfPrecision(Rewriter):
+    """Rounds what is divided."""
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or value.callee.name != "divide":
+            return None
+        narrow = self.bb.emit(ops.cast(value.args[0], dtype="float16"))
+        return ops.divide(self.bb.emit(ops.cast(narrow, dtype="float32")), value.args[1])
+
+
+class Turned(Rewriter):
+    """Turns what is divided."""
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or value.callee.name != "divide":
+            return None
+        return ops.transpose(self.bb.emit(value), axes=(1, 0))
+
+
+class Unbound(Rewriter):
+    """Reads a place of a table that there is not."""
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or value.callee.name != "divide":
+            return None
+        places = np.array([1 << 40])
+        return ops.add(value.args[0], self.bb.emit(ops.gather(value.args[0], places, axis=0)))
+
+
+def test_a_pass_that_rounds_may_change_numbers_and_nothing_else(tmp_path: Path) -> None:
+    def compiled(rewriter: type[Rewriter], *, rounds: bool) -> None:
+        passes = pipeline_with("rounding", on_functions(rewriter), "simplify_algebra")
+        passes = [replace(step, rounds=rounds) if step.name == "rounding" else step for step in passes]
+        rl.compile(chain(), passes=passes, context=context(tmp_path), validate=True)
+
+    compiled(HalfPrecision, rounds=True)
+    with pytest.raises(ValidationError, match=r"^pass rounding changes .*elements differ"):
+        compiled(HalfPrecision, rounds=False)
+    with pytest.raises(ValidationError, match=r"^pass rounding changes .*float32\[.*instead of float32\["):
+        compiled(Turned, rounds=True)
+    with pytest.raises(ValidationError, match=r"^pass rounding changes .*the run fails with"):
+        compiled(Unbound, rounds=True)
+
+
 @pytest.mark.parametrize("make", [chain, checked, diamond])
 def test_the_pipeline_passes(make: Callable[[], IRModule]) -> None:
     exe = rl.compile(make(), validate=True)

@@ -133,7 +133,7 @@ def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
     start = None if is_signed or zero == 0 else last.start
     follows = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
     least, most = (-(zero or 0), (1 << bits) - 1 - (zero or 0)) if is_signed else (0, (1 << bits) - 1)
-    is_byte = -128 <= least << shift and most << shift <= (127 if is_signed else 255)
+    is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
     if follows and is_byte and 2 * last.depth <= MOST_DEPTH:
         raised = [code.binary("shift_left", shift) & _word_of(255 << shift & 255) for code in codes]
         codes, x = [*raised, *codes], x[:1]
