@@ -422,7 +422,7 @@ def test_a_product_of_halves_is_left_alone() -> None:
 
 
 def test_every_stage_is_legal_and_its_text_a_fixed_point() -> None:
-    for precision in ("float32", "int8", "int16"):
+    for precision in ("float32", "int8", "int12", "int16"):
         stages: list[tuple[str, str, IRModule]] = []
         context = PassContext(Target.parse(WITH_DOTS), precision=precision)
         context.observers.append(lambda step, _, after, __: stages.append((step.name, step.stage, after)))  # noqa: B023
@@ -444,7 +444,7 @@ def test_every_pass_keeps_what_a_quantized_model_computes() -> None:
     checkpoint = quantize_checkpoint(small_checkpoint("llama", **sizes), "q4_0")
     module = build_dense(checkpoint)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 2))
-    for precision in ("float32", "int8", "int16"):
+    for precision in ("float32", "int8", "int12", "int16"):
         context = PassContext(HOST, precision=precision, verify=False)
         rl.compile(module, context=context, validate=[(tokens[:1, :1],), (tokens,)])
         assert len(reasons(context)) == (0 if precision == "float32" else 8)
