@@ -50,7 +50,7 @@ ROWS = 16  # of a tile, and as many 32-bit columns
 MOST_DEPTH = 64  # bytes of a row
 MOST_QUADS_BYTES = 1 << 20  # of a panel's codes, on the stack
 
-SLOTS = int(__import__("os").environ.get("SLOTS", "2"))  # of products
+SLOTS = 4  # blocks whose products wait in memory: reading what a tile has just written takes long
 _ONES, _SIGN = 0x01010101, 128
 _SIGNS = _SIGN * _ONES - (1 << 32)
 _WORK = 24  # instructions that a product of tiles counts as
