@@ -8,6 +8,10 @@ arithmetic: Parker, "Monte Carlo Arithmetic", 1997). How far that moves an eleme
 integer, a shape or a NaN that it changes is not determined at all. An op of several roundings (a norm, a product) gets
 nudged operands too, for the roundings inside. What only moves elements (reshape, gather, relu) is not nudged, so that
 equal elements stay equal.
+
+A nudge brings back no digits that a rounding dropped altogether: erf(-4) in float32 is -1, so that 1 + erf(-4) is 0,
+and a pass that makes one op (gelu) of the chain computes what was lost, rightly. So the module also runs once with
+every intermediate in float64: an op that rounds less often than the chain that it stands for lies between the two.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import RelaxliteError
+from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
+from relaxlite.ir.types import TensorType, Type
 
 Externs = Mapping[str, Callable[..., Any]]
 
@@ -67,10 +73,10 @@ def spread_of(
 ) -> tuple[Any, ...] | None:
     """How far rounding moves each element of `values`; None when it changes shapes or stops the run."""
     spread = [np.zeros(v.shape) for v in values]
-    for run in range(runs):
-        nudge = _Nudge(np.random.default_rng((seed, run)))
+    changes: list[_Nudge | _Widen] = [_Nudge(np.random.default_rng((seed, run))) for run in range(runs)]
+    for change in (*changes, _Widen()):
         try:
-            found = flat(Interpreter(module, externs, around_call=nudge.call).run("main", *map(nudge.value, args)))
+            found = flat(Interpreter(module, externs, around_call=change.call).run("main", *map(change.value, args)))
         except (RelaxliteError, ValueError, IndexError, ArithmeticError):  # which hangs on the last digit of a number
             return None
         if any(a.shape != b.shape for a, b in zip(found, values, strict=True)):
@@ -129,6 +135,43 @@ class _Nudge:
             moved = np.where(np.isfinite(wide), moved, wide)
             moved = np.where((wide == 0) & (floor == 0) & (self._rng.random(wide.shape) < 0.5), -wide, moved)
             return moved.astype(value.dtype)
+
+
+class _Widen:
+    """Keeps what ops compute in float64. The interpreter, which checks types, sees it rounded; a cast does round."""
+
+    def __init__(self) -> None:
+        self._wide: dict[int, tuple[Any, Any]] = {}  # (rounded, wide) by the id of `rounded`, which stays alive with it
+
+    def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        if not isinstance(call.callee, Op):  # a tensor program has buffers of its own types
+            return run(args)
+        result = run([self._widened(arg) for arg in args])
+        if not isinstance(result, tuple):
+            return self._rounded(result, call.ty)
+        types = result_types(call.ty)
+        return tuple(map(self._rounded, result, types)) if len(types) == len(result) else result
+
+    def value(self, value: Any) -> Any:
+        return value
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(self._widened, value))
+        if _float_dtype(value) is None:
+            return value
+        known = self._wide.get(id(value))
+        return value.astype(np.float64) if known is None else known[1]
+
+    def _rounded(self, wide: Any, ty: Type) -> Any:
+        """`wide` as the dtype that the module gives it."""
+        dtype = _float_dtype(wide)
+        if dtype is None or not isinstance(ty, TensorType) or ty.dtype == dtype:
+            return wide
+        with np.errstate(all="ignore"):
+            rounded = wide.astype(dtypes.to_numpy(ty.dtype))
+        self._wide[id(rounded)] = (rounded, wide)
+        return rounded
 
 
 def _float_dtype(value: Any) -> str | None:
