@@ -262,6 +262,22 @@ def test_a_wrong_constant_in_a_chain_of_roundings_is_found(dtype: str, half: flo
         rl.compile(right, passes=pipeline, context=context(tmp_path), validate=[args])
 
 
+def test_a_missing_term_of_a_long_sum_is_found() -> None:
+    """NumPy adds equal terms in pairs. One after another is as good, if less exact; one term less is not."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((2048,), "float32")) as (x,):
+        bb.result(bb.emit(ops.sum(x)))
+    module, term = bb.module(), np.float32(0.8515747)
+    args = (np.full(2048, term),)
+    (total,) = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, (total,), {}, seed=0)
+    assert spread is not None
+    expected, one_by_one = Expected((total,), spread), np.add.accumulate(args[0])[-1]
+    assert abs(one_by_one - total) > 100 * np.spacing(total)
+    assert compare((np.asarray(one_by_one),), expected) is None
+    assert compare((np.asarray(total - term),), expected) is not None
+
+
 def test_the_command_line_validates() -> None:
     parse = make_parser().parse_args
     assert parse(["compile", "model.onnx", "--validate"]).validate is True
