@@ -18,6 +18,7 @@ from relaxlite.codegen.interpreter import run_program
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call
 from relaxlite.ir.op import Op
+from relaxlite.ir.ops.scalars import HALF
 from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymVar
@@ -163,17 +164,30 @@ def _only_moves(args: Sequence[Any], result: Any) -> bool:
 
 def _added_one_by_one(call: Call, args: list[Any], result: Any) -> Any:
     """A sum of many terms in the plainest order; `result` for anything else."""
-    terms = _TERMS.get(call.callee.name) if isinstance(call.callee, Op) else None
-    if terms is None or _float_dtype(args[0]) is None or result.size == 0 or args[0].size == 0:
+    name = call.callee.name if isinstance(call.callee, Op) else ""
+    if (name != "matmul" and name not in _TERMS) or _float_dtype(result) is None or result.size == 0:
         return result
-    x, axes = args[0], call.attrs["axes"]
-    over = tuple(axis % x.ndim for axis in axes) if isinstance(axes, tuple) else tuple(range(x.ndim))
-    wide = x.astype(np.float32) if dtypes.itemsize(_float_dtype(x) or "") == 2 else x
-    rows = np.moveaxis(wide, over, range(x.ndim - len(over), x.ndim)).reshape(result.size, -1)
+    if not all(arg.size for arg in args):  # no terms
+        return result
+    wide = [arg.astype(np.float32) if _float_dtype(arg) in HALF else arg for arg in args]
     with np.errstate(all="ignore"):
-        total = np.add.accumulate(terms(rows), axis=1)[:, -1]
-        total = total / total.dtype.type(rows.shape[1]) if call.callee.name == "mean" else total
+        if name == "matmul":
+            return _running_product(*wide).reshape(result.shape).astype(result.dtype)
+        x, axes = _TERMS[name](wide[0]), call.attrs["axes"]
+        over = tuple(axis % x.ndim for axis in axes) if isinstance(axes, tuple) else tuple(range(x.ndim))
+        rows = np.moveaxis(x, over, range(x.ndim - len(over), x.ndim)).reshape(result.size, -1)
+        total = np.add.accumulate(rows, axis=1)[:, -1]
+        total = total / total.dtype.type(rows.shape[1]) if name == "mean" else total
         return total.reshape(result.shape).astype(result.dtype)
+
+
+def _running_product(a: Any, b: Any) -> Any:
+    """a @ b of dimensions (..., m, k) and (..., k, n); a vector is a matrix of one row, or one column."""
+    a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
+    total = a[..., 0, None] * b[..., 0, None, :]  # (..., m, n)
+    for k in range(1, a.shape[-1]):
+        total += a[..., k, None] * b[..., k, None, :]
+    return total
 
 
 class _WidenProgram(ProgramRewriter):
