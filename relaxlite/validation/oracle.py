@@ -62,7 +62,7 @@ def spread_of(
 ) -> tuple[Any, ...] | None:
     """How far rounding moves each element of `values`; None when it changes shapes or stops the run."""
     spread = [np.zeros(v.shape) for v in values]
-    changes: list[Nudge | Widen] = [Nudge(np.random.default_rng((seed, run))) for run in range(runs)]
+    changes: list[Nudge | Widen] = [Nudge(np.random.default_rng((seed, run)), module) for run in range(runs)]
     for change in (*changes, Widen()):
         interpreter = Interpreter(module, externs, around_call=change.call, program_runner=change.run_program)
         try:
