@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite import dtypes
 from relaxlite.cli.parser import make_parser
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ValidationError
@@ -29,7 +30,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.revalidate import rerun
 from relaxlite.target import Target
 from relaxlite.validation.difference import compare
-from relaxlite.validation.oracle import Expected, spread_of
+from relaxlite.validation.oracle import Expected, flat, spread_of
 from relaxlite.validation.samples import symbol_values
 
 Change = Callable[[IRModule], IRModule]
@@ -268,6 +269,57 @@ def test_what_rounding_cannot_decide_is_not_compared() -> None:
     assert compare((values[0], values[1] + 1, zeros.astype(np.float32) * 2), expected) is None
     assert str(compare((values[0] * np.float32(1.001), *values[1:]), expected)).startswith("output 0: 4 of 4 elements")
     assert str(compare((values[0][:2], *values[1:]), expected)) == "output 0: float32[2] instead of float32[4]"
+
+
+def gelu_chain(x: Var, half: float = 0.5) -> IRModule:
+    """half * x * (1 + erf(x / sqrt(2))), each op rounded on its own."""
+    assert isinstance(x.ty, TensorType)
+    scalar = dtypes.to_numpy(x.ty.dtype).type
+    bb = BlockBuilder()
+    with bb.function_of("main", (x,)):
+        erf = bb.emit(ops.erf(bb.emit(ops.divide(x, scalar(2**0.5)))))
+        scaled = bb.emit(ops.multiply(x, scalar(half)))
+        bb.result(bb.emit(ops.multiply(scaled, bb.emit(ops.add(erf, scalar(1))))))
+    return bb.module()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_one_op_of_a_chain_may_round_less_often(dtype: str) -> None:
+    """Where erf rounds to -1, the chain gives -0.0, and gelu, which rounds once, the digits that were lost."""
+    x = np.array([-5.6], dtypes.to_numpy(dtype))
+    module = gelu_chain(Var("x", TensorType.of((1,), dtype)))
+    (result,) = flat(Interpreter(module).run("main", x))
+    assert result == 0
+    rl.compile(module, validate=[(x,)])
+    spread = spread_of(module, (x,), (result,), {}, seed=0)
+    assert spread is not None and 0 < spread[0] < 1e-6
+    assert compare((result - result.dtype.type(1e-3),), Expected((result,), spread)) is not None
+
+
+@pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])
+def test_a_wrong_constant_in_a_chain_of_roundings_is_found(dtype: str, half: float, tmp_path: Path) -> None:
+    x = Var("x", TensorType.of((4,), dtype))
+    right, wrong = gelu_chain(x), gelu_chain(x, half)
+    args = (np.array([-5.6, -0.4, 0.7, 2.0], dtypes.to_numpy(dtype)),)
+    with pytest.raises(ValidationError, match=r"pass broken changes what the module computes, .* elements differ"):
+        pipeline = pipeline_with("broken", lambda _: wrong, "fold_shapes")
+        rl.compile(right, passes=pipeline, context=context(tmp_path), validate=[args])
+
+
+def test_a_missing_term_of_a_long_sum_is_found() -> None:
+    """NumPy adds equal terms in pairs. One after another is as good, if less exact; one term less is not."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((2048,), "float32")) as (x,):
+        bb.result(bb.emit(ops.sum(x)))
+    module, term = bb.module(), np.float32(0.8515747)
+    args = (np.full(2048, term),)
+    (total,) = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, (total,), {}, seed=0)
+    assert spread is not None
+    expected, one_by_one = Expected((total,), spread), np.add.accumulate(args[0])[-1]
+    assert abs(one_by_one - total) > 100 * np.spacing(total)
+    assert compare((np.asarray(one_by_one),), expected) is None
+    assert compare((np.asarray(total - term),), expected) is not None
 
 
 def test_the_command_line_validates() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.validation.oracle import Expected, distance, epsilon
+from relaxlite.validation.oracle import Expected, distance
+from relaxlite.validation.rounding import epsilon
 
 RELATIVE = {"float16": 2.0, "bfloat16": 2.0, "float32": 16.0, "float64": 64.0}  # units in the last place
 SPREAD = 8.0  # times what nudging moved an element: few runs do not find the most that rounding can do

@@ -186,12 +186,13 @@ class Validator:
         return None if again is None else str(again)
 
     def _fails_alive(self, module: IRModule, args: Sequence[Any]) -> bool:
-        """Whether the run stops also without what nothing uses, which may go together with its checks."""
+        """Whether checks stop the run also without what nothing uses, which may go together with its checks."""
         try:
             simplified = (eliminate_dead(module), eliminate_dead(fold_shapes(module)))
         except Exception:  # the pass at hand is not to blame
             return False
-        return all(isinstance(self._run(live, args), Failed) for live in simplified)
+        found = [self._run(live, args) for live in simplified]
+        return all(isinstance(outcome, Failed) and outcome.is_check for outcome in found)
 
     def _fail(self, what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
         path = keep(what, sample, problem, before, after, self._folder)

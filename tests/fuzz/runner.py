@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -67,6 +68,7 @@ def work(pipe: Connection) -> None:
 
     prepare()
     while (seed := pipe.recv()) is not None:
+        faulthandler.dump_traceback_later(0.9 * SECONDS)  # where it hangs, before it is stopped
         quick(seed % 100 < QUICK)
         try:
             problem = check(random_case(seed))
@@ -74,6 +76,7 @@ def work(pipe: Connection) -> None:
             pipe.send((seed, f"generator: {type(error).__name__}", str(error)))
             continue
         pipe.send((seed, problem.kind, problem.text) if problem else (seed, None, None))
+    faulthandler.cancel_dump_traceback_later()
 
 
 def prepare() -> None:

@@ -152,7 +152,8 @@ class PhaseFilters(Op):
         parts = spread.reshape(groups, w.shape[0] // groups, w.shape[1], *split)
         tap_axes, phase_axes = tuple(range(3, parts.ndim, 2)), tuple(range(4, parts.ndim, 2))
         parts = np.flip(parts, tap_axes).transpose(0, 2, *phase_axes, 1, *tap_axes)
-        return np.ascontiguousarray(parts.reshape(-1, w.shape[0] // groups, *taps))
+        channels = groups * w.shape[1] * math.prod(strides)  # not -1, which no size of nothing determines
+        return np.ascontiguousarray(parts.reshape(channels, w.shape[0] // groups, *taps))
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((4, 3, 4, 3),), {"strides": (2, 2)})

@@ -414,12 +414,13 @@ def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any
 
 
 def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:
-    """One dimension resized in NumPy: by a gather, or by a dense matrix of weights."""
+    """One dimension resized in NumPy, by gathers: a product with a matrix of weights would spread NaNs everywhere."""
     size, out = int(axis.size), int(axis.out)
     scale = np.float32(axis.scale) if axis.scale is not None else np.float32(out) / np.float32(size)
     at = np.arange(out, dtype=np.float32)
     where = _coordinate(at, scale, np.float32(out), np.float32(size), axis.roi, attrs, np.where).astype(np.float32)
     where = np.broadcast_to(where, (out,))
+    along = (-1, *(1,) * (x.ndim - 1 - axis.k))
     if attrs["mode"] == "nearest":
         found = np.clip(_nearest(where, attrs["nearest_mode"], np.floor(where), np.where), 0, size - 1)
         result = np.take(x, found.astype(np.int64), axis.k)
@@ -432,11 +433,10 @@ def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:
             weights = np.where(_outside(positions, size), 0, weights)
         if kernel.is_normalized:
             weights = weights / weights.sum(axis=1, keepdims=True)
-        matrix = np.zeros((out, size), x.dtype)
         columns = np.clip(positions, 0, size - 1).astype(np.int64)
-        np.add.at(matrix, (np.arange(out)[:, None], columns), weights.astype(x.dtype))
-        result = np.moveaxis(np.tensordot(matrix, x, (1, axis.k)), 0, axis.k)
+        terms = zip(weights.astype(x.dtype).T, columns.T, strict=True)
+        result = sum(weight.reshape(along) * np.take(x, column, axis.k) for weight, column in terms)
     if not axis.crops:
         return result
-    outside = _outside(where, size).reshape(-1, *(1,) * (x.ndim - 1 - axis.k))
+    outside = _outside(where, size).reshape(along)
     return np.where(outside, x.dtype.type(attrs["extrapolation_value"]), result)

@@ -74,6 +74,16 @@ def reduce_axes(
     return reduce_loops(out, [x.shape[a] for a in axes], combine, start, at_indices, finish)
 
 
+def _accumulator(dtype: DType, is_finished: bool) -> DType:
+    """What elements are combined in. Integers wrap, which no later step may see: a total that is to be divided has 64
+    bits, as in NumPy."""
+    if dtype in HALF:
+        return "float32"
+    if is_finished and dtypes.is_integer(dtype):
+        return "int64" if dtypes.is_signed(dtype) else "uint64"
+    return dtype
+
+
 class ReduceOp(Op):
     """Base of the rows: `combine` over the axes, `finish` on the result (given how many elements were combined)."""
 
@@ -93,9 +103,9 @@ class ReduceOp(Op):
 
     def lower(self, x: Buffer, *, out: Buffer, axes: tuple[int, ...] | None, keepdims: bool) -> Stmt:
         over = normalize_axes(self, axes, len(x.shape))
-        wide = "float32" if x.dtype in HALF else x.dtype
-        count = product(x.shape[a] for a in over)
         last = type(self).finish or (lambda v, n: v)
+        wide = _accumulator(x.dtype, is_finished=type(self).finish is not None)
+        count = product(x.shape[a] for a in over)
 
         def finish(total: Value, *i: SymExpr) -> Value:
             return last(Scalar(total), count).cast(out.dtype).value

@@ -14,7 +14,7 @@ from relaxlite.ir.expr import Call, Constant, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_checks, broadcast_dim, broadcast_index, format_shape
 from relaxlite.ir.ops.reduce import normalize_axes, normalize_axis
-from relaxlite.ir.ops.scalars import index
+from relaxlite.ir.ops.scalars import index, literal
 from relaxlite.ir.program import Buffer, Check, Seq, Stmt, Store, compute, loops, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, product, sym, syms
 from relaxlite.ir.types import ShapeType, TensorType, Type
@@ -137,7 +137,10 @@ class Reshape(_ShapeOp):
         return TensorType.of(dims, ty.dtype)
 
     def lower(self, x: Buffer, shape: Shape, *, out: Buffer) -> Stmt:
-        nest = compute(out, lambda *i: x[reshape_index(x.shape, out.shape, i)])
+        if any(as_int(d) == 0 for d in x.shape):  # `out` is as empty, which only the check below may know
+            nest = compute(out, lambda *i: literal(0, out.dtype))
+        else:
+            nest = compute(out, lambda *i: x[reshape_index(x.shape, out.shape, i)])
         before, after = product(x.shape), product(out.shape)
         if PROVER.can_prove_equal(before, after):
             return nest

@@ -69,7 +69,8 @@ class DftMatrix(Op):
     """The Fourier transform over `length` points as a matrix (length, parts, bins, 2): parts are real and imaginary.
 
     Its element is cos(-+ 2 pi n k / length + (p - q) pi / 2) for part p of the input and q of the result, divided by
-    length if inverse. `sizes` = (length, bins).
+    length if inverse. `sizes` = (length, bins). Quarters of a turn are counted in integers, so that 0 and 1 are exact:
+    of t / (4 length) turns, the cosine is sin((|t - 2 length| - length) / length * pi / 2).
     """
 
     name = "dft_matrix"
@@ -88,8 +89,9 @@ class DftMatrix(Op):
         length = index(sizes[0]).cast("float64")
 
         def value(n: SymExpr, p: SymExpr, k: SymExpr, q: SymExpr) -> Value:
-            turn = index(n * k % sizes[0]).cast("float64") * (2 * math.pi if inverse else -2 * math.pi) / length
-            found = (turn + index(p - q).cast("float64") * (math.pi / 2)).unary("cos")
+            turn = _quarters(n * k % sizes[0], p - q, sizes[0], inverse)
+            part = (index(turn - sizes[0] * 2).cast("float64").abs() - length) / length
+            found = (part * (math.pi / 2)).unary("sin")
             return (found / length if inverse else found).cast(dtype).value
 
         return compute(out, value)
@@ -97,12 +99,19 @@ class DftMatrix(Op):
     def reference(self, sizes: tuple[int, ...], *, parts: int, inverse: bool, dtype: str) -> Any:
         length, bins = sizes
         n, p, k, q = np.ogrid[:length, :parts, :bins, :2]
-        turn = (n * k % max(length, 1)) * (2 * math.pi if inverse else -2 * math.pi) / max(length, 1)
-        return (np.cos(turn + (p - q) * (math.pi / 2)) / (length if inverse else 1)).astype(dtypes.to_numpy(dtype))
+        size = max(length, 1)
+        turn = _quarters(n * k % size, p - q, size, inverse)
+        found = np.sin((np.abs(turn - 2 * size) - size) / size * (math.pi / 2))
+        return (found / (size if inverse else 1)).astype(dtypes.to_numpy(dtype))
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "n//2+1"),), {}, ("shape",))
         yield Sample((("n", "n"),), {"parts": 2, "inverse": True}, ("shape",))
+
+
+def _quarters(step: Any, shift: Any, length: Any, inverse: bool) -> Any:
+    """An angle of -+ step / length + shift / 4 turns in units of a turn / (4 length), from 0 up to a whole turn."""
+    return (step * (4 if inverse else -4) + shift * length) % (length * 4)
 
 
 def _parts(op: Op, shape: Shape) -> int:

@@ -1,0 +1,220 @@
+"""Other roundings than those that a module spells out: what `oracle.py` measures the effect of.
+
+Each class is a way to run a module in the interpreter: `value` changes what goes in, `call` what an op gives, and
+`run_program` runs tensor programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.codegen.interpreter import run_program
+from relaxlite.ir.builder import result_types
+from relaxlite.ir.expr import Call, Function, GlobalVar
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.ops.scalars import HALF
+from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, TensorProgram, Value
+from relaxlite.ir.program_visitor import ProgramRewriter
+from relaxlite.ir.symbolic import SymVar
+from relaxlite.ir.types import TensorType, Type
+
+NUDGE = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
+NARROW = ("float16", "bfloat16", "float32")
+_ROUNDED_ONCE = frozenset((
+    "add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod", "floor", "ceil", "round", "sign",
+))  # fmt: skip
+_TERMS: Mapping[str, Callable[[Any], Any]] = {
+    "sum": np.positive, "mean": np.positive, "l1_norm": np.abs, "sum_square": np.square,
+}  # fmt: skip
+
+
+def epsilon(dtype: str) -> float:
+    return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}[dtype]
+
+
+class Nudge:
+    """Moves floats by a few units in their last place, and adds up one term after another, where NumPy adds in pairs:
+    of equal terms, all roundings of a running sum are in one direction."""
+
+    run_program = staticmethod(run_program)
+
+    def __init__(self, rng: np.random.Generator, module: IRModule) -> None:
+        self._rng, self._module = rng, module
+
+    def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        result = run(args)
+        if isinstance(call.callee, GlobalVar) and isinstance(self._module[call.callee.name], Function):
+            return result  # of ops that are nudged one by one
+        if not any(map(_float_dtype, result if isinstance(result, tuple) else (result,))):
+            return result
+        nudged = [self.value(arg) for arg in args]
+        moved = _added_one_by_one(call, nudged, run(nudged))
+        if _only_moves(nudged, moved):
+            return result
+        if isinstance(call.callee, Op) and call.callee.name in _ROUNDED_ONCE:
+            return self._moved(result, 0.0)
+        results = result if isinstance(result, tuple) else (result,)
+        floor = _magnitude([*args, *results])
+        if not isinstance(result, tuple):
+            return self._moved(moved, floor)
+        return tuple(self._moved(m, floor) if _float_dtype(r) else r for m, r in zip(moved, result, strict=True))
+
+    def value(self, value: Any) -> Any:
+        """A floating argument, relative to itself."""
+        if isinstance(value, tuple):
+            return tuple(map(self.value, value))
+        return value if _float_dtype(value) is None else self._moved(value, 0.0)
+
+    def _moved(self, value: Any, floor: float) -> Any:
+        """`floor`: what a unit in the last place is at least relative to, as approximations have absolute errors."""
+        dtype = dtypes.from_numpy(value.dtype) or ""
+        wide = np.asarray(value, np.float64)
+        unit = NUDGE[dtype] * epsilon(dtype) * np.maximum(np.abs(wide), floor)
+        with np.errstate(all="ignore"):
+            moved = wide + unit * self._rng.uniform(-1, 1, wide.shape)
+            moved = np.where(np.isfinite(wide), moved, wide)
+            moved = np.where((wide == 0) & (floor == 0) & (self._rng.random(wide.shape) < 0.5), -wide, moved)
+            return moved.astype(value.dtype)
+
+
+class Widen:
+    """Keeps what ops and programs compute in float64. The interpreter, which checks types, sees it rounded; the op
+    `cast` does round."""
+
+    def __init__(self) -> None:
+        self._wide: dict[int, tuple[Any, Any]] = {}  # (rounded, wide) by the id of `rounded`, which stays alive with it
+
+    def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        if not isinstance(call.callee, Op):
+            return run(args)
+        result = run([self._widened(arg) for arg in args])
+        if not isinstance(result, tuple):
+            return self._rounded(result, call.ty)
+        types = result_types(call.ty)
+        return tuple(map(self._rounded, result, types)) if len(types) == len(result) else result
+
+    def run_program(
+        self,
+        program: TensorProgram,
+        inputs: Sequence[Any],
+        symbols: Mapping[SymVar, int] | Sequence[int] | None = None,
+        outputs: Sequence[Any] | None = None,
+        name: str = "program",
+    ) -> list[Any]:
+        if outputs is not None:  # memory of a dtype
+            return run_program(program, inputs, symbols, outputs, name)
+        found = run_program(_widened_program(program), [self._widened(x) for x in inputs], symbols, None, name)
+        types = [TensorType.of(b.shape, b.dtype) for b in program.outputs]
+        return list(map(self._rounded, found, types))
+
+    def value(self, value: Any) -> Any:
+        return value
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(self._widened, value))
+        if _float_dtype(value) is None:
+            return value
+        known = self._wide.get(id(value))
+        return value.astype(np.float64) if known is None else known[1]
+
+    def _rounded(self, wide: Any, ty: Type) -> Any:
+        """`wide` as the dtype that the module gives it."""
+        dtype = _float_dtype(wide)
+        if dtype is None or not isinstance(ty, TensorType) or ty.dtype == dtype:
+            return wide
+        with np.errstate(all="ignore"):
+            rounded = wide.astype(dtypes.to_numpy(ty.dtype))
+        self._wide[id(rounded)] = (rounded, wide)
+        return rounded
+
+
+def _float_dtype(value: Any) -> str | None:
+    dtype = dtypes.from_numpy(value.dtype) if isinstance(value, np.ndarray) else None
+    return dtype if dtype is not None and dtypes.is_float(dtype) else None
+
+
+def _magnitude(values: Sequence[Any]) -> float:
+    """The largest finite magnitude of the floats, up to 1."""
+    found = 0.0
+    for value in values:
+        if _float_dtype(value) is not None:
+            wide = np.abs(np.asarray(value, np.float64))
+            found = max(found, float(wide[np.isfinite(wide)].max(initial=0.0)))
+    return min(found, 1.0)
+
+
+def _only_moves(args: Sequence[Any], result: Any) -> bool:
+    """Whether each element is one of the operands', 0 or 1, perhaps negated."""
+    if isinstance(result, tuple):
+        return all(_only_moves(args, item) for item in result)
+    if _float_dtype(result) is None:
+        return True
+    same = [
+        np.asarray(a, np.float64).reshape(-1) for a in args if isinstance(a, np.ndarray) and a.dtype == result.dtype
+    ]
+    known = np.abs(np.concatenate([*same, np.array([0.0, 1.0])]))
+    magnitudes = np.abs(np.asarray(result, np.float64))
+    return bool(np.isin(magnitudes[~np.isnan(magnitudes)], known).all())
+
+
+def _added_one_by_one(call: Call, args: list[Any], result: Any) -> Any:
+    """A sum of many terms in the plainest order; `result` for anything else."""
+    name = call.callee.name if isinstance(call.callee, Op) else ""
+    if (name != "matmul" and name not in _TERMS) or _float_dtype(result) is None or result.size == 0:
+        return result
+    if not all(arg.size for arg in args):  # no terms
+        return result
+    wide = [arg.astype(np.float32) if _float_dtype(arg) in HALF else arg for arg in args]
+    with np.errstate(all="ignore"):
+        if name == "matmul":
+            return _running_product(*wide).reshape(result.shape).astype(result.dtype)
+        x, axes = _TERMS[name](wide[0]), call.attrs["axes"]
+        over = tuple(axis % x.ndim for axis in axes) if isinstance(axes, tuple) else tuple(range(x.ndim))
+        rows = np.moveaxis(x, over, range(x.ndim - len(over), x.ndim)).reshape(result.size, -1)
+        total = np.add.accumulate(rows, axis=1)[:, -1]
+        total = total / total.dtype.type(rows.shape[1]) if name == "mean" else total
+        return total.reshape(result.shape).astype(result.dtype)
+
+
+def _running_product(a: Any, b: Any) -> Any:
+    """a @ b of dimensions (..., m, k) and (..., k, n); a vector is a matrix of one row, or one column."""
+    a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
+    total = a[..., 0, None] * b[..., 0, None, :]  # (..., m, n)
+    for k in range(1, a.shape[-1]):
+        total += a[..., k, None] * b[..., k, None, :]
+    return total
+
+
+class _WidenProgram(ProgramRewriter):
+    """Every float of a program in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: dict[Buffer, Buffer] = {}
+
+    def buffer(self, buffer: Buffer) -> Buffer:
+        if buffer.dtype not in NARROW:
+            return buffer
+        return self._buffers.setdefault(buffer, replace(buffer, dtype="float64"))
+
+    def value(self, value: Value) -> Value:
+        value = super().value(value)
+        if isinstance(value, Literal) and value.dtype in NARROW:
+            return Literal(float(dtypes.to_numpy(value.dtype).type(value.value)), "float64")
+        if isinstance(value, Cast | IndexValue | Intrinsic) and value.dtype in NARROW:
+            return replace(value, dtype="float64")
+        return value
+
+
+@functools.lru_cache(maxsize=64)
+def _widened_program(program: TensorProgram) -> TensorProgram:
+    rewriter = _WidenProgram()
+    return replace(program, params=tuple(map(rewriter.buffer, program.params)), body=rewriter.stmt(program.body))
