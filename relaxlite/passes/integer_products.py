@@ -3,8 +3,8 @@
     matmul(x, dequantize_blocks(w))   =>   matmul_blocks(quantize_blocks(x), w)
 
 The weights stay what they are; activations are rounded, in blocks as long as the weights', to 8 bits as llama.cpp does,
-or to 15 bits in two parts, which takes twice the arithmetic and is as exact as float32 sums are (2e-4 of the largest
-logit of SmolLM2). Whatever reads the same activations shares the rounding.
+or to 15 bits in two parts, which takes twice the arithmetic: logits of SmolLM2 move by up to 2.4e-4 of the largest, and
+each row by the same, whatever stands beside it. Whatever reads the same activations shares the rounding.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Blocks:
     def of(weight: GroupedWeight, name: str) -> Blocks:
         codes, bits, zero = weight.codes, weight.bits, weight.zero_point()
         if codes.dtype == np.int8:
-            codes, zero = (codes.view(np.uint8) ^ 128), 128 if zero == 0 else zero
+            assert weight.offsets is None  # no format has both
+            codes, zero = codes.view(np.uint8) ^ 128, 128
         words = pack_codes(np.ascontiguousarray(codes.T), weight.group, bits)
         factors = [weight.scales] if zero is not None or weight.offsets is None else [weight.scales, weight.offsets]
         halves = [_as_half(f) for f in factors]
