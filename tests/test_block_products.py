@@ -366,6 +366,18 @@ def test_weights_are_asked_for_ahead_where_that_helps(cpu: str, asks: bool) -> N
     assert ("@llvm.prefetch" in emit_program("p", program, target)) == asks
 
 
+def test_weights_that_are_arguments_are_not_asked_for_ahead() -> None:
+    """Their rows lie as wide apart as they are: what a tile reads next is not what stands next."""
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    types = {"x": TensorType.of((m, 64), "float32"), "words": TensorType.of((8, 40), "int32")}
+    with bb.function("main", **types) as (x, words):
+        weight = bb.emit(get_op("dequantize_blocks")(words, np.ones((2, 40), np.float32), bits=4, zero=8))
+        bb.result(bb.emit(ops.matmul(x, weight)))
+    (program,) = programs_with(lowered(bb.module())[0], "matmul_blocks").values()
+    assert program.attrs.get(AHEAD, ()) == ((4, 4096),)
+
+
 @pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (PORTABLE, "auto")])
 def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, precision: str) -> None:
     module, context = lowered(product(block_weight(DEPTH, COLUMNS)), target, precision)

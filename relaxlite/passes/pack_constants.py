@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import Buffer, Compare, IndexValue, Literal, Load, Select, TensorProgram, Value
+from relaxlite.ir.program import AHEAD, Buffer, Compare, IndexValue, Literal, Load, Select, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
@@ -113,14 +114,17 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
 
 
 def _pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
-    attrs = Attrs({name: value for name, value in program.attrs.items() if name not in ("panels", "groups")})
+    attrs = {name: value for name, value in program.attrs.items() if name not in ("panels", "groups", AHEAD)}
+    ahead: Any = program.attrs.get(AHEAD, ())
+    if streams := tuple((k, count) for k, count in ahead if k in panels):  # what is not packed is read in other places
+        attrs[AHEAD] = streams
     packed: dict[Buffer, tuple[Buffer, _Layout]] = {}
     for k, layout in panels.items():
         old = program.params[k]
         packed[old] = (replace(old, name=f"{old.name}_packed", shape=layout.shape(old.shape)), layout)
     params = tuple(packed[b][0] if b in packed else b for b in program.params)
     body = _PackLoads(packed).stmt(program.body)
-    return replace(program, params=params, body=body, attrs=attrs)
+    return replace(program, params=params, body=body, attrs=Attrs(attrs))
 
 
 class _PackLoads(ProgramRewriter):
