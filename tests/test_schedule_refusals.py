@@ -386,7 +386,11 @@ FORMS: list[tuple[TensorProgram, Callable[[Schedule], Any], str]] = [
     (SUM, lambda s: s.stage("x", "i"), r"a local copy of x in loop 'i' would have the shape \(1, m\); split"),
     (SUM, lambda s: s.stage("x", "i", order=(1, 1)), r"order \(1, 1\) of a copy of x is no permutation"),
     (SUM, lambda s: s.compute_at("t", "i"), "no buffer 't' is allocated in the program; allocated are none"),
-    (SUM, lambda s: s.tensorize("j", "vnni"), "unknown intrinsic 'vnni'; there are fma, dot4_u8s8, dot2_bf16"),
+    (
+        SUM,
+        lambda s: s.tensorize("j", "vnni"),
+        "unknown intrinsic 'vnni'; there are fma, dot4_words, word, dot4_u8s8, dot2_bf16",
+    ),
     (SUM, lambda s: s.tensorize("j", "fma"), "loop 'j' adds no product to out"),
     (SUM, lambda s: s.split_reduction("i", 4), "the body of loop 'i' is 2 statements, not one combining store"),
     (SUM, lambda s: s.split_reduction("j", 400), "1 vectors of 400 partial results of loop 'j'; at most 256"),
