@@ -16,6 +16,7 @@ from relaxlite.ir.program import (
     Allocate,
     Binary,
     Buffer,
+    Cast,
     Check,
     Compare,
     For,
@@ -38,6 +39,10 @@ from tests.native_kernel import NativeKernel, run
 
 ZERO = Literal(0.0, "float32")
 ROOT = Path(__file__).parent.parent
+NARROWED = (
+    ("float32", "bfloat16"), ("float32", "float16"), ("int32", "int16"), ("int32", "uint8"), ("int16", "int8"),
+    ("int64", "int32"), ("int64", "int8"), ("float64", "float32"), ("float64", "bfloat16"),
+)  # fmt: skip
 SIZES = (0, 1, 3, 15, 16, 17, 31, 64, 100)
 
 
@@ -65,6 +70,25 @@ def test_guarded_tail_writes_nothing_beyond_the_end(dtype: str, lanes: int) -> N
         assert kernel([x, result], [size]) == 0
         np.testing.assert_array_equal(result[:size], x)
         assert (result[size:] == 1).all()
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("source", "dtype"), NARROWED)
+def test_a_tail_of_one_lane_that_is_known_writes_nothing_beyond_the_end(source: str, dtype: str, lanes: int) -> None:
+    size, lane = lanes + 1, SymVar("lane")
+    x, out = Buffer.of("x", (size,), source), Buffer.of("out", (size,), dtype)
+
+    def vector(first: int) -> Stmt:
+        store = Store(out, (lane + first,), Cast(x[(lane + first,)], dtype))
+        guarded = IfThenElse(Compare("lt", index(lane + first), index(size)), store)
+        return For(lane, sym(lanes), guarded, "vectorized")
+
+    kernel = NativeKernel(TensorProgram((x, out), (), seq(vector(0), vector(lanes))))
+    given = np.arange(size).astype(dtypes.to_numpy(source))
+    result = np.full(size + 8, 55).astype(dtypes.to_numpy(dtype))
+    assert kernel([given, result], []) == 0
+    np.testing.assert_array_equal(result[:size], given.astype(result.dtype))
+    assert (result[size:] == 55).all()
 
 
 _ACCESSES: dict[str, tuple[Callable[[SymExpr, SymExpr], SymExpr], Callable[[np.ndarray, int], np.ndarray]]] = {

@@ -197,8 +197,8 @@ class _Replay:
         for binding in body.bindings():
             self._at, self._steps = binding, self._steps + 1
             if isinstance(binding, MatchShape):
-                self._match(binding)
                 self._values[binding.var] = self._value(binding.source)
+                self._match(binding, self._values[binding.var])
             else:
                 self._values[binding.var] = self._let(binding.var, binding.value)
         self._at = None
@@ -294,13 +294,25 @@ class _Replay:
         assert isinstance(expr, ShapeValue)
         return tuple(evaluate(value, self._symbols) for value in expr.values)
 
-    def _match(self, binding: MatchShape) -> None:
+    def _match(self, binding: MatchShape, value: _Value) -> None:
+        new = []
         for dim, size in zip(binding.shape, _sizes_of(binding.source.ty, len(binding.shape)), strict=True):
             found, expected = self._known(size), self._known(dim)
             if isinstance(dim, SymVar) and expected is None:
                 self._symbols[dim] = _UNKNOWN_SIZE if found is None else found
+                new += [dim] if found is None else []
             elif None not in (found, expected) and found != expected:
                 raise _RefusedError
+        if new and isinstance(value, _Piece):
+            self._fit(new, binding.var, value)
+
+    def _fit(self, symbols: Sequence[SymVar], var: Var, piece: _Piece) -> None:
+        """Sizes that no type tells, as after a branch: such that the tensor fills the memory that it has."""
+        self._symbols.update(dict.fromkeys(symbols, 1))
+        unit, room = self._bytes_of(var), piece.high - piece.low
+        if unit == 0 or room % unit:
+            raise _RefusedError
+        self._symbols[symbols[0]] = room // unit
 
     def _known(self, expr: SymExpr | None) -> int | None:
         """The value, where its symbols have one."""

@@ -66,6 +66,7 @@ class Indices:
     def __init__(self, emitter: Emitter) -> None:
         self.e = emitter
         self.scopes: list[Scope] = []
+        self.dynamic_masks: set[str] = set()  # names of those that only run time knows
         self.variables: dict[SymVar, Variable] = {}
         self.constants: dict[SymVar, int] = {}
         self.bases: dict[Buffer, Base] = {}
@@ -189,6 +190,8 @@ class Indices:
                 near = self.e.intrinsic("smax", capped, int_const(-1), hint="limit")
                 narrow = self.e.cast("trunc", near, "i32")
                 scope.masks[key] = self.e.icmp(predicate, lane_numbers(lanes, "i32"), narrow, "mask")
+            if not value.is_const:
+                self.dynamic_masks.add(scope.masks[key].text)
         return scope.masks[key]
 
     def pointer(self, buffer: Buffer, offset: SymExpr) -> Val:

@@ -11,6 +11,7 @@ A load under a mask never touches memory for a lane that is off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from relaxlite.codegen.llvm import scalars
@@ -253,13 +254,34 @@ def _store_vector(k: Kernel, access: Access, raw: Val, *, nontemporal: bool = Fa
         _store_past_caches(k, access, raw, pointer)
         return
     if k.mask is not None and not _is_inside(k, access):
+        mask = k.mask
+        if raw.elem in ("i8", "i16", "i32") and e.target.has("avx512f") and mask.text not in k.ix.dynamic_masks:
+            mask = _opaque(e, mask)
         name = f"llvm.masked.store.{mangle(access.elem, k.lanes)}.p0"
-        e.call_void(name, [raw, pointer, int_const(access.align, "i32"), k.mask])
+        e.call_void(name, [raw, pointer, int_const(access.align, "i32"), mask])
         return
     if k.mask is not None:
         old = e.op(f"load {raw.ty}, {pointer}, align {access.align}", raw.elem, raw.lanes, access.buffer.name)
         raw = e.select(k.mask, raw, old)
     e.line(f"store {raw}, {pointer}, align {access.align}")
+
+
+def _opaque(e: Emitter, mask: Val) -> Val:
+    """The mask, through an empty line of assembler, so that LLVM cannot know it.
+
+    Of a vector that is truncated and then stored under a constant mask of one lane, LLVM up to 22.1 writes that lane as
+    wide as it was before: past the end (https://github.com/llvm/llvm-project/issues/179489).
+    """
+
+    def hidden(part: Val) -> Val:
+        bits, word = f"i{part.lanes}", "i64" if part.lanes > 32 else "i32"
+        narrow = e.op(f"bitcast {part} to {bits}", bits)
+        given = narrow if bits == word else e.op(f"zext {narrow} to {word}", word)
+        found = e.op(f'call {word} asm "", "=r,0"({given})', word)
+        again = found if bits == word else e.op(f"trunc {found} to {bits}", bits)
+        return e.op(f"bitcast {again} to <{part.lanes} x i1>", "i1", part.lanes, "mask")
+
+    return e.by_parts([mask], mask.lanes if mask.lanes <= 64 else math.gcd(mask.lanes, 64), hidden)
 
 
 def _is_line(k: Kernel, raw: Val) -> bool:

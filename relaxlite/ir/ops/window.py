@@ -121,6 +121,20 @@ def _parts(op: Op, shape: Shape) -> int:
     return int(parts or 1)
 
 
+def _transformed(rows: Any, bins: int, inverse: bool) -> Any:
+    """The first bins (..., bins, 2) of the transform of rows (..., n, parts): by FFT, but rows of infinities or NaNs as
+    the sums that define it, where 0 * inf is NaN."""
+    signal = rows[..., 0] + (1j * rows[..., 1] if rows.shape[-1] == 2 else 0)
+    found = (np.fft.ifft if inverse else np.fft.fft)(signal, axis=-1)[..., :bins]
+    parts = np.stack([found.real, found.imag], axis=-1)
+    odd = ~np.isfinite(rows).all(axis=(-2, -1))
+    if odd.any():
+        sizes, dtype = (rows.shape[-2], bins), str(rows.dtype)
+        table = get_op("dft_matrix").reference(sizes, parts=rows.shape[-1], inverse=inverse, dtype=dtype)
+        parts[odd] = np.einsum("rnp,npkq->rkq", rows[odd], table)
+    return parts
+
+
 def _bins(length: SymExpr, onesided: bool) -> SymExpr:
     return length // 2 + 1 if onesided else length
 
@@ -169,12 +183,11 @@ class Dft(Op):
         return get_op("transpose")(result, axes=[order.index(k) for k in range(rank)])
 
     def reference(self, x: Any, length: tuple[int, ...], *, axis: int, inverse: bool, onesided: bool) -> Any:
-        wide = in_accumulator(x)
-        signal = wide[..., 0] + (1j * wide[..., 1] if x.shape[-1] == 2 else 0)
-        along = axis % x.ndim
-        found = (np.fft.ifft if inverse else np.fft.fft)(signal, length[0], along)
-        found = np.take(found, np.arange(length[0] // 2 + 1 if onesided else length[0]), along)
-        return np.stack([found.real, found.imag], axis=-1).astype(x.dtype)
+        along, (points,) = axis % x.ndim, length
+        rows = np.moveaxis(in_accumulator(x), along, -2)[..., :points, :]
+        rows = np.pad(rows, [(0, 0)] * (x.ndim - 2) + [(0, points - rows.shape[-2]), (0, 0)])
+        found = _transformed(rows, points // 2 + 1 if onesided else points, inverse)
+        return np.moveaxis(found, -2, along).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("float32", "shape")
@@ -216,11 +229,10 @@ class Stft(Op):
         return get_op("reshape")(found, (*(self.tensor(found).shape or ())[:2], bins, 2))
 
     def reference(self, x: Any, window: Any, *, step: int, onesided: bool) -> Any:
-        wide, length = in_accumulator(x), len(window)
-        signal = wide[..., 0] + (1j * wide[..., 1] if x.shape[-1] == 2 else 0)
-        frames = np.lib.stride_tricks.sliding_window_view(signal, length, axis=1)[:, ::step]
-        found = np.fft.fft(frames * in_accumulator(window), axis=-1)[..., : length // 2 + 1 if onesided else length]
-        return np.stack([found.real, found.imag], axis=-1).astype(x.dtype)
+        length = len(window)
+        frames = np.lib.stride_tricks.sliding_window_view(in_accumulator(x), length, axis=1)[:, ::step]  # (b, f, p, n)
+        rows = np.swapaxes(frames * in_accumulator(window), -1, -2)
+        return _transformed(rows, length // 2 + 1 if onesided else length, False).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("b", "n+4", 1), (4,)), {"step": 2}, tolerance=1e-4)
