@@ -19,10 +19,12 @@ import pytest
 
 from relaxlite import cli, driver
 from relaxlite.cli import chat as chat_command
-from relaxlite.cli import compiling_llm, demo
+from relaxlite.cli import demo
 from relaxlite.cli.chat import Conversation
 from relaxlite.cli.sizes import bytes_text
+from relaxlite.llm import compiling
 from relaxlite.llm.model import load
+from relaxlite.passes.manager import PassContext
 from relaxlite.runtime import artifact
 from relaxlite.version import STEP_VERSION
 from tests.tiny_llm import made, random_logits, save_folder, scripted
@@ -128,6 +130,21 @@ def test_the_cache_of_keys_and_values_has_a_dtype(run: Run, tmp_path: Path) -> N
     assert len(llm.generate("abc", max_new_tokens=5, stop_tokens=()).tokens) == 5
 
 
+@pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
+def test_generate_takes_a_precision(run: Run, folder: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    build = compiling.build
+
+    def spy(*args: Any, context: PassContext, **options: Any) -> Any:
+        seen.append(context.precision)
+        return build(*args, context=context, **options)
+
+    monkeypatch.setattr(compiling, "build", spy)
+    words = ("generate", "tiny.model", "abc", "--quantize", "q8_0", "--max-tokens", "4")
+    assert run(*words, "--precision", precision).status == 0
+    assert seen == [precision]
+
+
 def test_generate_prints_what_the_library_gives(run: Run, folder: Path) -> None:
     wanted = load(folder / "tiny.rlx").generate("abc", max_new_tokens=7).text
     done = run("generate", "tiny.rlx", "abc", "--max-tokens", "7", "--stats")
@@ -163,13 +180,13 @@ def test_a_prompt_may_be_a_message(run: Run, folder: Path) -> None:
 
 def test_a_checkpoint_is_compiled_once(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compilations: list[str] = []
-    build = compiling_llm.compiling.build
+    build = compiling.build
 
     def counted(path: str, *args: Any, **options: Any) -> Any:
         compilations.append(path)
         return build(path, *args, **options)
 
-    monkeypatch.setattr(compiling_llm.compiling, "build", counted)
+    monkeypatch.setattr(compiling, "build", counted)
     first = run("generate", "tiny.model", "abc", "--max-tokens", "4")
     assert first.status == 0 and first.out == run("generate", "tiny.rlx", "abc", "--max-tokens", "4").out
     assert run("generate", "tiny.model", "abc", "--max-tokens", "4").out == first.out
@@ -231,6 +248,7 @@ def test_a_reply_may_outgrow_the_context_where_that_is_asked_for(run: Run, folde
             2,
             "--quantize and --target need a checkpoint",
         ),
+        (["generate", "tiny.rlx", "x", "--precision", "int8"], 2, "--precision needs a checkpoint"),
         (["compile", "model.onnx", "--quantize", "q4_0"], 2, "--quantize needs a checkpoint of a language model, and"),
         (["compile", "tiny.model", "-o", "x.rlx", "--quantize", "q3_k"], 2, "invalid choice: 'q3_k' (choose from"),
         (["compile", "bare.model", "-o", "x.rlx"], 1, "there is no tokenizer; a folder needs tokenizer.json beside"),

@@ -22,7 +22,8 @@ from relaxlite.target import Target
 
 def make_context(args: argparse.Namespace) -> PassContext:
     """Of the target, precision, libraries and tuning that the options name."""
-    context = PassContext(Target.parse(args.target or "llvm"), precision=getattr(args, "precision", DEFAULT_PRECISION))
+    precision = getattr(args, "precision", None) or DEFAULT_PRECISION
+    context = PassContext(Target.parse(args.target or "llvm"), precision=precision)
     context.constant_memory = getattr(args, "constant_memory", False)
     libraries = getattr(args, "libraries", None)
     context.libraries = rules_for(names_of(libraries) if libraries else None, context.target)

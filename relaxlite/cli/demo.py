@@ -27,8 +27,8 @@ def execute(args: argparse.Namespace) -> None:
     print(f"   {path}, {bytes_text(path.stat().st_size)}\n")
     print("2. Compile it, once, for every batch and length, into one file", flush=True)
     start = time.perf_counter()
-    options = {"model": str(path), "max_context": None, "cache_dtype": None, "quantize": None, "target": None}
-    compiled = compile_once(argparse.Namespace(**{**vars(args), **options}))
+    plain = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
+    compiled = compile_once(argparse.Namespace(**{**vars(args), **plain, "model": str(path)}))
     seconds = time.perf_counter() - start
     print(f"   {compiled}, {bytes_text(compiled.stat().st_size)}, in {seconds:.1f} s")
     start = time.perf_counter()

@@ -38,7 +38,7 @@ def execute(args: argparse.Namespace) -> None:
             against=None if reference is None else reference.engine, progress=bar.update,
         )  # fmt: skip
     if args.json:
-        given = {name: getattr(args, name) for name in ("model", "against", "quantize", "cache_dtype")}
+        given = {name: getattr(args, name) for name in ("model", "against", "quantize", "cache_dtype", "precision")}
         print(json.dumps({**given, **asdict(found)}))
     else:
         _show(args, found)
@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> None:
 def _reference_options(args: argparse.Namespace) -> argparse.Namespace:
     """To open the model to compare with as it is: what else the options say is for the model that is measured."""
     target = None if is_compiled(args.against) else args.target
-    plain = {"quantize": None, "cache_dtype": None, "max_context": None, "target": target}
+    plain = dict.fromkeys(("quantize", "cache_dtype", "max_context", "precision")) | {"target": target}
     return argparse.Namespace(**{**vars(args), **plain, "model": args.against})
 
 

@@ -26,7 +26,7 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
             "with config.json"
         )
-    if given := checkpoint_options(args, "target"):
+    if given := checkpoint_options(args, "target", "precision"):
         raise InvalidArgumentError(f"{given}, and {args.model!r} is compiled already")
     return load(args.model)
 
