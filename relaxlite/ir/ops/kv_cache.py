@@ -28,8 +28,9 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.ops.linalg import equality_checks
+from relaxlite.ir.ops.nn_attention import fold
 from relaxlite.ir.ops.nn_norm import LOG2_E
-from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
+from relaxlite.ir.ops.scalars import Scalar, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Stmt, Store, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
@@ -461,15 +462,9 @@ class _Attend(_Block):
         finish: Callable[..., Stmt],
     ) -> Stmt:
         """for each element of `extents`: finish(combine over `reduced` of value)."""
-        total = Buffer("acc", (), "float32", "local")
-
-        def element(*i: SymExpr) -> Stmt:
-            inner = loops("k", (reduced,), lambda k: Store(total, (), value(*i, k).value, combine))
-            return Allocate(
-                total, seq(Store(total, (), identity(combine, "float32")), inner, finish(*i, Scalar(Load(total, ()))))
-            )
-
-        return self._nest(extents, element)
+        return self._nest(
+            extents, lambda *i: fold("float32", combine, reduced, partial(value, *i), partial(finish, *i))
+        )
 
 
 class _Combine(_Block):

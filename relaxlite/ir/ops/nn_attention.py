@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.dtypes import DType
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
@@ -422,14 +424,8 @@ class _Block:
         finish: Callable[..., Stmt],
     ) -> Stmt:
         """for each element of `extents`: finish(combine over `reduced` of value)."""
-        total = Buffer("acc", (), self.parts.dtype, "local")
-
-        def element(*i: SymExpr) -> Stmt:
-            inner = loops("r", (reduced,), lambda r: Store(total, (), value(*i, r).value, combine))
-            start = Store(total, (), identity(combine, total.dtype))
-            return Allocate(total, seq(start, inner, finish(*i, Scalar(Load(total, ())))))
-
-        return _nest("sl", extents, element)
+        dtype = self.parts.dtype
+        return _nest("sl", extents, lambda *i: fold(dtype, combine, reduced, partial(value, *i), partial(finish, *i)))
 
     def _finish(self) -> Stmt:
         """out = sums / total; without keys 0."""
@@ -449,6 +445,19 @@ class _Block:
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
         return seq(_nest("i", (self.size,), scale), self._over_queries(self.depth, element))
+
+
+def fold(
+    dtype: DType,
+    combine: str,
+    reduced: SymExpr,
+    value: Callable[[SymExpr], Scalar],
+    finish: Callable[[Scalar], Stmt],
+) -> Stmt:
+    """finish(combine over `reduced` of value), in a local element of this dtype."""
+    total = Buffer("acc", (), dtype, "local")
+    inner = loops("r", (reduced,), lambda r: Store(total, (), value(r).value, combine))
+    return Allocate(total, seq(Store(total, (), identity(combine, dtype)), inner, finish(Scalar(Load(total, ())))))
 
 
 def _nest(names: str, extents: Iterable[SymExpr], make: Callable[..., Stmt]) -> Stmt:
