@@ -76,7 +76,7 @@ def block_product(block: Block, registers: int) -> BlockProduct | None:
     if column is None or not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
         return None
     row = block.row_loop(column)
-    kept = len(of_columns(block.update.value, column, row)) if row is not None else 1
+    kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
     return BlockProduct(block, column, row, max(1, min(MOST_VECTORS, registers * 3 // 4 // max(kept, 1))))
 
 
@@ -142,18 +142,12 @@ class ManyRows(Tile):
         place = (row.var, part.var * self.lanes + lane.var)
         guard = GuardLoads(self._guard(at), {part.var, lane.var}) if piece.masked else None
 
-        kept: dict[int, Buffer] = {}
-        made: list[Stmt] = []
-        for number, value in enumerate(of_columns(update.value, self.column, self._row)):
-            buffer = Buffer(f"kept{number}", (sym(piece.vectors), sym(self.lanes)), value.dtype, "local")
-            made.append(Store(buffer, (part.var, lane.var), value))
-            kept[id(value)] = buffer
-        instead = {key: Load(buffer, (part.var, lane.var)) for key, buffer in kept.items()}
-        value = Substitute(at).value(Instead(instead).value(update.value))
-        keep = Substitute(at).stmt(nest((part, lane), seq(*made)))
+        across = part.var, lane.var
+        value, kept = hoisted(update.value, self.column, self._row, (sym(piece.vectors), sym(self.lanes)), across)
+        keep = Substitute(at).stmt(nest((part, lane), seq(*(Store(b, across, v) for b, v in kept))))
         keep = Substitute(fresh=True).stmt(keep if guard is None else guard.stmt(keep))
-        body = seq(keep, nest(loops, Store(totals, place, value, "add")))
-        for buffer in kept.values():
+        body = seq(keep, nest(loops, Store(totals, place, Substitute(at).value(value), "add")))
+        for buffer, _ in kept:
             body = Allocate(buffer, body)
         clear = nest(loops, Store(totals, place, Literal(0.0, element.dtype)))
         serial = loops[0], replace(part, kind="serial"), lane
@@ -162,12 +156,23 @@ class ManyRows(Tile):
         return Allocate(totals, seq(fresh.stmt(clear), fresh.stmt(replace(steps, body=body)), epilogue))
 
 
-def of_columns(value: Value, column: For, row: For | None) -> list[Value]:
+def hoisted(
+    value: Value, column: For, row: For, shape: tuple[SymExpr, ...], place: tuple[SymExpr, ...]
+) -> tuple[Value, list[tuple[Buffer, Value]]]:
+    """The value with all that moves along the columns and not along the rows read from registers, at `place` of buffers
+    of this shape, and what these buffers hold."""
+    parts = _of_columns(value, column, row)
+    kept = [Buffer(f"kept{k}", shape, part.dtype, "local") for k, part in enumerate(parts)]
+    instead = {id(part): Load(buffer, place) for part, buffer in zip(parts, kept, strict=True)}
+    return Instead(instead).value(value), list(zip(kept, parts, strict=True))
+
+
+def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:
     """The largest parts of a value that move along the columns and not along the rows, each once."""
     moving = symbols_of(value)
     if column.var not in moving:
         return []
     if row is None or row.var not in moving:
         return [value]
-    found = [part for child in value_children(value) for part in of_columns(child, column, row)]
+    found = [part for child in value_children(value) for part in _of_columns(child, column, row)]
     return list({id(part): part for part in found}.values())

@@ -43,12 +43,12 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
 from relaxlite.passes.prologue import Instead
 from relaxlite.passes.register_tile import ColumnPiece
 from relaxlite.passes.schedule import GuardLoads, less, nest
-from relaxlite.passes.schedule_blocks import ManyRows, of_columns
+from relaxlite.passes.schedule_blocks import ManyRows, hoisted
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
 MOST_DEPTH = 64  # bytes of a row
-MOST_QUADS_BYTES = 1 << 20  # of a panel's codes, on the stack
+MOST_QUADS_BYTES = 1 << 20  # of a panel's codes, which stay in the second cache
 
 SLOTS = 4  # blocks whose products wait in memory: reading what a tile has just written takes long
 _ONES, _SIGN = 0x01010101, 128
@@ -217,21 +217,17 @@ class TiledRows(ManyRows):
 
     __slots__ = ()
 
-    @property
-    def products(self) -> Products:
-        found = find_products(self.update.value)
-        assert found is not None
-        return found
-
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)
         height = SymVar("rows", lower=0, upper=self.most_rows)
-        quads, whole = self.products.quads, height // ROWS
-        panel = Buffer("quads", (self.steps.extent, sym(len(quads)), sym(piece.vectors * self.lanes)), "int32", "local")
+        products, whole = find_products(self.update.value), height // ROWS
+        assert products is not None
+        quads, width = products.quads, sym(piece.vectors * self.lanes)
+        panel = Buffer("quads", (self.steps.extent, sym(len(quads)), width), "int32", "local")
         code = seq(
             self._unpack(piece, first, panel, quads),
-            _call("configure", self.products.depth),
-            loops("b", (whole,), lambda b: self._across(piece, first, top + b * ROWS, panel)),
+            _call("configure", products.depth),
+            loops("b", (whole,), lambda b: self._across(piece, products, first, top + b * ROWS, panel)),
             _call("release"),
             self.tile(piece, first, top + whole * ROWS, height % ROWS),
         )
@@ -248,14 +244,16 @@ class TiledRows(ManyRows):
             body = GuardLoads(self._guard(at), {part.var, lane.var}).stmt(body)
         return Substitute(fresh=True).stmt(replace(self.steps, body=body))
 
-    def _across(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, panel: Buffer) -> Stmt:
+    def _across(self, piece: ColumnPiece, products: Products, first: SymExpr, top: SymExpr, panel: Buffer) -> Stmt:
         """16 rows from `top` on of all columns."""
         part = SymVar("u", lower=0, upper=piece.vectors - 1)
-        return For(part, sym(piece.vectors), self._square(piece, first, top, part, panel))
+        return For(part, sym(piece.vectors), self._square(piece, products, first, top, part, panel))
 
-    def _square(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, part: SymVar, panel: Buffer) -> Stmt:
+    def _square(
+        self, piece: ColumnPiece, products: Products, first: SymExpr, top: SymExpr, part: SymVar, panel: Buffer
+    ) -> Stmt:
         """16 rows of vector `part` of the columns."""
-        products, start = self.products, first + part * self.lanes
+        start = first + part * self.lanes
         (row, _, lane), _ = self._loops(piece, ROWS, start, top)
         at: dict[SymVar, SymExpr] = {self.column.var: start + lane.var, self._row.var: top + row.var}
         shape, place = (sym(ROWS), sym(self.lanes)), (row.var, lane.var)
@@ -267,15 +265,14 @@ class TiledRows(ManyRows):
         slot = (self.steps.var % SLOTS, self._row.var - top, self.column.var - start)
         instead = {id(products.value): products.combined([Load(buffer, slot) for buffer in made])}
         value = Instead(instead).value(self.update.value)
-        parts = of_columns(value, self.column, self._row)
-        kept = [Buffer(f"kept{k}", (sym(self.lanes),), p.dtype, "local") for k, p in enumerate(parts)]
-        value = Instead({id(p): Load(b, (lane.var,)) for p, b in zip(parts, kept, strict=True)}).value(value)
-        keep = nest((lane,), seq(*(Store(b, (lane.var,), v) for b, v in zip(kept, parts, strict=True))))
+        value, kept = hoisted(value, self.column, self._row, (sym(self.lanes),), (lane.var,))
+        keep = nest((lane,), seq(*(Store(b, (lane.var,), v) for b, v in kept)))
         keep, add = (Substitute(at).stmt(s) for s in (keep, nest((row, lane), Store(total, place, value, "add"))))
         use = seq(keep if not piece.masked else GuardLoads(self._guard(at), {lane.var}).stmt(keep), add)
-        for buffer in kept:
+        for buffer, _ in kept:
             use = Allocate(buffer, use)
-        multiply = seq(*(self._multiply(x, b, panel, top, part) for x, b in zip(products.x, made, strict=True)))
+        pairs = zip(products.x, made, strict=True)
+        multiply = seq(*(self._multiply(x, b, panel, top, part, is_signed=products.is_signed) for x, b in pairs))
         body = _pipelined(self.steps, multiply, use)
         for buffer in made:
             body = Allocate(buffer, body)
@@ -286,7 +283,7 @@ class TiledRows(ManyRows):
         serial = replace(row, kind="serial"), lane
         return Allocate(done, seq(summed, self._epilogue(serial, at, Load(done, place), masked=piece.masked)))
 
-    def _multiply(self, x: Load, into: Buffer, panel: Buffer, top: SymExpr, part: SymVar) -> Stmt:
+    def _multiply(self, x: Load, into: Buffer, panel: Buffer, top: SymExpr, part: SymVar, *, is_signed: bool) -> Stmt:
         g = self.steps.var
         indices = tuple(substitute(i, {self._row.var: top}) for i in x.indices)
         args = (
@@ -296,7 +293,7 @@ class TiledRows(ManyRows):
             IndexValue(panel.shape[-1] * 4, "int64"),
             AddressOf(into, (g % SLOTS, sym(0), sym(0)), is_written=True),
         )
-        return CallLibrary(TILES, "dot" if self.products.is_signed else "dot_unsigned", args, work=sym(_WORK))
+        return CallLibrary(TILES, "dot" if is_signed else "dot_unsigned", args, work=sym(_WORK))
 
 
 def _pipelined(steps: For, multiply: Stmt, use: Stmt) -> Stmt:
