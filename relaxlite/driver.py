@@ -64,8 +64,8 @@ def compile(
     `precision="bf16"` rounds the operands of matrix products with constant weights to bfloat16 (8 significant bits) and
     sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
     What weights in blocks of few bits are multiplied by, as in language models, is rounded to integers in blocks:
-    `precision="int8"` to 8 bits, as llama.cpp does, `"int16"` to 15 (logits move by some 2e-4 of the largest),
-    `"auto"`, the default, to 15 where the processor multiplies bytes, `"float32"` not at all.
+    `precision="int8"` to 8 bits, as llama.cpp does, `"int12"` to 12 (logits move by some 3e-3 of the largest),
+    `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies bytes.
     `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, at
     constant offsets. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING

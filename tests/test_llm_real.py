@@ -125,7 +125,7 @@ def compared(found: list[np.ndarray], wanted: list[np.ndarray]) -> tuple[float, 
 def test_the_default_precision_predicts_what_float32_does(
     logits: list[np.ndarray], plain: list[np.ndarray], texts: list[list[int]]
 ) -> None:
-    """Measured on 1314 tokens: the same choice at 99.8 %, perplexity within 0.03 %, logits within 0.4 %."""
+    """Measured on 1314 tokens: the same choice at 99.7 %, perplexity within 0.02 %, logits within 0.4 %."""
     agreement, distance = compared(logits, plain)
     assert agreement >= 0.99 and distance <= 1e-2
     assert perplexity(logits, texts) == pytest.approx(perplexity(plain, texts), rel=2e-3)

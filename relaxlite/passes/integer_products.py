@@ -4,8 +4,9 @@
 
 The weights stay what they are; activations are rounded, in blocks as long as the weights': to 8 bits, as llama.cpp
 does, to 12 or to 16 (sign included). Whatever reads the same activations shares the rounding. Measured on SmolLM2-135M
-with 4-bit weights, 1,200 tokens of a novel: the likeliest token stays what it is with float32 activations for 96.7,
-99.8 and 100 % of the tokens, and logits move by 4e-2, 3e-3 and 2e-4 of the largest.
+with 4-bit weights, 1,314 tokens of a novel and a licence: the likeliest token stays what it is with float32 activations
+for 96.9, 99.7 and 100 % of the tokens, logits move by up to 0.12, 3e-3 and 2e-4 of the largest, and perplexity by 0.3,
+0.01 and 0.001 %.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def integer_products(module: IRModule, context: PassContext) -> IRModule:
 
 @dataclass(frozen=True, slots=True)
 class _Rounded:
-    words: Var
+    codes: Var
     scales: Var
     sums: Var
 
@@ -76,7 +77,7 @@ class _IntegerProducts(Rewriter):
         found = self._rounded(x if is_matrix else emit(get_op("reshape")(x, (product(_dims(x)[:-1]), depth))), block)
         reason = f"activations are rounded to {8 + self._low_bits} bits in blocks, and sums of a block are exact"
         self._context.decide("integer_products", var.name, True, reason)
-        given = (found.words, found.scales, found.sums, *weight.args)
+        given = (found.codes, found.scales, found.sums, *weight.args)
         made = get_op("matmul_blocks")(*given, **weight.attrs, low_bits=self._low_bits, loc=value.loc)
         return made if is_matrix else get_op("reshape")(emit(made), _dims(value))
 
