@@ -18,7 +18,7 @@ from typing import Any
 
 from relaxlite import config
 from relaxlite.driver import build
-from relaxlite.errors import ValidationError
+from relaxlite.errors import PassError, ValidationError
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
@@ -37,6 +37,7 @@ STYLES = ("least", "one", "odd", "mixed", "same", "mixed", "larger")
 SMALL = ("least", "one", "odd", "mixed")  # loops run in Python, one scalar at a time
 EACH_PASS = 15  # percent of the cases whose passes are checked one by one
 HOST = Target.parse("llvm")
+IMPOSSIBLE = "is the negative constant"  # a size that facts known to the compiler come to: no run can succeed
 
 for _symbol, _routine in steps_structure.EXTERNS.items():
     register_extern(_symbol, _routine)
@@ -118,7 +119,12 @@ def _run(case: Case) -> None:
     if case.each_pass:
         context.observers.append(validator.check)
     names = default_names() if case.passes is None else case.passes
-    data = build(case.module, HOST, passes=passes_of(names), context=context)
+    try:
+        data = build(case.module, HOST, passes=passes_of(names), context=context)
+    except PassError as error:
+        if IMPOSSIBLE in str(error) and all(isinstance(one.outcome, Failed) for one in validator.cases):
+            return  # told before any run what every run would tell
+        raise
     exe = Executable(data)
     validator.check_compiled(exe)
     with config.override(interpret=True):

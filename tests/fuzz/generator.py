@@ -54,6 +54,7 @@ class Generator:
         self.pool: list[Expr] = []
         self.symbols: list[SymVar] = [self._symbol(name) for name in "nmk"[: self.roll.whole(1, 3)]]
         self.main_symbols = list(self.symbols)  # which a parameter's shape may mention
+        self.most: dict[SymVar, SymExpr] = {}  # what stands for other sizes is at most this
         self.is_main = True
         self.depth = 0  # of bodies
 
@@ -88,11 +89,13 @@ class Generator:
             return False
         total = product(ty.shape)
         try:
-            return all(
-                evaluate(total, dict.fromkeys(total.free_vars(), n)) <= most for n, most in MOST_ELEMENTS.items()
-            )
+            return all(self._largest(total, n) <= most for n, most in MOST_ELEMENTS.items())
         except ZeroDivisionError:
             return False
+
+    def _largest(self, size: SymExpr, n: int) -> int:
+        """A size where every symbol of a parameter's shape is n, and others are the most that they can be."""
+        return evaluate(size, {s: self._largest(self.most[s], n) if s in self.most else n for s in size.free_vars()})
 
     def values(self, accept: Callable[[TensorType], bool] = lambda ty: True) -> list[Expr]:
         return [x for x in self.pool if accept(type_of(x))]

@@ -439,7 +439,8 @@ def from_registry(g: Generator) -> Expr | None:
             operands.append(g.like(g.type(dims, other if is_narrow else dtype)))
     if any(x is None for x in operands):
         return None
-    return chosen(g, g.bb.emit(op(*operands, **sample.attrs)))
+    most = sum((product(shape_of(x)) for x in operands if isinstance(x.ty, TensorType)), sym(0))
+    return chosen(g, g.bb.emit(op(*operands, **sample.attrs)), most)
 
 
 def unified(g: Generator, sample: Sample, types: tuple[str, ...], symbols: Any) -> dict[str, Any]:
@@ -462,20 +463,24 @@ def _agrees(want: int | str, found: SymExpr, values: dict[str, Any]) -> bool:
     return as_int(found) == want if isinstance(want, int) else values.get(want) is found
 
 
-def chosen(g: Generator, made: Expr) -> Expr | None:
-    """One result of an op, its unknown sizes bound to new symbols."""
+def chosen(g: Generator, made: Expr, most: SymExpr | None = None) -> Expr | None:
+    """One result of an op, its unknown sizes, none above `most`, bound to new symbols."""
     if isinstance(made.ty, TupleType):
         picked = g.roll.whole(0, len(made.ty.fields) - 1)
-        return chosen(g, g.bb.emit(TupleGetItem(made, picked)))
+        return chosen(g, g.bb.emit(TupleGetItem(made, picked)), most)
     if isinstance(made.ty, TensorType) and made.ty.shape is None and made.ty.rank is not None:
-        return bound(g, made)
+        return bound(g, made, most)
     return made if isinstance(made.ty, TensorType) else None
 
 
-def bound(g: Generator, x: Expr) -> Expr:
-    """The same tensor with a symbol for each dimension, which later steps use."""
-    names = [g.bb.symbol(f"d{len(g.symbols)}_{k}") for k in range(x.ty.rank or 0)]  # type: ignore[union-attr]
+def bound(g: Generator, x: Expr, most: SymExpr | None = None) -> Expr:
+    """The same tensor with a symbol for each dimension, which later steps use; unknown ones are `most` at most."""
+    ty = type_of(x)
+    names = [g.bb.symbol(f"d{len(g.symbols)}_{k}") for k in range(ty.rank or 0)]
     g.symbols.extend(names)
+    for name, dim in zip(names, ty.shape or (most,) * len(names), strict=True):
+        if dim is not None:
+            g.most[name] = dim
     return g.bb.match_shape(x, names)
 
 

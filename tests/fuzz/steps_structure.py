@@ -117,17 +117,18 @@ def data_dependent(g: Generator) -> Expr | None:
     x = g.value(lambda ty: (ty.rank or 0) > 0)
     if x is None:
         return None
-    kind = g.roll.whole(0, 3)
+    kind, most = g.roll.whole(0, 3), product(shape_of(x))
     if kind == 0:
-        return chosen(g, g.emit("unique", x)) if type_of(x).dtype != "bool" else None
+        return chosen(g, g.emit("unique", x), most) if type_of(x).dtype != "bool" else None
     if kind == 1:
         keep = g.like(g.type((shape_of(x)[0],), "bool"), is_new=True)
-        return None if keep is None else chosen(g, g.emit("compress", x, keep, axis=0))
-    flat = g.emit("reshape", x, (product(shape_of(x)),))
+        return None if keep is None else chosen(g, g.emit("compress", x, keep, axis=0), most)
+    flat = g.emit("reshape", x, (most,))
     mask = g.emit("relu", flat) if dtypes.is_float(type_of(x).dtype) else flat
     count = g.bb.symbol(f"d{len(g.symbols)}")
     places = g.bb.match_shape(g.emit("non_zero", mask), (1, count))
     g.symbols.append(count)
+    g.most[count] = most
     return ops.gather(flat, g.emit("reshape", places, (count,)), axis=0)
 
 
@@ -150,6 +151,7 @@ def shape_arithmetic(g: Generator) -> Expr | None:
     rows, columns = (g.bb.symbol(f"d{len(g.symbols)}_{k}") for k in range(2))
     g.bb.match_shape(g.emit("tensor_to_shape", parts), (rows, columns))
     g.symbols.extend((rows, columns))
+    g.most[rows] = g.most[columns] = product(shape_of(x))
     return ops.reshape(x, (rows, columns)) if g.roll.chance(50) else ops.full((rows, columns), np.float32(2))
 
 
