@@ -180,6 +180,22 @@ def test_what_forks_share_is_stored_once() -> None:
     assert engine.cache.used_pages == 0
 
 
+def test_new_pages_hold_no_numbers_that_are_slow_to_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = np.empty
+
+    def of_freed_memory(*args: Any, **options: Any) -> Any:
+        made = empty(*args, **options)
+        made.reshape(-1).view(np.uint8)[:] = 1
+        return made
+
+    engine, _ = engines("llama")
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "empty", of_freed_memory)
+        engine.forward([(engine.new(), tokens(PAGE + 1))])
+    for pool in engine.cache.pools:
+        assert np.all((pool == 0) | (np.abs(pool) >= np.finfo(np.float32).tiny))
+
+
 def test_a_full_cache_refuses_and_the_others_go_on() -> None:
     engine, oracle = engines("llama", max_bytes=6 * CompiledEngine(step("llama")).cache.layout.page_bytes)
     a, b = engine.new(), engine.new()
