@@ -24,8 +24,8 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.program import AHEAD, Binary, Intrinsic, Literal, TensorProgram, Value
-from relaxlite.ir.program_visitor import ProgramRewriter, all_values
+from relaxlite.ir.program import AHEAD, Allocate, Binary, Intrinsic, Literal, TensorProgram, Value
+from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_stmts
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions, map_programs, program_calls
 from relaxlite.passes.manager import Pass, PassContext, run_passes
@@ -336,8 +336,22 @@ def test_many_rows_are_products_of_tiles(cpu: str, name: str, precision: str, pr
     (program,) = programs_with(module, "matmul_blocks").values()
     text = emit_program("p", program, Target.parse(target))
     found = re.findall(r"call void @llvm\.x86\.(tdp\w+)", text)
-    assert found == products * 2  # before the loop that uses them some steps later, and in it
+    assert set(found) == set(products)
+    sums = {s.buffer.name for s in walk_stmts(program.body) if isinstance(s, Allocate) if "products" in s.buffer.name}
+    assert len(sums) == len(products)
     assert ("@llvm.x86.ldtilecfg" in text) == ("@llvm.x86.tilerelease" in text) == bool(products)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_exact"), [("4 bits", True), ("4 bits in blocks of 8", False), ("6 bits in blocks of 16", False)]
+)
+def test_tiles_start_where_integers_are_floats_if_scales_have_few_bits(name: str, is_exact: bool) -> None:
+    """Where scales are float32, subtracting the origin times the scale would round."""
+    target = "llvm -mcpu=sapphirerapids -mtriple=x86_64-unknown-linux-gnu -mattr=+amx-tile,+amx-int8"
+    module, _ = lowered(product(weight_of(name, 32)), target, "int8")
+    (program,) = programs_with(module, "matmul_blocks").values()
+    made = [s.buffer for s in walk_stmts(program.body) if isinstance(s, Allocate) and s.buffer.name == "products0"]
+    assert {buffer.dtype for buffer in made} == {"float32" if is_exact else "int32"}
 
 
 def test_where_the_system_refuses_tiles_kernels_go_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def hoisted(
     value: Value, column: For, row: For, shape: tuple[SymExpr, ...], place: tuple[SymExpr, ...]
 ) -> tuple[Value, list[tuple[Buffer, Value]]]:
     """The value with all that moves along the columns and not along the rows read from registers, at `place` of buffers
-    of this shape, and what these buffers hold."""
+    of this shape, and what these buffers hold. The same of rows, the other way round."""
     parts = _of_columns(value, column, row)
     kept = [Buffer(f"kept{k}", shape, part.dtype, "local") for k, part in enumerate(parts)]
     instead = {id(part): Load(buffer, place) for part, buffer in zip(parts, kept, strict=True)}
