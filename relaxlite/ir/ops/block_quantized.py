@@ -335,39 +335,42 @@ class QuantizeBlocks(Op):
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int) -> Stmt:
         codes, scales, sums = out
         top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
-        total = Buffer("total", (), "int32", "local")
+        total, numbers = Buffer("total", (), "int32", "local"), Buffer("numbers", (sym(block),), "int32", "local")
+        unit = 1 << low_bits
 
         def of_block(i: SymExpr, g: SymExpr) -> Stmt:
-            def scaled(b: SymExpr) -> Scalar:
-                return Scalar(x[i, g * block + b]) * Scalar(factor[()])
+            def number(b: SymExpr) -> Stmt:
+                scaled = Scalar(x[i, g * block + b]) * Scalar(factor[()]) * float(unit)
+                return Store(numbers, (b,), scaled.unary("round").cast("int32").value)
 
-            def high(b: SymExpr) -> Stmt:
-                return Store(codes, (g, i, b), scaled(b).unary("round").cast("int8").value)
+            def high(b: SymExpr) -> Scalar:
+                return (
+                    (Scalar(numbers[(b,)]) + unit // 2).binary("shift_right", low_bits)
+                    if low_bits
+                    else Scalar(numbers[(b,)])
+                )
 
-            def low(b: SymExpr) -> Stmt:
-                rest = (scaled(b) - scaled(b).unary("round")) * float(1 << low_bits)
-                return Store(codes, (g, i, b + block), rest.unary("round").cast("int8").value)
+            def low(b: SymExpr) -> Scalar:
+                return Scalar(numbers[(b,)]) - high(b).binary("shift_left", low_bits)
 
-            def summed(b: SymExpr) -> Value:
-                number = Scalar(codes[g, i, b]).cast("int32")
-                if low_bits:
-                    number = number.binary("shift_left", low_bits) + Scalar(codes[g, i, b + block]).cast("int32")
-                return number.value
+            def bytes_of(part: Callable[[SymExpr], Scalar], start: int) -> Stmt:
+                return loops("b", (sym(block),), lambda b: Store(codes, (g, i, b + start), part(b).cast("int8").value))
 
             greatest, width = Scalar(top[()]), (sym(block),)
-            scale = greatest / float(GREATEST << low_bits)
+            scale = greatest / float(GREATEST * unit)
             inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             return seq(
                 reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(x[i, g * block + b]).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
-                loops("b", width, high),
-                *([loops("b", width, low)] if low_bits else []),
-                reduce(total, width, "add", literal(0, "int32"), summed),
+                loops("b", width, number),
+                bytes_of(high, 0),
+                *([bytes_of(low, block)] if low_bits else []),
+                reduce(total, width, "add", literal(0, "int32"), lambda b: numbers[(b,)]),
                 Store(sums, (g, i), total[()]),
             )
 
-        return loops("gi", scales.shape, lambda g, i: _local((top, factor, total), of_block(i, g)))
+        return loops("gi", scales.shape, lambda g, i: _local((top, factor, total, numbers), of_block(i, g)))
 
     def reference(self, x: Any, *, block: int, low_bits: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
@@ -375,13 +378,11 @@ class QuantizeBlocks(Op):
             top = np.abs(blocks).max(axis=2, initial=0)
             factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
             scaled = blocks * factor[..., None]
-            pieces = [np.rint(scaled)]
-            if low_bits:
-                pieces.append(np.rint((scaled - pieces[0]) * np.float32(1 << low_bits)))
-        codes = [cast_array(piece, "int8") for piece in pieces]
-        found = np.concatenate(codes, axis=2)
+            numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
+        high = (numbers + (1 << low_bits) // 2) >> low_bits
+        pieces = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
         scales = (top / np.float32(GREATEST << low_bits)).astype(np.float32)
-        return found, scales, _integers(found, block, low_bits).sum(axis=2).astype(np.int32)
+        return np.concatenate(pieces, axis=2).astype(np.int8), scales, numbers.sum(axis=2).astype(np.int32)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
