@@ -48,7 +48,9 @@ from relaxlite.passes.tile_products import MOST_DEPTH, ORIGIN, Products, find_pr
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
-BLOCKS = 4  # at a time, about: their quads, products and rows of x stay in the first cache
+BLOCKS = (
+    4  # at a time, or one less where none is left then: their quads, products and rows of x stay in the first cache
+)
 
 _TURNS = 4  # tiles of products
 _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "dot": 16, "dot_unsigned": 16, "keep": 16}  # the others: 1
@@ -110,8 +112,10 @@ class TiledRows(ManyRows):
                 code = Allocate(buffer, code)
             return code
 
-        group, size = SymVar("go", lower=0), -(-blocks // max(1, round(blocks / BLOCKS)))  # all of about the same size
-        steps: list[Stmt] = [For(group, sym(blocks // size), some(group * size, size))]
+        group, size = SymVar("go", lower=0), next((n for n in (BLOCKS, BLOCKS - 1) if blocks % n == 0), BLOCKS)
+        steps: list[Stmt] = []
+        if blocks >= size:
+            steps.append(For(group, sym(blocks // size), some(group * size, size)))
         if blocks % size:
             steps.append(some(sym(blocks - blocks % size), blocks % size))
         clear = everywhere(nest((row, lane), Store(totals, place, Literal(0.0, element.dtype))))
@@ -151,7 +155,7 @@ class _Squares:
         self.step = SymVar("g", lower=0)
         row, lane = loops
         self.place = (row.var, lane.var)
-        shape = (sym(BLOCKS + BLOCKS // 2), totals.shape[1], row.extent, lane.extent)
+        shape = (sym(BLOCKS), totals.shape[1], row.extent, lane.extent)
 
         def made(dtype: str) -> list[Buffer]:
             return [Buffer(f"products{k}", shape, dtype, "local") for k in range(len(products.x))]
