@@ -161,6 +161,7 @@ def program_of(call: Call) -> tuple[TensorProgram, tuple[SymVar, ...]]:
 
 # The tests
 
+NO_ANSWER = ("dft", "pad", "resize", "top_k")  # ops whose reference, or NumPy, refuses some samples of size 0
 CASES = [pytest.param(op, sample, id=f"{op.name}-{k}") for op in all_ops() for k, sample in enumerate(op.samples())]
 
 
@@ -174,8 +175,8 @@ def test_reference_agrees_with(op: Op, sample: Sample, runner: str) -> None:
         args = sample_arguments(sample, size, np.random.default_rng(size))
         try:
             expected = Interpreter(module).run("main", *args)
-        except (ValueError, IndexError, ZeroDivisionError):
-            if size == 0:  # NumPy has no answer for nothing
+        except (ValueError, IndexError):
+            if size == 0 and op.name in NO_ANSWER:
                 continue
             raise
         found = run(*args)
@@ -199,7 +200,8 @@ def test_sizes_that_are_known_to_be_zero(op: Op, sample: Sample) -> None:
     run = rl.compile(module)
     try:
         expected = Interpreter(module).run("main", *args)
-    except (ValueError, IndexError, ZeroDivisionError):  # NumPy has no answer for nothing
+    except (ValueError, IndexError):
+        assert op.name in NO_ANSWER
         return
     for want, got in zip(as_tuple(expected), as_tuple(run(*args)), strict=True):
         assert_same(want, got, sample.tolerance, op.name)
