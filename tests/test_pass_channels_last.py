@@ -190,6 +190,19 @@ def test_a_transposed_convolution_keeps_the_channels_of_a_phase_together(channel
     assert names(after).index("phase_interleave") < len(names(after)) - 2  # the add comes before the last transpose
 
 
+def test_a_transposed_convolution_of_no_channels() -> None:
+    """No size of nothing tells how many channels a phase has."""
+
+    def network(bb: BlockBuilder, x: Var) -> Expr:
+        y = conv(bb, x, filters(8, 9, 1, 1))
+        none = bb.emit(ops.slice(y, (0,), (0,), axes=(1,)))
+        phases = conv(bb, none, filters(8, 0, 1, 1))
+        _, _, h, w = x.ty.shape  # type: ignore[union-attr, misc]
+        return bb.emit(ops.phase_interleave(phases, (0, 0), (h * 2, w * 2), strides=(2, 2)))
+
+    assert layouts(assert_same_values(built(network, "n", 9, "h", "w"), (1, 9, 3, 2), (0, 9, 1, 5))) == ["last", "last"]
+
+
 def test_one_and_three_spatial_dimensions() -> None:
     def line(bb: BlockBuilder, x: Var) -> Expr:
         return bb.emit(ops.relu(conv(bb, x, filters(8, 6, 3), 1, dilations=(1,))))

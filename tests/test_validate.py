@@ -32,6 +32,7 @@ from relaxlite.target import Target
 from relaxlite.validation.difference import compare
 from relaxlite.validation.oracle import Expected, flat, spread_of
 from relaxlite.validation.samples import symbol_values
+from relaxlite.validation.validator import SURE_RUNS
 
 Change = Callable[[IRModule], IRModule]
 HOST = Target.parse("llvm")
@@ -294,6 +295,21 @@ def test_one_op_of_a_chain_may_round_less_often(dtype: str) -> None:
     spread = spread_of(module, (x,), (result,), {}, seed=0)
     assert spread is not None and 0 < spread[0] < 1e-6
     assert compare((result - result.dtype.type(1e-3),), Expected((result,), spread)) is not None
+
+
+def test_what_an_approximation_loses_may_be_zero() -> None:
+    """gelu(-6) = -5.9e-9 is less than the rounding of its terms: its reciprocal may be infinite. Of gelu(-3), not."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((2,), "float32")) as (x,):
+        bb.result(bb.emit(ops.reciprocal(bb.emit(ops.gelu(x)))))
+    module, args = bb.module(), (np.array([-6, -3], np.float32),)
+    values = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
+    assert spread is not None and np.isinf(spread[0][0]) and spread[0][1] < 1
+    infinite, expected = np.float32([-np.inf, values[0][1]]), Expected(values, spread)
+    assert compare((infinite,), expected) is None
+    assert compare((infinite[[0, 0]],), expected) is not None
+    rl.compile(module, validate=[args])
 
 
 @pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])

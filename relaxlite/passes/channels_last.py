@@ -14,6 +14,7 @@ So data change places only where a region of such ops begins or ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -218,11 +219,11 @@ def _phase_interleave(state: _ChannelsLast, call: Call) -> Expr | None:
     w = conv.args[1]
     if not isinstance(w, Constant) or conv.attrs["groups"] != 1:
         return None
-    channels = as_int(shape_of(call)[1])
-    assert channels is not None
-    by_phase = np.swapaxes(w.value.reshape(*w.value.shape[:-1], channels, -1), -1, -2).reshape(w.value.shape)
-    phases = state.emit(_again(conv, conv.args[0], Constant.of(np.ascontiguousarray(by_phase)), conv.args[2]))
-    return _again(call, phases, *call.args[1:], channels_last=True)
+    phases = math.prod(_ints(call.attrs["strides"]))
+    *rest, columns = w.value.shape
+    by_phase = np.swapaxes(w.value.reshape(*rest, columns // phases, phases), -1, -2).reshape(w.value.shape)
+    moved = state.emit(_again(conv, conv.args[0], Constant.of(np.ascontiguousarray(by_phase)), conv.args[2]))
+    return _again(call, moved, *call.args[1:], channels_last=True)
 
 
 # Ops that follow their operands

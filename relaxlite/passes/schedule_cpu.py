@@ -195,7 +195,7 @@ class _Rules:
         return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
 
     def nest(self, stage: Stmt) -> Stmt:
-        if any(as_int(loop.extent) == 0 for loop in perfect_nest(stage).loops):
+        if _never_runs(stage):
             return seq()  # nothing to tile
         block = reduction_block(stage)
         if block is not None:
@@ -256,6 +256,8 @@ class _Rules:
 
     def inner(self, stmt: Stmt) -> Stmt:
         """Vectorize innermost loops; tile the reductions inside a serial loop, such as the steps of a recurrence."""
+        if _never_runs(stmt):
+            return seq()
         if isinstance(stmt, For) and not any(isinstance(s, For) for s in walk_stmts(stmt.body)):
             return self.vectorized(stmt)
         block = reduction_block(stmt) if isinstance(stmt, For) and stmt.kind == "serial" else None
@@ -369,6 +371,11 @@ class _Rules:
             return replace(stmt, body=rewrite(stmt.body))
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
+
+
+def _never_runs(stmt: Stmt) -> bool:
+    """Whether a loop of the nest has no iterations, whatever the sizes are."""
+    return any(as_int(loop.extent) == 0 for loop in perfect_nest(stmt).loops)
 
 
 def _calls(stmt: Stmt) -> bool:

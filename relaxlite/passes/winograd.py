@@ -87,6 +87,8 @@ def _find(program: TensorProgram, target: Target) -> _Conv | None:
     x, w = value.a, value.b
     if not isinstance(x, Load) or not isinstance(w, Load) or {x.dtype, w.dtype, value.dtype} != {"float32"}:
         return None
+    if any(as_int(loop.extent) == 0 for loop in block.spatial):  # nothing to compute
+        return None
     n, h, v, c = (loop.var for loop in block.spatial)
     kh, kw, ic = (loop.var for loop in perfect_nest(block.stmts[1]).loops)
     shape = tuple(as_int(d) for d in w.buffer.shape)

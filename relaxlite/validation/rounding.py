@@ -73,13 +73,17 @@ class Nudge:
         return value if _float_dtype(value) is None else self._moved(value, 0.0)
 
     def _moved(self, value: Any, floor: float) -> Any:
-        """`floor`: what a unit in the last place is at least relative to, as approximations have absolute errors."""
+        """`floor`: what a unit in the last place is at least relative to, as approximations have absolute errors. What
+        is less than such a unit may also come out as 0, as 1 + erf(-6) does: no nudge would hit it by chance."""
         dtype = dtypes.from_numpy(value.dtype) or ""
         wide = np.asarray(value, np.float64)
         unit = NUDGE[dtype] * epsilon(dtype) * np.maximum(np.abs(wide), floor)
         with np.errstate(all="ignore"):
             moved = wide + unit * self._rng.uniform(-1, 1, wide.shape)
             moved = np.where(np.isfinite(wide), moved, wide)
+            if floor > 0:
+                is_lost = (np.abs(wide) < unit) & (self._rng.random(wide.shape) < 0.5)
+                moved = np.where(is_lost, np.copysign(0.0, moved), moved)
             moved = np.where((wide == 0) & (floor == 0) & (self._rng.random(wide.shape) < 0.5), -wide, moved)
             return moved.astype(value.dtype)
 

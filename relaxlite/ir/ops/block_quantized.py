@@ -96,11 +96,11 @@ def _by_block(words: Array, blocks: int) -> Array:
 def unpack_codes(words: Array, block: int, bits: int) -> Array:
     """The inverse: codes uint8 (rows, n)."""
     n = words.shape[1]
-    blocks = words.reshape(-1, words_of(block, bits), n).view(np.uint32)
+    count = len(words) // words_of(block, bits)
+    blocks = words.reshape(count, words_of(block, bits), n).view(np.uint32)
     quads = np.stack([_quad(blocks, q, block, bits) for q in range(block // QUAD)], axis=1)
-    return np.asarray(
-        np.ascontiguousarray(quads.reshape(-1, n)[..., None]).view(np.uint8).swapaxes(1, 2).reshape(-1, n)
-    )
+    bytewise = np.ascontiguousarray(quads.reshape(count * block // QUAD, n)[..., None]).view(np.uint8)
+    return np.asarray(bytewise.swapaxes(1, 2).reshape(count * block, n))
 
 
 def _quad(words: Array, q: int, block: int, bits: int) -> Array:
@@ -227,10 +227,10 @@ def _dequantized(words: Array, given: Sequence[Array], bits: int, zero: int) -> 
     block = words.shape[0] * 32 // bits // given[0].shape[0]
     codes = unpack_codes(words, block, bits).astype(np.float32) - np.float32(zero)
     scales, *offsets = _as_float32(given)
-    found = codes.reshape(-1, block, words.shape[1]) * scales[:, None]
+    found = codes.reshape(len(scales), block, words.shape[1]) * scales[:, None]
     if offsets:
         found = found + offsets[0][:, None]
-    return np.asarray(found.reshape(-1, words.shape[1]), np.float32)
+    return np.asarray(found.reshape(codes.shape), np.float32)
 
 
 def _some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -293,7 +293,7 @@ class GatherBlocks(_Blocks):
     def reference(self, indices: Any, words: Any, *given: Any, bits: int, zero: int) -> Any:
         chosen = plain_indices(indices).reshape(-1)
         found = _dequantized(words[:, chosen], [x[:, chosen] for x in given], bits, zero)
-        return np.ascontiguousarray(found.T).reshape(*indices.shape, -1)
+        return np.ascontiguousarray(found.T).reshape(*indices.shape, len(found))
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("int64", "int32", "float32", "float32")
@@ -487,7 +487,7 @@ class MatmulBlocks(_Blocks):
         self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, bits: int, zero: int, low_bits: int
     ) -> Any:
         blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
-        codes = unpack_codes(words, block, bits).reshape(blocks, block, -1).astype(np.int64)
+        codes = unpack_codes(words, block, bits).reshape(blocks, block, words.shape[1]).astype(np.int64)
         total = np.matmul(_integers(x, block, low_bits), codes - zero).astype(np.float64)
         scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
         found = total * scales[:, None]

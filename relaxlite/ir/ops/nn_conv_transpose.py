@@ -192,7 +192,8 @@ class PhaseInterleave(Op):
     def reference(self, x: Any, starts: Ints, sizes: Ints, *, strides: Ints, channels_last: bool) -> Any:
         count = len(strides)
         if channels_last:
-            by_phase = x.reshape(*x.shape[:-1], math.prod(strides), -1)
+            phases = math.prod(strides)
+            by_phase = x.reshape(*x.shape[:-1], phases, x.shape[-1] // phases)
             first = np.moveaxis(np.moveaxis(by_phase, -2, -1).reshape(x.shape), -1, 1)
             result = self.reference(first, starts, sizes, strides=strides, channels_last=False)
             return np.ascontiguousarray(np.moveaxis(result, 1, -1))

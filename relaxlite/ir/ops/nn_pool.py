@@ -298,6 +298,8 @@ def _flatten(where: Iterable[SymExpr], shape: Shape) -> SymExpr:
 
 def _column_major(flat: Scalar, spatial: Shape) -> Scalar:
     """A row-major flat index with its spatial part counted column-major instead."""
+    if any(as_int(size) == 0 for size in spatial):  # no place has an index
+        return flat
     image = product(spatial)
     rest = flat.binary("floormod", index(image))
     result, weight = flat - rest, image

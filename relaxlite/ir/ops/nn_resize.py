@@ -220,6 +220,8 @@ class Resize(Op):
     def reference(self, x: Any, sizes: tuple[int, ...], **attrs: Any) -> Any:
         if x.size == 0 and all(sizes):
             raise IndexError(f"resize: no elements to interpolate between: {x.shape} to {sizes}")
+        if not all(sizes):  # also where one axis after the other would read what is not there
+            return np.zeros(sizes, x.dtype)
         is_nearest = attrs["mode"] == "nearest"
         wide = x if is_nearest or x.dtype in (np.float32, np.float64) else x.astype(np.float32)
         with np.errstate(all="ignore"):

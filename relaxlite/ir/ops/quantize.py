@@ -222,7 +222,7 @@ class UnpackIntegers(Op):
         shifts = np.arange(0, WORD, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
         fields = np.expand_dims(words.view(np.uint32), 1) >> shifts & np.uint32((1 << bits) - 1)
         numbers = fields.astype(np.int16) - np.int16(1 << bits - 1)
-        return numbers.reshape(-1, *words.shape[1:])[:rows].astype(dtype)
+        return numbers.reshape(len(words) * (WORD // bits), *words.shape[1:])[:rows].astype(dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})

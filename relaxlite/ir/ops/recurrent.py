@@ -206,7 +206,7 @@ class Lstm(_Recurrent):
 
     x (t, b, i), w (d, 4 h, i), r (d, 4 h, h), b (d, 8 h) with gates in the order input, output, forget, cell; states
     (d, b, h); lengths (b,) of the sequences; peepholes (d, 3 h) for input, output, forget, after lengths.
-    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back.
+    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back, in its own dtype.
     """
 
     name = "lstm"

@@ -17,7 +17,7 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.elementwise import FLOAT, check_dtype
 from relaxlite.ir.ops.linalg import equality_checks
-from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
+from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, compute, loops, reduce, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import TensorType, TupleType, Type
@@ -185,11 +185,23 @@ def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterab
     yield Sample(shapes, {**attrs, "reverse": True, "clip": 0.7}, (*kinds, "int32"), {2 + operands: draw}, 1e-4)
 
 
+def _rounded(state: Any) -> Any:
+    """What `_Loop.rounded` stores, in NumPy, of a float64 state in float64."""
+    if state.dtype.name in HALF:
+        state = state.astype(np.float32)
+    number = state.dtype.type
+    low, high = np.min(state, initial=0.0), np.max(state, initial=0.0)
+    span = number((high - low) / number(255))
+    scale = number(1) if span == 0 else span
+    zero = np.rint(np.clip(-low / scale, 0, 255))
+    return (np.clip(np.rint(state / scale) + zero, 0, 255) - zero) * scale
+
+
 @register
 class LstmScan(_Scan):
     """(y (t, b, h), final h (b, h), final c (b, h)) of one direction; gates: input, output, forget, cell.
 
-    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back.
+    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back, in its own dtype.
     """
 
     name = "lstm_scan"
@@ -242,8 +254,7 @@ class LstmScan(_Scan):
     ) -> list[Any]:
         (state, cell), hidden = states, r.shape[0]
         if attrs["quantize_state"]:
-            levels, scale, zero = get_op("dynamic_quantize_linear").reference(state.astype(np.float32))
-            state = (levels.astype(np.float32) - np.float32(zero)) * scale
+            state = _rounded(state)
         enter, leave, forget, new = np.split(gates + state @ r, 4, axis=1)
         peep = rest[3].reshape(3, hidden) if len(rest) > 3 else np.zeros((3, hidden), gates.dtype)
         enter = f[0](enter + peep[0] * cell)
@@ -256,6 +267,7 @@ class LstmScan(_Scan):
         yield from _scan_samples(4, 2, names)
         (plain, _) = _scan_samples(4, 2, {**names, "quantize_state": True})
         yield replace(plain, tolerance=0.02)  # a value between two levels may go either way
+        yield replace(plain, dtypes=("float64",) * len(plain.shapes), tolerance=1e-12)
 
 
 @register

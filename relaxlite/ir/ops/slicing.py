@@ -117,8 +117,11 @@ class Pad(Op):
         self, x: Buffer, before: Shape, after: Shape, value: Buffer | None = None, *, out: Buffer, mode: str
     ) -> Stmt:
         if mode != "constant":
+            checks = self._checks(x, before, after)
+            if any(as_int(d) == 0 for d in x.shape):  # the result is empty too, or a check stops the run
+                return seq(*checks)
             nest = compute(out, lambda *i: x[tuple(map(_ADJUST[mode], _shifted(i, before), x.shape))])
-            return seq(*self._checks(x, before, after), nest)
+            return seq(*checks, nest)
         fill = Scalar(literal(0, x.dtype)) if value is None else Scalar(only_element(value))
 
         def padded(*i: SymExpr) -> Value:
