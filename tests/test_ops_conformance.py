@@ -291,6 +291,24 @@ CHECKS: list[tuple[Op, Sample, tuple[Any, ...], str]] = [
         (np.zeros(2, bool), np.zeros(2, "f4")),
         "top_k: k = 3 exceeds the size n of axis 0",
     ),
+    (
+        ops.grid_sample,
+        Sample(((1, 2, "h", 4), (1, 3, 3, 2)), {"padding_mode": "border"}),
+        (np.zeros(0, bool), np.zeros((1, 2, 0, 4), "f4"), np.zeros((1, 3, 3, 2), "f4")),
+        "grid_sample: .* is empty along dimension 2: it has no border",
+    ),
+    (
+        ops.grid_sample,
+        Sample(((1, 2, 4, 0), (1, 3, 3, 2)), {"padding_mode": "reflection"}),
+        (SCALAR, np.zeros((1, 2, 4, 0), "f4"), np.zeros((1, 3, 3, 2), "f4")),
+        "grid_sample: .* is empty along dimension 3: it has no border",
+    ),
+    (
+        ops.roi_align,
+        Sample(((1, 2, 5, "w"), (1, 4), (1,)), {"output": (2, 2)}, ("float32", "float32", "int64")),
+        (np.zeros(0, bool), np.zeros((1, 2, 5, 0), "f4"), np.float32([[0, -0.4, 1, 0.4]]), np.zeros(1, np.int64)),
+        "roi_align: .* is empty along dimension 3: a picture has no elements",
+    ),
 ]
 
 
@@ -302,6 +320,14 @@ def test_run_time_checks_stop_with_a_message(
     run = RUNNERS[runner](sample_module(op, sample))
     with pytest.raises(ExecutionError, match=message):
         run(*args)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_zeros_stand_everywhere_outside_of_an_empty_picture(mode: str, runner: str) -> None:
+    run = RUNNERS[runner](sample_module(ops.grid_sample, Sample(((1, 2, "h", 4), (1, 3, 3, 2)), {"mode": mode})))
+    grid = np.random.default_rng(0).uniform(-1.5, 1.5, (1, 3, 3, 2)).astype("f4")
+    np.testing.assert_array_equal(run(np.zeros(0, bool), np.zeros((1, 2, 0, 4), "f4"), grid), np.zeros((1, 2, 3, 3)))
 
 
 LARGE = np.array([-1e4, -200, -90, -1e-4, 0, 1e-4, 90, 200, 1e4], np.float32)

@@ -15,7 +15,7 @@ from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_checks, broadcast_index, broadcast_shapes, format_shape
 from relaxlite.ir.ops.scalars import HALF, Scalar, identity, index
 from relaxlite.ir.program import Buffer, Check, Stmt, reduce, seq
-from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, product, sym
 from relaxlite.ir.types import TensorType, Type
 
 
@@ -39,6 +39,19 @@ def equality_checks(message: str, *pairs: tuple[IntLike, IntLike]) -> tuple[Chec
         Check(index(a).equals(index(b)).value, f"{message}: {a} against {b}")
         for a, b in pairs
         if not PROVER.can_prove_equal(sym(a), sym(b))
+    )
+
+
+def emptiness_checks(op: str, why: str, x: Buffer, axes: Iterable[int], out: Buffer) -> tuple[Check, ...]:
+    """Run-time checks that x has elements along these dimensions, which `out` is made of, or that `out` has none; not
+    of what is proven."""
+    wanted = product(out.shape)
+    unproven = [k for k in axes if not (PROVER.can_prove_le(1, x.shape[k]) or PROVER.can_prove_equal(wanted, 0))]
+    return tuple(
+        Check(
+            ((index(x.shape[k]) > 0) | (index(wanted) < 1)).value, f"{op}: {x.name} is empty along dimension {k}: {why}"
+        )
+        for k in unproven
     )
 
 

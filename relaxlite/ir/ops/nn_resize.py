@@ -20,10 +20,10 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import AttrValue, Call, Expr, ShapeValue
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
-from relaxlite.ir.ops.linalg import emit_op
+from relaxlite.ir.ops.linalg import emit_op, emptiness_checks
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, LetIndex, Stmt, Store, Value, compute, loops, reduce, seq
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, product, smax, smin, sym
+from relaxlite.ir.program import Allocate, Buffer, LetIndex, Stmt, Store, Value, compute, loops, reduce, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
 COORDINATES = (
@@ -212,10 +212,11 @@ class Resize(Op):
 
     def lower(self, x: Buffer, sizes: Shape, *, out: Buffer, **attrs: Any) -> Stmt:
         axes = _resized_axes(x.shape, sizes, attrs)
+        checks = emptiness_checks(self.name, "no elements to interpolate between", x, [axis.k for axis in axes], out)
         if attrs["mode"] == "nearest":
-            return seq(*_emptiness_checks(x, out, axes), _lower_nearest(x, out, axes, attrs))
+            return seq(*checks, _lower_nearest(x, out, axes, attrs))
         (axis,) = axes
-        return seq(*_emptiness_checks(x, out, axes), _lower_weighted(x, out, axis, attrs))
+        return seq(*checks, _lower_weighted(x, out, axis, attrs))
 
     def reference(self, x: Any, sizes: tuple[int, ...], **attrs: Any) -> Any:
         if x.size == 0 and all(sizes):
@@ -246,19 +247,6 @@ class Resize(Op):
         yield Sample((("h*3", 7), ("h", 9)), {"mode": "cubic", "antialias": True}, kinds, tolerance=1e-4)
         yield Sample((("n", 3), ("n", 5)), {"mode": "linear"}, ("float16", "shape"), tolerance=4e-3)
         yield Sample((("n", 3), ("n", 6)), {"mode": "linear"}, ("int32", "shape"))
-
-
-def _emptiness_checks(x: Buffer, out: Buffer, axes: list[_Axis]) -> list[Check]:
-    """That what is resized has elements, or the result has none."""
-    wanted = product(out.shape)
-    unproven = [axis for axis in axes if not (PROVER.can_prove_le(1, axis.size) or PROVER.can_prove_equal(wanted, 0))]
-    return [
-        Check(
-            ((index(axis.size) > 0) | (index(wanted) < 1)).value,
-            f"resize: {x.name} is empty along dimension {axis.k}: no elements to interpolate between",
-        )
-        for axis in unproven
-    ]
 
 
 def _resized_axes(shape: Shape, sizes: Shape, attrs: Mapping[str, Any]) -> list[_Axis]:

@@ -12,10 +12,10 @@ from relaxlite import dtypes
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape
-from relaxlite.ir.ops.linalg import accumulator, equality_checks, in_accumulator
+from relaxlite.ir.ops.linalg import accumulator, emptiness_checks, equality_checks, in_accumulator
 from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, select
 from relaxlite.ir.program import Allocate, Buffer, Check, LetIndex, Stmt, Store, Value, compute, loops, seq
-from relaxlite.ir.symbolic import SymExpr, SymVar, smax, smin, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
 Extremum = Callable[..., Any]
@@ -116,11 +116,19 @@ class GridSample(Op):
 
         pairs = [(grid.shape[0], x.shape[0]), (grid.shape[-1], sym(count))]
         checks = equality_checks("grid_sample: grid does not fit x", *pairs)
+        if padding_mode != "zeros":
+            checks += emptiness_checks(self.name, "it has no border", x, range(2, len(x.shape)), out)
+            if any(as_int(d) == 0 for d in x.shape):  # `out` is empty too, or a check stops the run
+                return seq(*checks)
         return seq(*checks, Allocate(where, seq(compute(where, coordinate), loops("ncijk", out.shape, element))))
 
     def reference(self, x: Any, grid: Any, *, mode: str, padding_mode: str, align_corners: bool) -> Any:
         count, wide = x.ndim - 2, in_accumulator(x)
         begin, taps = _TAPS[mode]
+        if 0 in x.shape[2:]:
+            if padding_mode != "zeros" and 0 not in (*x.shape[:2], *grid.shape[1:-1]):
+                raise IndexError(f"grid_sample: x is empty: it has no border: {x.shape}")
+            wide = np.zeros((*x.shape[:2], *(max(d, 1) for d in x.shape[2:])), wide.dtype)  # 0 stands everywhere
         sizes = np.array(x.shape[2:][::-1], in_accumulator(grid).dtype)
         where = _denormalize(in_accumulator(grid), sizes, align_corners)[..., ::-1]
         where = np.rint(where) if mode == "nearest" else where
@@ -278,11 +286,16 @@ class RoiAlign(Op):
 
         pairs = [(rois.shape[1], sym(4)), (rois.shape[0], batch.shape[0])]
         checks = equality_checks("roi_align: rois and batch", *pairs)
+        checks += emptiness_checks(self.name, "a picture has no elements", x, (2, 3), out)
+        if any(as_int(d) == 0 for d in x.shape):  # `out` is empty too, or a check stops the run
+            return seq(*checks, loops("r", batch.shape, check))
         return seq(*checks, loops("r", batch.shape, check), loops("rcij", out.shape, element))
 
     def reference(self, x: Any, rois: Any, batch: Any, **attrs: Any) -> Any:
         ratio, output = attrs["sampling_ratio"], attrs["output"]
         result = np.zeros((rois.shape[0], x.shape[1], *output), x.dtype)
+        if 0 in x.shape[2:] and result.size:
+            raise IndexError(f"roi_align: a picture has no elements: {x.shape}")
         for r, (roi, picture) in enumerate(zip(rois, batch, strict=True)):
             begins, sizes = _bins(list(roi), attrs, np.maximum)
             counts = [ratio or max(0, int(np.ceil(size))) for size in sizes]
