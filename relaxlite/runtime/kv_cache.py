@@ -13,6 +13,8 @@ sequence writes to it. Pools grow by halves, array by array, up to `max_bytes`.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +30,9 @@ ENOUGH_TASKS = 4  # of each thread, to share them out evenly
 PAGES_OF_PART = 16  # at least: putting parts together costs as much as some pages (measured: 4 % at 8 pages)
 MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
 DTYPES = ("float32", "float16", "int8")
+
+# No memory that a forked process would share
+_PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +294,14 @@ class KVCache:
 
     def _pool(self, number: int, pages: int) -> Array:
         """Of zeros: attention computes with what lies behind a page's last token before it drops the result, and where
-        that is the garbage of freed memory, numbers below 2**-126 cost a hundred cycles each."""
+        that is the garbage of freed memory, numbers below 2**-126 cost a hundred cycles each. Mapped, so that a page
+        takes memory once it is written, and a pool that has been replaced gives its own back at once."""
         shape, dtype = self.layout.shapes[number % len(self.layout.shapes)]
-        return np.zeros((self.layout.kv_heads, pages, *shape), dtype)
+        shape = (self.layout.kv_heads, pages, *shape)
+        count = math.prod(shape)
+        if not count:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(mmap.mmap(-1, count * np.dtype(dtype).itemsize, **_PRIVATE), dtype).reshape(shape)
 
     def _grow(self, pages: int) -> None:
         """Pools of so many pages, one after the other, so that no more than one is there twice."""
@@ -301,7 +311,7 @@ class KVCache:
                 made = self._pool(k, pages)
                 made[:, :old] = pool
                 self.pools[k] = made
-        except MemoryError as error:
+        except (MemoryError, OSError) as error:
             self.pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self.pools]
             raise CacheFullError(f"there is no memory for a cache of {pages * self.layout.page_bytes} bytes") from error
         self._references += [0] * (pages - old)
