@@ -312,6 +312,17 @@ def test_what_an_approximation_loses_may_be_zero() -> None:
     rl.compile(module, validate=[args])
 
 
+def test_the_mean_of_equal_numbers_may_be_a_little_off() -> None:
+    """A running sum of 40 equal numbers is some units off, so what is left of one of them is not always 0."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((2, 40), "float32")) as (x,):
+        bb.result(bb.emit(ops.subtract(x, bb.emit(ops.mean(x, axes=(1,), keepdims=True)))))
+    module, args = bb.module(), (np.full((2, 40), 0.36851165, np.float32),)
+    values = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
+    assert spread is not None and (spread[0] > 2e-8).all() and (spread[0] < 1e-6).all()
+
+
 @pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])
 def test_a_wrong_constant_in_a_chain_of_roundings_is_found(dtype: str, half: float, tmp_path: Path) -> None:
     x = Var("x", TensorType.of((4,), dtype))

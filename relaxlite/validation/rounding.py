@@ -56,7 +56,7 @@ class Nudge:
             return result
         nudged = [self.value(arg) for arg in args]
         moved = _added_one_by_one(call, nudged, run(nudged))
-        if _only_moves(nudged, moved):
+        if not _adds(call, args, result) and _only_moves(nudged, moved):
             return result
         if isinstance(call.callee, Op) and call.callee.name in _ROUNDED_ONCE:
             return self._moved(result, 0.0)
@@ -186,6 +186,12 @@ def _added_one_by_one(call: Call, args: list[Any], result: Any) -> Any:
         total = np.add.accumulate(rows, axis=1)[:, -1]
         total = total / total.dtype.type(rows.shape[1]) if name == "mean" else total
         return total.reshape(result.shape).astype(result.dtype)
+
+
+def _adds(call: Call, args: list[Any], result: Any) -> bool:
+    """Whether the op adds several terms: the mean of equal numbers may be one of them, and yet it was rounded."""
+    name = call.callee.name if isinstance(call.callee, Op) else ""
+    return name in _TERMS and isinstance(result, np.ndarray) and args[0].size > result.size > 0
 
 
 def _running_product(a: Any, b: Any) -> Any:

@@ -178,6 +178,7 @@ def function(g: Generator) -> Expr | None:
         args.append(g.value() or x)
     own: dict[SymExpr, SymVar] = {}
     params = [Var(g.bb.unique_name("p"), _own_type(g, type_of(a), own)) for a in args]
+    g.most.update({symbol: dim for dim, symbol in own.items()})
     outer = g.pool, g.symbols
     g.pool, g.symbols, g.is_main = list(params), list(own.values()), False
     with g.nested() as scope:
