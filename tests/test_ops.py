@@ -247,3 +247,12 @@ def test_types_without_a_meaning_are_refused_when_a_call_is_built(name: str) -> 
     operands = [Var(f"x{k}", TensorType.of((3,) * len(shape), dtype)) for k, shape in enumerate(sample.shapes)]
     with pytest.raises(TypeInferenceError, match="dtype"):
         op(*operands, **sample.attrs)
+
+
+@pytest.mark.parametrize("axes", [None, (1,), (0, 1)])
+def test_the_reference_of_log_sum_exp_takes_what_has_no_exp(axes: tuple[int, ...] | None) -> None:
+    x = np.float64([[-50731, -50732], [900, -np.inf]])
+    last = np.log1p(np.exp(-1)) - 50731
+    wanted = {None: 900.0, (0, 1): 900.0, (1,): [last, 900.0]}[axes]
+    found = ops.get_op("log_sum_exp").reference(x, axes=axes, keepdims=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)

@@ -49,6 +49,7 @@ from relaxlite.passes.arena_order import valuations
 _MAX_SIZES, _MAX_PATHS = 8, 12
 _ITERATIONS = 3  # of every loop: what the first carries to the second, and that to the third
 _UNKNOWN_SIZE = 5  # of what only data tells
+_MOST_BYTES = (1 << 63) - 1  # that an address tells
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,8 @@ class _Any:
 
 
 class _RefusedError(Exception):
-    """A MatchShape does not hold at these sizes: the model ends there, as where a size divides by zero."""
+    """A MatchShape does not hold at these sizes, or no memory holds them: the model ends there, as where a size divides
+    by zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class _Replay:
     def _own(self, name: str, size: int) -> _Piece:
         """A piece that is part of no other."""
         self._end += size
+        if self._end > _MOST_BYTES:
+            raise _RefusedError
         return self._keep(_Piece(name, self._end - size, self._end))
 
     def _keep(self, piece: _Piece) -> _Piece:

@@ -275,7 +275,11 @@ def _log_sum_exp(bb: BlockBuilder, x: Expr, *, axes: tuple[int, ...] | None, kee
 
 
 def _log_sum_exp_numpy(x: Any, **where: Any) -> Any:
-    return np.log(np.sum(np.exp(x.astype(np.float64)), **where))
+    wide = x.astype(np.float64)
+    top = np.max(wide, axis=where.get("axis"), keepdims=True, initial=-np.inf)
+    top = np.where(np.isinf(top), 0, top)
+    sums = np.log(np.sum(np.exp(wide - top), **where))
+    return sums + top.reshape(sums.shape)
 
 
 _composed("l1_norm", "The sum of |x| over axes.", _sum_of("abs"), lambda x, **w: np.sum(np.abs(x), **w))
