@@ -21,7 +21,7 @@ from relaxlite.passes.prologue import Instead, symbols_of
 
 MOST_DEPTH = 64  # bytes in a row of a tile
 ORIGIN = 3 << 22
-"""As a float32, its bits plus an integer of at most 22 bits are those of ORIGIN + this integer."""
+"""As a float32, its bits plus an integer below 2**22 are those of ORIGIN + this integer: MOST_DEPTH * 255 * 128 is."""
 
 _ONES, _SIGN = 0x01010101, 128
 _SIGNS = _SIGN * _ONES - (1 << 32)

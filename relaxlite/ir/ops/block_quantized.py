@@ -344,11 +344,8 @@ class QuantizeBlocks(Op):
                 return Store(numbers, (b,), scaled.unary("round").cast("int32").value)
 
             def high(b: SymExpr) -> Scalar:
-                return (
-                    (Scalar(numbers[(b,)]) + unit // 2).binary("shift_right", low_bits)
-                    if low_bits
-                    else Scalar(numbers[(b,)])
-                )
+                whole = Scalar(numbers[(b,)])
+                return (whole + unit // 2).binary("shift_right", low_bits) if low_bits else whole
 
             def low(b: SymExpr) -> Scalar:
                 return Scalar(numbers[(b,)]) - high(b).binary("shift_left", low_bits)
