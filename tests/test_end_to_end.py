@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
-from relaxlite import config
+from relaxlite import config, dtypes
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ExecutionError, InvalidArgumentError, OutOfMemoryError, ShapeMismatchError
 from relaxlite.ir import ops
@@ -202,3 +202,20 @@ def test_compile_errors_name_what_is_wrong() -> None:
         bb.result(ops.relu(x))
     with pytest.raises(InvalidArgumentError, match="unknown kind 'cuda'"):
         rl.compile(bb.module(), target="cuda")
+
+
+@pytest.mark.parametrize("name", ["l2_norm", "log_sum_exp", "mean_variance_normalize"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_made_of_others_is_not_rounded_in_between(name: str, dtype: str) -> None:
+    """300 ** 2 is no float16, 1e-9 is one as little, and a row of equal numbers has no deviation."""
+    op, bb = ops.get_op(name), rl.BlockBuilder()
+    n = bb.symbol("n")
+    attrs = {"axes": (1,)} | ({} if name == "mean_variance_normalize" else {"keepdims": False})
+    with bb.function("main", x=tensor(3, n, dtype=dtype)) as (x,):
+        bb.result(op(x, **attrs))
+    exe = rl.compile(bb.module())
+    for count in (1, 5, 64):
+        rows = np.stack([np.full(count, 300.0), np.linspace(-300, 300, count), np.zeros(count)])
+        given = rows.astype(dtypes.to_numpy(dtype))
+        expected = op.reference(given, **attrs).astype(np.float64)
+        np.testing.assert_allclose(exe(given).astype(np.float64), expected, rtol=1e-2, atol=1e-3)

@@ -14,7 +14,7 @@ from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, in_accumulator
 from relaxlite.ir.ops.nn_norm import Row, in_wide, mean_over, row_program, standardize, standardized, weigh
-from relaxlite.ir.ops.reduce import normalize_axes
+from relaxlite.ir.ops.reduce import composed_in_float32, normalize_axes
 from relaxlite.ir.ops.scalars import Scalar, identity, index, select
 from relaxlite.ir.program import Buffer, Stmt, Value, reduce, seq
 from relaxlite.ir.symbolic import SymVar, product, sym
@@ -215,11 +215,15 @@ class MeanVarianceNormalize(Op):
         return ty
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
-        (x,), axes = call.args, call.attrs["axes"]
-        centered = emit_op(bb, "subtract", x, emit_op(bb, "mean", x, axes=axes, keepdims=True))
-        variance = emit_op(bb, "mean", emit_op(bb, "multiply", centered, centered), axes=axes, keepdims=True)
-        deviation = emit_op(bb, "add", emit_op(bb, "sqrt", variance), Constant.of(1e-9, self.tensor(x).dtype))
-        return get_op("divide")(centered, deviation)
+        axes = call.attrs["axes"]
+
+        def normalize(x: Expr) -> Expr:
+            centered = emit_op(bb, "subtract", x, emit_op(bb, "mean", x, axes=axes, keepdims=True))
+            variance = emit_op(bb, "mean", emit_op(bb, "multiply", centered, centered), axes=axes, keepdims=True)
+            deviation = emit_op(bb, "add", emit_op(bb, "sqrt", variance), Constant.of(1e-9, self.tensor(x).dtype))
+            return emit_op(bb, "divide", centered, deviation)
+
+        return composed_in_float32(bb, call.args[0], normalize)
 
     def reference(self, x: Any, *, axes: tuple[int, ...]) -> Any:
         def normalize(v: Any) -> Any:
