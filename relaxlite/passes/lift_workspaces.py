@@ -65,7 +65,8 @@ def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Fou
         size = as_int(nbytes)
         if buffer in kept or buffer in lifted or (buffer.scope == "local" and (size or 0) <= LARGEST_LOCAL):
             continue
-        if size is not None and size <= MOST_STACK_BYTES and not _has_parallel(allocation.body):
+        has_known_shape = None not in map(as_int, buffer.shape)  # which (n, 0) has not, for all its size is 0
+        if has_known_shape and (size or 0) <= MOST_STACK_BYTES and not _has_parallel(allocation.body):
             on_stack[buffer] = None
             continue
         reason = _obstacle(buffer, path, program)
