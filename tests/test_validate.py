@@ -18,7 +18,7 @@ from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ValidationError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Body, Call, Expr, Function, MatchShape, ShapeValue, Tuple, Var
+from relaxlite.ir.expr import Body, Call, Expr, Function, MatchShape, ShapeValue, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Check, Load, Seq, Stmt, Store, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
@@ -321,6 +321,19 @@ def test_the_mean_of_equal_numbers_may_be_a_little_off() -> None:
     values = flat(Interpreter(module).run("main", *args))
     spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
     assert spread is not None and (spread[0] > 2e-8).all() and (spread[0] < 1e-6).all()
+
+
+@pytest.mark.parametrize(("terms", "is_certain"), [([-0.999, -0.7490001], False), ([-0.999, -0.7489], True)])
+def test_how_many_different_numbers_there_are_may_hang_on_rounding(terms: list[float], is_certain: bool) -> None:
+    """1 - 0.999 and 0.75 - 0.7490001 differ by a digit of the terms, which is many digits of their own."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((2,), "float32"), y=TensorType.of((2,), "float32")) as (x, y):
+        bb.result(bb.emit(TupleGetItem(bb.emit(ops.unique(bb.emit(ops.add(x, y)), sorted=True)), 0)))
+    module, args = bb.module(), (np.float32([1, 0.75]), np.float32(terms))
+    values = flat(Interpreter(module).run("main", *args))
+    assert len(values[0]) == 2
+    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
+    assert (spread is not None) == is_certain
 
 
 @pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])

@@ -41,12 +41,17 @@ def epsilon(dtype: str) -> float:
 
 class Nudge:
     """Moves floats by a few units in their last place, and adds up one term after another, where NumPy adds in pairs:
-    of equal terms, all roundings of a running sum are in one direction."""
+    of equal terms, all roundings of a running sum are in one direction.
+
+    `ties`: moves them onto a grid so wide instead, so that what is equal but for rounding becomes equal. Moved each on
+    its own, two numbers near 0 hardly ever meet, of which the terms are near 1; and yet they may be equal in another
+    order of the terms, and then `unique` finds one number less.
+    """
 
     run_program = staticmethod(run_program)
 
-    def __init__(self, rng: np.random.Generator, module: IRModule) -> None:
-        self._rng, self._module = rng, module
+    def __init__(self, rng: np.random.Generator, module: IRModule, *, ties: bool = False) -> None:
+        self._rng, self._module, self._ties = rng, module, ties
 
     def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         result = run(args)
@@ -58,10 +63,10 @@ class Nudge:
         moved = _added_one_by_one(call, nudged, run(nudged))
         if not _adds(call, args, result) and _only_moves(nudged, moved):
             return result
-        if isinstance(call.callee, Op) and call.callee.name in _ROUNDED_ONCE:
-            return self._moved(result, 0.0)
         results = result if isinstance(result, tuple) else (result,)
         floor = _magnitude([*args, *results])
+        if isinstance(call.callee, Op) and call.callee.name in _ROUNDED_ONCE:
+            return self._moved(result, floor if self._ties else 0.0)
         if not isinstance(result, tuple):
             return self._moved(moved, floor)
         return tuple(self._moved(m, floor) if _float_dtype(r) else r for m, r in zip(moved, result, strict=True))
@@ -79,13 +84,18 @@ class Nudge:
         wide = np.asarray(value, np.float64)
         unit = NUDGE[dtype] * epsilon(dtype) * np.maximum(np.abs(wide), floor)
         with np.errstate(all="ignore"):
-            moved = wide + unit * self._rng.uniform(-1, 1, wide.shape)
+            moved = self._on_grid(wide, unit) if self._ties else wide + unit * self._rng.uniform(-1, 1, wide.shape)
             moved = np.where(np.isfinite(wide), moved, wide)
             if floor > 0:
                 is_lost = (np.abs(wide) < unit) & (self._rng.random(wide.shape) < 0.5)
                 moved = np.where(is_lost, np.copysign(0.0, moved), moved)
             moved = np.where((wide == 0) & (floor == 0) & (self._rng.random(wide.shape) < 0.5), -wide, moved)
             return moved.astype(value.dtype)
+
+    def _on_grid(self, wide: Any, unit: Any) -> Any:
+        step = np.exp2(np.ceil(np.log2(unit)))  # the same for all numbers of a binade
+        begin = step * self._rng.uniform()
+        return np.where(step > 0, np.round((wide - begin) / step) * step + begin, wide)
 
 
 class Widen:
