@@ -310,7 +310,7 @@ def test_products_take_dot_instructions_over_panels(precision: str, bits: int) -
     dots = [v for v in all_values(program.body) if isinstance(v, Intrinsic) and v.name == "dot4_words"]
     assert dots
     words, scales = program.params[3:5]
-    assert [tuple(map(int, b.shape)) for b in (words, scales)] == [(3, 12, 32), (3, 3, 32)]  # 80 columns by 32
+    assert [tuple(map(int, b.shape)) for b in (words, scales)] == [(5, 12, 16), (5, 3, 16)]  # 80 columns by 16
     text = emit_program("p", program, Target.parse(target))
     assert "@llvm.x86.avx512.vpdpbusd.512" in text
     reason = f"activations are rounded to {bits} bits in blocks, and sums of a block are exact"

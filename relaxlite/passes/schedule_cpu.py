@@ -69,6 +69,7 @@ from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
 from relaxlite.passes.schedule_reduction import (
+    LINE,
     Block,
     asked_ahead,
     panel_width,
@@ -300,13 +301,15 @@ class _Rules:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
-        blocks = block_product(block, registers) if lanes > 1 else None
+        has_tiles = self.target.has("amx-int8")
+        narrow = self.target.vector_bits == 8 * LINE and not has_tiles  # tiles take panels of two vectors
+        blocks = block_product(block, registers, narrow=narrow) if lanes > 1 else None
         if blocks is not None:
             if packs:
-                self.panels.update(dict.fromkeys(blocks.panels, blocks.vectors * lanes))
+                self.panels.update(dict.fromkeys(blocks.panels, blocks.alone * lanes))
                 self.ahead.update(blocks.ahead(self.target.stream_ahead))
-            self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, lanes=lanes)
-            return tiled_blocks(blocks, lanes, by_tiles if self.target.has("amx-int8") else None)
+            self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
+            return tiled_blocks(blocks, lanes, by_tiles if has_tiles else None)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:
