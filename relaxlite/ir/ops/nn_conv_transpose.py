@@ -27,6 +27,7 @@ class ConvTranspose(Convolution):
     The size of the result is (size - 1) * stride + window + output_padding - pads.
     Position s * q + r of the result takes the kernel taps u * s + r, from x[q - u]: for each of the `s` phases r that
     is a plain convolution over x. So one convolution computes all phases as channels, and the phases are interleaved.
+    A phase with fewer taps than the others has zeros for them: what is infinite in x is NaN there, not skipped.
     """
 
     name = "conv_transpose"
@@ -75,16 +76,18 @@ class ConvTranspose(Convolution):
         strides, dilations, extra = strides or ones, dilations or ones, output_padding or zeros
         extents = [(w.shape[k + 2] - 1) * dilations[k] + 1 for k in range(count)]
         dims = [(x.shape[k + 2] - 1) * strides[k] + extents[k] + extra[k] for k in range(count)]
+        taps = [-(-extents[k] // strides[k]) * strides[k] for k in range(count)]  # as many for each phase
         grouped = in_accumulator(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-        filters = in_accumulator(w).reshape(groups, w.shape[0] // groups, *w.shape[1:])
-        result = np.zeros((x.shape[0], groups, w.shape[1], *dims), grouped.dtype)
-        for tap in np.ndindex(*w.shape[2:]):
-            begins = [tap[k] * dilations[k] for k in range(count)]
-            ends = [begins[k] + x.shape[k + 2] * strides[k] for k in range(count)]
-            window = tuple(slice(b, e, s) for b, e, s in zip(begins, ends, strides, strict=True))
-            added = np.einsum("gio,ngi...->ngo...", filters[(slice(None),) * 3 + tap], grouped)
-            result[(slice(None),) * 3 + window] += added
-        result = result.reshape(x.shape[0], w.shape[1] * groups, *dims)
+        given, every = in_accumulator(w).reshape(groups, w.shape[0] // groups, *w.shape[1:]), (slice(None),) * 3
+        filters = np.zeros((*given.shape[:3], *taps), given.dtype)
+        filters[every + tuple(slice(0, e, d) for e, d in zip(extents, dilations, strict=True))] = given
+        sizes = [max(dims[k], (x.shape[k + 2] - 1) * strides[k] + taps[k]) for k in range(count)]
+        result = np.zeros((x.shape[0], groups, w.shape[1], *sizes), grouped.dtype)
+        for tap in np.ndindex(*taps):
+            ends = [tap[k] + x.shape[k + 2] * strides[k] for k in range(count)]
+            window = tuple(slice(b, e, s) for b, e, s in zip(tap, ends, strides, strict=True))
+            result[every + window] += np.einsum("gio,ngi...->ngo...", filters[every + tap], grouped)
+        result = result.reshape(x.shape[0], w.shape[1] * groups, *sizes)
         kept = tuple(slice(pads[k], dims[k] - pads[count + k]) for k in range(count))
         return result[(slice(None),) * 2 + kept].astype(x.dtype)
 
