@@ -246,8 +246,12 @@ def test_half_precision_becomes_float32_where_all_weights_fit_into_the_cache(is_
 
 @pytest.mark.parametrize(
     ("name", "cpu", "is_asked"),
-    [("4 bits in groups", "x86-64-v4", True), ("float16", "x86-64-v4", False), ("4 bits in groups", "znver4", False),
-     ("4 bits in groups", "znver5", True)],
+    [
+        ("4 bits in groups", "x86-64-v4", True),
+        ("float16", "x86-64-v4", False),
+        ("4 bits in groups", "znver4", False),
+        ("4 bits in groups", "znver5", True),
+    ],
 )
 def test_integers_are_asked_for_ahead_where_that_helps(name: str, cpu: str, is_asked: bool) -> None:
     depth, weight, _ = WEIGHTS[name]
