@@ -180,8 +180,6 @@ def test_a_full_cache_makes_requests_wait_or_refuses_them_and_others_go_on() -> 
         ("language_model", b"[]"),
         ("language_model", b"\xff"),
         ("language_model", b"{}"),
-        ("tokenizer", b"{}"),
-        ("tokenizer", b"\xff"),
     ],
 )
 def test_damaged_descriptions_are_refused(
@@ -191,8 +189,27 @@ def test_damaged_descriptions_are_refused(
     if isinstance(change, dict):
         change = json.dumps({**json.loads(attachments[name]), **change}).encode()
     artifact.save(replace(data, attachments={**attachments, name: change}), tmp_path / "m.rlx")
-    with pytest.raises(ArtifactError, match=r"cannot load .*m\.rlx: (its description|the tokenizer)"):
+    with pytest.raises(ArtifactError, match=r"cannot load .*m\.rlx: its description"):
         rl.llm.load(tmp_path / "m.rlx")
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\xff"])
+def test_a_tokenizer_that_cannot_be_read_is_named_when_text_needs_it(
+    data: ExecutableData, tmp_path: Path, content: bytes
+) -> None:
+    """Tokens do not; who changes a byte of the file is found when it is opened, as before."""
+    artifact.save(replace(data, attachments={**data.attachments, "tokenizer": content}), tmp_path / "m.rlx")
+    llm = rl.llm.load(tmp_path / "m.rlx")
+    assert len(llm.engine.forward([(llm.engine.new(), [1, 2])])[0]) == 1
+    with pytest.raises(ArtifactError, match="the tokenizer cannot be read"):
+        llm.generate("text")
+
+
+def test_a_checkpoint_with_a_tokenizer_that_cannot_be_read_is_not_compiled() -> None:
+    given = checkpoint()
+    assert given.tokenizer is not None
+    with pytest.raises(ImportModelError, match="the tokenizer cannot be read"):
+        build_checkpoint(replace(given, tokenizer=replace(given.tokenizer, json="{}")))
 
 
 def test_descriptions_come_back() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from relaxlite.driver import build as build_module
-from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
@@ -15,6 +15,7 @@ from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.model import LanguageModel
+from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
@@ -112,6 +113,10 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
     source = checkpoint.provenance.get("source", "the checkpoint")
     if tokenizer is None:
         raise ImportModelError(f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json")
+    try:
+        Tokenizer(tokenizer.json).check()
+    except ArtifactError as error:
+        raise ImportModelError(f"{source}: {error}") from error
     description = Description(
         architecture=config.architecture,
         vocab=config.vocab,

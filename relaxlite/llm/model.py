@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
@@ -14,11 +14,13 @@ from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
-from relaxlite.llm.templates import Message, render_chat
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.runtime.module import Executable
+
+if TYPE_CHECKING:
+    from relaxlite.llm.templates import Message
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
@@ -171,6 +173,8 @@ class LanguageModel:
 
     def encode_chat(self, messages: Sequence[Message], *, template: str | None = None, **options: Any) -> list[int]:
         """The tokens of a chat, up to where the reply begins."""
+        from relaxlite.llm.templates import render_chat  # with Jinja2, which no plain text needs
+
         template = template or self.description.chat_template
         if not template:
             raise InvalidArgumentError(

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from tokenizers import Tokenizer as Library
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 _REPLACEMENT = "\ufffd"  # what bytes become that are no UTF-8 (yet)
 _LONGEST = 4  # bytes of a character in UTF-8, each of which may be a token
 
 
 class Tokenizer:
-    """`json` is the library's own format; `bos` starts each text where `adds_bos`."""
+    """`json` is the library's own format; `bos` starts each text where `adds_bos`.
+
+    It is read with the first text: who gives and takes tokens needs neither the time nor the memory (30 MB for 49,152
+    tokens). ArtifactError says then that it cannot be read.
+    """
 
     def __init__(self, json: str | bytes, *, bos: int | None = None, adds_bos: bool = False) -> None:
-        try:
-            text = json if isinstance(json, str) else json.decode()
-            self._library = Library.from_str(text)
-        except Exception as error:  # the library raises Exception itself
-            raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
+        self._json = json
         self.start = [bos] if adds_bos and bos is not None else []
         """The tokens that begin each text, where the model wants any."""
+
+    @cached_property
+    def _library(self) -> Library:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            return Library.from_str(self._json if isinstance(self._json, str) else self._json.decode())
+        except Exception as error:  # the library raises Exception itself
+            raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
+
+    def check(self) -> None:
+        """Read it now. ArtifactError: it cannot be."""
+        _ = self._library
 
     @property
     def size(self) -> int:

@@ -20,7 +20,6 @@ import json
 import mmap
 import os
 import platform
-import secrets
 import struct
 import zlib
 from dataclasses import asdict
@@ -76,7 +75,7 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
     if target.is_dir():
         raise ArtifactError(f"cannot save to {target}: it is a folder; name a file in it")
     validate(data)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
             _write(data, file)

@@ -8,11 +8,10 @@ named = exe.run({"input.ids": ids})   # by name, also where names are not identi
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,10 +21,12 @@ from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
 from relaxlite.runtime.memory import gathered
-from relaxlite.runtime.profile import Profile, Recorder, measure
-from relaxlite.runtime.roofline import MachineLimits
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
+
+if TYPE_CHECKING:
+    from relaxlite.runtime.profile import Profile
+    from relaxlite.runtime.roofline import MachineLimits
 
 _UNBOUNDED: Bound = (0, None, 1)
 
@@ -85,6 +86,8 @@ class Executable:
             raise InvalidArgumentError(f"runs must be at least 1, got {runs}")
         by_name = isinstance(inputs, Mapping)
         values = self._by_position(() if by_name else inputs, inputs if by_name else {})  # type: ignore[arg-type]
+        from relaxlite.runtime.profile import Recorder, measure  # with what it imports, 1 MB that no other call needs
+
         recorder = Recorder(self.data.kernels)
         vm = VirtualMachine(self.data, kernels={n: recorder.timed(n, k) for n, k in self._vm.kernels.items()})
         threads = threadpool.num_threads()
@@ -188,6 +191,8 @@ def _describe(value: Any, spec: TensorSpec) -> str:
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    import difflib
+
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import platform
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -145,7 +144,7 @@ def save_limits(limits: MachineLimits) -> Path:
     """Keep them for `load_limits`; says where. Raises OSError."""
     path = limits_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         temporary.write_text(json.dumps({**_read(path), machine_key(): to_json(limits)}, indent=1))
         os.replace(temporary, path)

@@ -3,14 +3,14 @@
 It is written as LLVM IR. For x86-64 Linux the compiler puts its object code into every executable, so that a process
 that only runs one links that and needs no LLVM; elsewhere LLVM compiles the text when it is first needed.
 
-Object code goes by a hash of the text that it was made from. So a runtime never takes what another version of it was
-compiled from, and it does not matter which of several executables a process has linked it from.
+Object code goes by a checksum of the text that it was made from. So a runtime never takes what another version of it
+was compiled from, and it does not matter which of several executables a process has linked it from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,7 +32,8 @@ class SupportCode:
 
     @property
     def key(self) -> str:
-        return f"{self.name}.{hashlib.sha256(self.ir.encode()).hexdigest()[:32]}"
+        text = self.ir.encode()  # not by hashlib, which brings OpenSSL along: 4 MB of memory
+        return f"{self.name}.{len(text)}.{zlib.crc32(text):08x}{zlib.adler32(text):08x}"
 
 
 def offer(objects: Mapping[str, bytes]) -> None:
