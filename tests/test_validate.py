@@ -336,6 +336,21 @@ def test_how_many_different_numbers_there_are_may_hang_on_rounding(terms: list[f
     assert (spread is not None) == is_certain
 
 
+@pytest.mark.parametrize("name", ["l1_norm", "l2_norm", "sum_square", "log_sum", "log_sum_exp"])
+def test_norms_of_equal_numbers_may_be_as_far_off_as_their_sums(name: str) -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((3, 4096), "float32")) as (x,):
+        bb.result(bb.emit(ops.get_op(name)(x, axes=(1,), keepdims=False)))
+    module, args = bb.module(), (np.full((3, 4096), 0.6931472, np.float32),)
+    (values,) = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, (values,), {}, seed=0)
+    terms = {"l1_norm": np.abs, "log_sum": np.abs, "log_sum_exp": np.exp}.get(name, np.square)(args[0][0])
+    total = np.add.accumulate(terms)[-1]
+    one_by_one = {"l2_norm": np.sqrt, "log_sum": np.log, "log_sum_exp": np.log}.get(name, np.positive)(total)
+    assert spread is not None and compare((np.full(3, one_by_one),), Expected((values,), spread)) is None
+    assert compare((values * np.float32(1.01),), Expected((values,), spread)) is not None
+
+
 @pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])
 def test_a_wrong_constant_in_a_chain_of_roundings_is_found(dtype: str, half: float, tmp_path: Path) -> None:
     x = Var("x", TensorType.of((4,), dtype))

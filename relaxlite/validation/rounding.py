@@ -31,7 +31,13 @@ _ROUNDED_ONCE = frozenset((
     "add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod", "floor", "ceil", "round", "sign",
 ))  # fmt: skip
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
-    "sum": np.positive, "mean": np.positive, "l1_norm": np.abs, "sum_square": np.square,
+    "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
+    "l2_norm": np.square, "log_sum_exp": lambda rows: np.exp(rows - _finite_top(rows)),
+}  # fmt: skip
+_OF_TOTAL: Mapping[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda total, rows: total / total.dtype.type(rows.shape[1]), "log_sum": lambda total, rows: np.log(total),
+    "l2_norm": lambda total, rows: np.sqrt(total),
+    "log_sum_exp": lambda total, rows: np.log(total) + _finite_top(rows)[:, 0],
 }  # fmt: skip
 
 
@@ -190,12 +196,18 @@ def _added_one_by_one(call: Call, args: list[Any], result: Any) -> Any:
     with np.errstate(all="ignore"):
         if name == "matmul":
             return _running_product(*wide).reshape(result.shape).astype(result.dtype)
-        x, axes = _TERMS[name](wide[0]), call.attrs["axes"]
+        x, axes = wide[0], call.attrs["axes"]
         over = tuple(axis % x.ndim for axis in axes) if isinstance(axes, tuple) else tuple(range(x.ndim))
         rows = np.moveaxis(x, over, range(x.ndim - len(over), x.ndim)).reshape(result.size, -1)
-        total = np.add.accumulate(rows, axis=1)[:, -1]
-        total = total / total.dtype.type(rows.shape[1]) if name == "mean" else total
+        total = np.add.accumulate(_TERMS[name](rows), axis=1)[:, -1]
+        total = _OF_TOTAL[name](total, rows) if name in _OF_TOTAL else total
         return total.reshape(result.shape).astype(result.dtype)
+
+
+def _finite_top(rows: Any) -> Any:
+    """The largest of each row [rows, 1], 0 where that is infinite."""
+    top = rows.max(axis=1, keepdims=True)
+    return np.where(np.isinf(top), rows.dtype.type(0), top)
 
 
 def _adds(call: Call, args: list[Any], result: Any) -> bool:
