@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +112,15 @@ def assert_close(got: Any, want: Any, dtype: str) -> None:
 
 def work_of(program: TensorProgram, sizes: tuple[int, int]) -> int:
     """At most how often the innermost statements run."""
+    return work_at(program, values_of(program, sizes))
+
+
+def work_at(program: TensorProgram, values: Mapping[SymVar, int]) -> int:
+    """The same, where the symbols are these."""
     total = 1
     for loop in (s for s in walk_stmts(program.body) if isinstance(s, For)):
         free = {v: 1 for v in loop.extent.free_vars()}
-        total *= max(1, evaluate(loop.extent, {**free, **values_of(program, sizes)}))
+        total *= max(1, evaluate(loop.extent, {**free, **values}))
     return total
 
 

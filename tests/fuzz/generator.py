@@ -25,6 +25,7 @@ DTYPES = ("float32",) * 10 + (
     "float64", "float16", "bfloat16", "int64", "int64", "int32", "int8", "uint8", "int16", "uint32", "bool",
 )  # fmt: skip
 MOST_ELEMENTS = {7: 3000, 20: 40_000}  # of one tensor, where every symbol is this
+MOST_STEPS = {7: 30_000, 20: 400_000}  # of a program's innermost loop, likewise: a microsecond each for the interpreter
 MAX_RANK = 5
 
 Step = Callable[["Generator"], "Expr | None"]
@@ -89,13 +90,13 @@ class Generator:
             return False
         total = product(ty.shape)
         try:
-            return all(self._largest(total, n) <= most for n, most in MOST_ELEMENTS.items())
+            return all(self.largest(total, n) <= most for n, most in MOST_ELEMENTS.items())
         except ZeroDivisionError:
             return False
 
-    def _largest(self, size: SymExpr, n: int) -> int:
+    def largest(self, size: SymExpr, n: int) -> int:
         """A size where every symbol of a parameter's shape is n, and others are the most that they can be."""
-        return evaluate(size, {s: self._largest(self.most[s], n) if s in self.most else n for s in size.free_vars()})
+        return evaluate(size, {s: self.largest(self.most[s], n) if s in self.most else n for s in size.free_vars()})
 
     def values(self, accept: Callable[[TensorType], bool] = lambda ty: True) -> list[Expr]:
         return [x for x in self.pool if accept(type_of(x))]

@@ -26,9 +26,9 @@ from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.signatures import bind, instantiate
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute
 from relaxlite.ir.types import TensorType, TupleType, Type
-from tests.fuzz.generator import Generator, rank_of, shape_of, step, type_of
+from tests.fuzz.generator import MOST_STEPS, Generator, rank_of, shape_of, step, type_of
 from tests.fuzz.steps_ops import bound, chosen
-from tests.random_programs import a_map, a_product, a_reduction, a_row_program
+from tests.random_programs import a_map, a_product, a_reduction, a_row_program, work_at
 
 MAX_DEPTH = 2
 
@@ -224,7 +224,7 @@ def tensor_program(g: Generator) -> Expr | None:
                 values.update((d, e) for d, e in zip(buffer.shape, shape_of(x), strict=True) if d in values)
                 break
     types = [g.type([substitute(d, values) for d in b.shape], b.dtype) for b in program.params]
-    if not all(map(g.fits, types)):
+    if not all(map(g.fits, types)) or not _is_quick(g, program, values):
         return None
     args = [g.like(ty) for ty in types[: len(program.inputs)]]
     if any(a is None for a in args):
@@ -232,6 +232,12 @@ def tensor_program(g: Generator) -> Expr | None:
     name = g.bb.define(f"program{len(g.bb.module())}", program)
     sizes = tuple(values[s] for s in program.symbols)
     return g.bb.emit(Call(name, tuple(a for a in args if a is not None), sym_args=sizes, ty=types[-1]))
+
+
+def _is_quick(g: Generator, program: TensorProgram, values: dict[SymVar, SymExpr]) -> bool:
+    """Whether its loops take no time, however deep they are nested."""
+    at = ({s: g.largest(d, n) for s, d in values.items()} for n in MOST_STEPS)
+    return all(work_at(program, sizes) <= most for sizes, most in zip(at, MOST_STEPS.values(), strict=True))
 
 
 def _twice(x: Any, out: Any) -> None:
