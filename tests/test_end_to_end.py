@@ -169,6 +169,22 @@ def test_functions_calling_functions() -> None:
     check(bb.module(), (floats(3, 2),), (floats(0, 2),))
 
 
+def test_a_constant_that_a_function_gives_back_is_not_overwritten() -> None:
+    """Its caller took it for memory of the argument, which dies there, and added to it in place, call by call."""
+    from relaxlite.ir.expr import Call, GlobalVar
+
+    bb = rl.BlockBuilder()
+    n = bb.symbol("n")
+    with bb.function("table", p=tensor(n)):
+        bb.result(Constant.of(np.arange(6, dtype=np.float32).reshape(2, 3)))
+    m = bb.symbol("m")
+    with bb.function("main", x=tensor(m)) as (x,):
+        table = bb.emit(Call(GlobalVar("table"), (bb.emit(ops.exp(x)),), ty=tensor(2, 3)))
+        more = bb.emit(ops.add(table, np.float32(1)))
+        bb.result(bb.emit(ops.matmul(more, bb.emit(ops.transpose(more, axes=(1, 0))))))
+    check(bb.module(), *[(floats(3),)] * 3)
+
+
 def test_out_of_range_indices_are_an_error_not_a_crash() -> None:
     bb = rl.BlockBuilder()
     n = bb.symbol("n")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from relaxlite.ir.expr import Constant, Function, Loop, Var
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Call, Constant, Function, GlobalVar, Loop, Var
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.aliases import Aliases, find_aliases
 from tests.ir_text import module
@@ -108,6 +112,22 @@ def test_a_constant_is_a_root() -> None:
     )
     assert names(aliases, variables["v"]) == {"a constant"}
     assert len(aliases.roots(variables["v"])) == 2
+
+
+def test_a_function_that_is_called_may_give_back_a_constant() -> None:
+    """And also one that calls such a function."""
+    bb, ty = BlockBuilder(), TensorType.of((3,), "float32")
+    with bb.function("inner", p=ty) as (_,):
+        bb.result(Constant.of(np.arange(3, dtype=np.float32)))
+    with bb.function("outer", p=ty) as (p,):
+        bb.result(bb.emit(Call(GlobalVar("inner"), (p,), ty=ty)))
+    with bb.function("main", x=ty) as (x,):
+        found = bb.emit(Call(GlobalVar("outer"), (x,), ty=ty))
+        bb.result(bb.emit(ops.exp(found)))
+    module = bb.module()
+    main = module["main"]
+    assert isinstance(main, Function)
+    assert names(find_aliases(main, module), found) == {"x", "a constant"}
 
 
 def test_two_values_may_share_memory_where_they_have_a_root_in_common() -> None:

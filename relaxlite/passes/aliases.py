@@ -2,7 +2,8 @@
 
 The *roots* of a value are what may own the memory that it lies in: parameters, constants, and the variables whose value
 is new memory (an allocation, a program called by value). Views, reshapes, MatchShapes, tuples and the results of calls,
-`If`s and `Loop`s have the roots of what they may be. Two values may overlap only if they have a root in common.
+`If`s and `Loop`s have the roots of what they may be, constants of a function that is called among them. Two values may
+overlap only if they have a root in common.
 
 Lives are measured in *steps*: every binding is one, in the order of the text, an `If` or `Loop` one more at its end.
 One branch's steps come before the other's although only one runs, which makes lives longer than need be, never shorter.
@@ -36,6 +37,7 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.types import ObjectType, ShapeType, TupleType, Type
 from relaxlite.ir.visitor import operands
+from relaxlite.passes.reachable import reachable
 
 Root: TypeAlias = "Var | Constant"
 Roots: TypeAlias = "tuple[Root, ...]"
@@ -111,9 +113,7 @@ class Aliases:
 def find_aliases(function: Function, module: IRModule) -> Aliases:
     """The alias sets of a function of any stage before "vm"; the module says what its calls call."""
     places = _FindPlaces(module)
-    for param in function.params:
-        places.known[param] = _own(param, param.ty)
-    places.body(function.body)
+    places.function(function)
     aliases = Aliases([], 0, places.known)
     _FindLives(aliases).function(function)
     return aliases
@@ -162,9 +162,17 @@ def _places_of(expr: Expr, known: Mapping[Var, _Places]) -> _Places:
 
 
 class _FindPlaces:
-    def __init__(self, module: IRModule) -> None:
-        self._module = module
+    """`follows`: functions that are called may give back constants of their own."""
+
+    def __init__(self, module: IRModule, constants: dict[str, Roots] | None = None, *, follows: bool = True) -> None:
+        self._module, self._follows = module, follows
         self.known: dict[Var, _Places] = {}
+        self._constants = {} if constants is None else constants  # that functions may give back, by their names
+
+    def function(self, function: Function) -> _Places:
+        for param in function.params:
+            self.known[param] = _own(param, param.ty)
+        return self.body(function.body)
 
     def body(self, body: Body) -> _Places:
         for binding in body.bindings():
@@ -186,7 +194,22 @@ class _FindPlaces:
         return isinstance(callee, TensorProgram | ExternFunction)
 
     def _given(self, call: Call) -> Roots:
-        return tuple(dict.fromkeys(r for arg in operands(call) for r in _flat(_places_of(arg, self.known))))
+        found = [r for arg in operands(call) for r in _flat(_places_of(arg, self.known))]
+        if self._follows and isinstance(call.callee, GlobalVar):
+            found += self._constants_of(call.callee.name)
+        return tuple(dict.fromkeys(found))
+
+    def _constants_of(self, name: str) -> Roots:
+        """Constants that a function may give back, or those that it calls."""
+        found: dict[Root, None] = {}
+        for called in reachable(self._module, name):
+            callee = self._module[called]
+            if isinstance(callee, Function):
+                if called not in self._constants:
+                    roots = _flat(_FindPlaces(self._module, self._constants, follows=False).function(callee))
+                    self._constants[called] = tuple(root for root in roots if isinstance(root, Constant))
+                found.update(dict.fromkeys(self._constants[called]))
+        return tuple(found)
 
     def _loop(self, loop: Loop) -> _Places:
         """Parameters may be what the loop starts with or what an iteration yields; so may the results."""
