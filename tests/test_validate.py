@@ -351,6 +351,19 @@ def test_norms_of_equal_numbers_may_be_as_far_off_as_their_sums(name: str) -> No
     assert compare((values * np.float32(1.01),), Expected((values,), spread)) is not None
 
 
+def test_a_softmax_of_equal_numbers_may_be_as_far_off_as_their_sum() -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((2, 4096), "float32")) as (x,):
+        bb.result(bb.emit(ops.softmax(x, axis=-1)))
+    module, args = bb.module(), (np.full((2, 4096), 0.3, np.float32),)
+    (values,) = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, (values,), {}, seed=0, runs=SURE_RUNS)
+    one_by_one = np.float32(1) / np.add.accumulate(np.full(4096, np.exp(np.float32(0.3))))[-1] * np.exp(np.float32(0.3))
+    assert spread is not None
+    assert compare((np.full_like(values, one_by_one),), Expected((values,), spread)) is None
+    assert compare((values * np.float32(1.01),), Expected((values,), spread)) is not None
+
+
 @pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])
 def test_a_wrong_constant_in_a_chain_of_roundings_is_found(dtype: str, half: float, tmp_path: Path) -> None:
     x = Var("x", TensorType.of((4,), dtype))

@@ -37,8 +37,8 @@ STYLES = ("least", "one", "odd", "mixed", "same", "mixed", "larger")
 SMALL = ("least", "one", "odd", "mixed")  # loops run in Python, one scalar at a time
 EACH_PASS = 15  # percent of the cases whose passes are checked one by one
 HOST = Target.parse("llvm")
-# What sizes come to by facts known to the compiler: no run can succeed
-IMPOSSIBLE = ("is the negative constant", "cannot reshape")
+# What sizes come to by facts known to the compiler, or an op that does not take them: no run can succeed
+IMPOSSIBLE = ("is the negative constant", "an op has the operands and attributes that it declares")
 
 for _symbol, _routine in steps_structure.EXTERNS.items():
     register_extern(_symbol, _routine)
