@@ -364,6 +364,20 @@ def test_a_softmax_of_equal_numbers_may_be_as_far_off_as_their_sum() -> None:
     assert compare((values * np.float32(1.01),), Expected((values,), spread)) is not None
 
 
+def test_whether_a_place_between_elements_reads_the_next_one_hangs_on_rounding() -> None:
+    """At 0.9999999 the NaN of element 0 counts, at 1 it does not. What is further away is compared."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((1, 6), "float32")) as (x,):
+        bb.result(bb.emit(ops.resize(x, (1, 6), mode="linear")))
+    module, args = bb.module(), (np.float32([[np.nan, 1, 2, 3, 4, 5]]),)
+    values = flat(Interpreter(module).run("main", *args))
+    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
+    assert spread is not None and np.isinf(spread[0][0, 1]) and (spread[0][0, 3:] < 1e-4).all()
+    expected = Expected(values, spread)
+    assert compare((np.float32([[np.nan, np.nan, 2, 3, 4, 5]]),), expected) is None
+    assert compare((np.float32([[np.nan, 1, 2, np.nan, 4, 5]]),), expected) is not None
+
+
 @pytest.mark.parametrize(("dtype", "half"), [("bfloat16", 0.75), ("float16", 0.53), ("float32", 0.5001)])
 def test_a_wrong_constant_in_a_chain_of_roundings_is_found(dtype: str, half: float, tmp_path: Path) -> None:
     x = Var("x", TensorType.of((4,), dtype))

@@ -47,6 +47,7 @@ _LONG_SUMS = frozenset((
     "instance_norm", "group_norm", "mean_variance_normalize", "lrn", "avg_pool", "lp_pool", "cumsum", "dft", "stft",
 ))  # fmt: skip
 _UNITS_PER_TERM = 1 / 16
+_BETWEEN = frozenset(("resize", "grid_sample", "roi_align"))  # elements: which ones, a rounding of the place decides
 
 
 def epsilon(dtype: str) -> float:
@@ -68,6 +69,8 @@ class Nudge:
         self._rng, self._module, self._ties = rng, module, ties
 
     def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        if self._ties and isinstance(call.callee, Op) and call.callee.name in _BETWEEN:
+            args = [_nan_around(args[0]), *args[1:]]
         result = run(args)
         if isinstance(call.callee, GlobalVar) and isinstance(self._module[call.callee.name], Function):
             return result  # of ops that are nudged one by one
@@ -217,6 +220,21 @@ def _finite_top(rows: Any) -> Any:
     """The largest of each row [rows, 1], 0 where that is infinite."""
     top = rows.max(axis=1, keepdims=True)
     return np.where(np.isinf(top), rows.dtype.type(0), top)
+
+
+def _nan_around(value: Any) -> Any:
+    """NaN also where a neighbour is no finite number: 0 times it is NaN, and to leave it out is not."""
+    if _float_dtype(value) is None or np.isfinite(value).all():
+        return value
+    wrong = ~np.isfinite(value)
+    for axis in range(value.ndim):
+        at = (slice(None),) * axis
+        first, last = (*at, slice(None, -1)), (*at, slice(1, None))
+        before, after = wrong.copy(), wrong.copy()
+        before[last] |= wrong[first]
+        after[first] |= wrong[last]
+        wrong = before | after
+    return np.where(wrong, value.dtype.type(np.nan), value)
 
 
 def _terms(call: Call, args: list[Any]) -> int:
