@@ -65,7 +65,10 @@ LATE_IMPORTS = {
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
     "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
+    "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
+    "relaxlite/llm/tokenizer.py": {"tokenizers"},  # 5 MB, which giving and taking tokens does without
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
+    "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }
 
 

@@ -8,6 +8,7 @@ named = exe.run({"input.ids": ids})   # by name, also where names are not identi
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -191,8 +192,6 @@ def _describe(value: Any, spec: TensorSpec) -> str:
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    import difflib
-
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
