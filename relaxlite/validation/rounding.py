@@ -40,7 +40,6 @@ _OF_TOTAL: Mapping[str, Callable[[Any, Any], Any]] = {
     "log_sum_exp": lambda total, rows: np.log(total) + _finite_top(rows)[:, 0],
 }  # fmt: skip
 
-
 # Of many terms too, in an order that is the compiler's: 1/16 of a unit for each of some equal ones (measured)
 _LONG_SUMS = frozenset((
     "conv", "conv_transpose", "einsum", "attention", "softmax", "log_softmax", "lp_normalize", "layer_norm", "rms_norm",
