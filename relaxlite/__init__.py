@@ -5,6 +5,7 @@
     exe = rl.compile(module)                 # native code for this processor
     y = exe(x)                               # NumPy arrays, or anything with DLPack
     exe.save("model.rlx"); exe = rl.load("model.rlx")
+    exe = rl.load("model.onnx")              # all of that, and kept for the next process
 
 What is imported is imported on first use, so that `import relaxlite` is quick and running a saved model never loads the
 compiler.
@@ -20,7 +21,7 @@ from relaxlite.version import __version__
 _HOME = {
     "from_onnx": "relaxlite.frontend.onnx",
     "compile": "relaxlite.driver",
-    "load": "relaxlite.runtime.module",
+    "load": "relaxlite.loading",
     "register_library": "relaxlite.library",
     "register_function": "relaxlite.runtime.libraries",
     "tune": "relaxlite.tuner",

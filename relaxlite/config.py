@@ -48,7 +48,10 @@ MAX_THREADS = 1024
 
 _TABLE = (
     Knob("num_threads", int, None, "Threads that work on one loop; None: one per usable core.", (1, MAX_THREADS)),
-    Knob("cache", str, "", "Folder of fetched models; empty: this platform's cache folder."),
+    Knob("cache", str, "", "Folder of fetched and of compiled models; empty: this platform's cache folder."),
+    Knob(
+        "model_cache_mb", int, 10_000, "Megabytes of compiled models to keep; 0: none, and none are used.", (0, 10**6)
+    ),
     Knob("kernel_cache", str, "", "Folder of compiled kernels; empty: this platform's cache folder."),
     Knob(
         "kernel_cache_mb", int, 1000, "Megabytes of compiled kernels to keep; 0: none, and none are used.", (0, 10**6)
@@ -132,6 +135,12 @@ def user_cache_folder() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "relaxlite"
+
+
+def model_folder() -> Path:
+    """The folder that models are fetched to and kept in: RELAXLITE_CACHE, or this platform's cache folder."""
+    chosen = get("cache")
+    return Path(chosen).expanduser() if chosen else user_cache_folder() / "models"
 
 
 def describe() -> str:

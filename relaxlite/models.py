@@ -78,13 +78,6 @@ class ModelEntry:
         return f"{self.package}=={self.version}" if self.registry == "pypi" else f"{self.package}@{self.version}"
 
 
-def cache_folder() -> Path:
-    """The folder that fetched models live in: RELAXLITE_CACHE, or this platform's cache folder."""
-    if chosen := config.get("cache"):
-        return Path(chosen).expanduser()
-    return config.user_cache_folder() / "models"
-
-
 @cache
 def _registry() -> dict[str, ModelEntry]:
     entries = [_entry(raw) for raw in json.loads(Path(__file__).with_name("models.json").read_text("utf-8"))]
@@ -104,11 +97,11 @@ def known_models() -> list[ModelEntry]:
 def fetch(name: str, folder: Path | None = None, *, progress: bool = True) -> Path:
     """Return the path of a model's file, downloading it first when the cache does not hold it.
 
-    `folder` is the cache folder to use instead of `cache_folder()`. `progress` shows a progress bar on stderr.
+    `folder` is the cache folder to use instead of `config.model_folder()`. `progress` shows a progress bar on stderr.
     Raises InvalidArgumentError for an unknown name, FetchError when the model cannot be had.
     """
     entry = _find(name)
-    home = Path(cache_folder() if folder is None else folder) / entry.name
+    home = Path(config.model_folder() if folder is None else folder) / entry.name
     target = home / entry.model.name
     if _is_complete(entry, home):
         return target

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relaxlite as rl
-from relaxlite import models
+from relaxlite import config
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.dense import build_dense
@@ -291,7 +291,7 @@ def test_real_models_give_the_logits_of_transformers(name: str) -> None:
     multiplied by in 15 bits."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    paths = sorted((models.cache_folder() / name).glob("*.gguf"))
+    paths = sorted((config.model_folder() / name).glob("*.gguf"))
     if not paths:
         pytest.skip(f"{name} is not in the cache folder")
     checkpoint = read_checkpoint(paths[0])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxlite import models
+from relaxlite import config
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.gguf_format import read_file
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
@@ -211,7 +211,7 @@ REAL = {  # text: as transformers 5 encodes it
 @pytest.mark.models
 @pytest.mark.parametrize("name", REAL)
 def test_real_tokenizers(name: str) -> None:
-    paths = sorted(Path(models.cache_folder() / name).glob("*.gguf"))
+    paths = sorted(Path(config.model_folder() / name).glob("*.gguf"))
     if not paths:
         pytest.skip(f"{name} is not in the cache folder")
     found = read_tokenizer(read_file(paths[0]).metadata, name)

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from relaxlite import models
+from relaxlite import config, models
 from relaxlite.errors import FetchError, InvalidArgumentError, RelaxliteError
 from relaxlite.models import ModelEntry, PackedFile
 
@@ -164,7 +164,7 @@ def test_the_default_cache_is_the_platforms(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delenv("RELAXLITE_CACHE", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert models.cache_folder() == tmp_path / "relaxlite" / "models"
+    assert config.model_folder() == tmp_path / "relaxlite" / "models"
 
 
 # Archives that are wrong

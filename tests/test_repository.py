@@ -36,12 +36,14 @@ LAYERS: dict[str, set[str]] = {
     "models": {"errors", "config"},
     "ir": BASE,
     "runtime": {"errors", "config", "dtypes", "version"},
+    "model_cache": {"errors", "config", "version", "runtime"},
     "passes": BASE | {"ir"},
     "frontend": BASE | {"ir"},
     "codegen": BASE | {"ir", "runtime"},
     "validation": BASE | {"ir", "passes", "codegen", "runtime"},
     "library": BASE | {"ir", "passes", "runtime"},
     "driver": BASE | {"ir", "passes", "codegen", "runtime", "validation", "library"},
+    "loading": BASE | {"model_cache", "runtime", "frontend", "driver", "passes"},
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
@@ -49,7 +51,7 @@ LAYERS: dict[str, set[str]] = {
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
-    | {"library"},
+    | {"library", "model_cache", "loading"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {
@@ -67,6 +69,7 @@ LATE_IMPORTS = {
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
     "relaxlite/llm/tokenizer.py": {"tokenizers"},  # 5 MB, which giving and taking tokens does without
+    "relaxlite/loading.py": {"relaxlite.driver", "relaxlite.frontend.onnx"},  # the compiler
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
     "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }

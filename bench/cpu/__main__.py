@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import bench.cpu
 from bench.cpu import report as reports
-from bench.cpu.cases import GROUPS, MODEL_PEERS, Options, Workload, minilm_case, sweep_cases
+from bench.cpu.cases import GROUPS, SWEEP_PEERS, Options, Workload, minilm_case, sweep_cases
 from bench.cpu.measure import Team, measure, sweep
 from bench.cpu.worker import PEERS
 from bench.options import names_of
@@ -86,10 +86,12 @@ def _sweep(
     """Every peer finds its caches empty in the first round, whatever was measured before."""
     path = models.fetch("minilm-l6-onnx", progress=False)
     cases = sweep_cases(4 if options.quick else SWEEP_SHAPES)
-    workload = Workload("sweep", "minilm-l6", path, (minilm_case(1, 16),), MODEL_PEERS, options.threads, "bert")
-    names = [name for name in MODEL_PEERS if name in chosen and team.worker(name, options.threads) is not None]
+    cache = options.folder / "caches"
+    one = (minilm_case(1, 16),)
+    workload = Workload("sweep", "minilm-l6", path, one, SWEEP_PEERS, options.threads, "bert", cache=cache)
+    names = [name for name in SWEEP_PEERS if name in chosen and team.worker(name, options.threads) is not None]
     bar.set_postfix_str(f"{len(cases)} new shapes")
-    with _empty_caches(options.folder / "caches"):
+    with _empty_caches(cache):
         report.sweep = sweep(workload, cases, names, rounds=min(rounds, 3), bar=bar)
     report.sweep_shapes = len(cases)
 
@@ -99,7 +101,8 @@ def _empty_caches(folder: Path) -> Iterator[None]:
     """Caches of relaxlite, inductor and others in new folders, for this block and the processes started in it."""
     changed = {
         "XDG_CACHE_HOME": folder,
-        "RELAXLITE_KERNEL_CACHE": folder / "relaxlite",
+        "RELAXLITE_CACHE": folder / "models",
+        "RELAXLITE_KERNEL_CACHE": folder / "kernels",
         "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
     }
     before = {name: os.environ.get(name) for name in changed}

@@ -21,6 +21,7 @@ L3_BYTES = 32 << 20  # weights of more than this are read from memory
 TEXT = "Quick brown foxes jump over 13 lazy dogs while relaxlite reads every width & height at once. "
 
 MODEL_PEERS = ("relaxlite", "onnxruntime", "openvino", "openvino-default", "torch", "torch-compile", "tvm")
+SWEEP_PEERS = ("relaxlite", "relaxlite-compile", *MODEL_PEERS[1:])
 MATMUL_PEERS = ("machine", "relaxlite-kernels", "onnxruntime", "onednn", "mkl", "openblas")
 KERNEL_PEERS = ("machine", "relaxlite-kernels", "onnxruntime", "openvino", "torch")
 
@@ -85,6 +86,7 @@ class Workload:
     threads: int
     form: str = ""
     layers: int = 1  # equal kernels in the model, so that a call's own cost is shared
+    cache: Path | None = None  # where peers may keep what they compile, for their next process
     is_kernel: bool = False  # kernels get their outputs' memory from the caller where a peer can do that
 
 

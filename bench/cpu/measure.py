@@ -20,7 +20,7 @@ REFERENCES = (
     "relaxlite-kernels",
 )  # the first that has run a case is what others must equal
 MOST_RUNS = 400  # of a turn
-OURS = ("machine", "relaxlite", "relaxlite-kernels", "relaxlite-bf16")
+OURS = ("machine", "relaxlite", "relaxlite-compile", "relaxlite-kernels", "relaxlite-bf16")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,11 +66,23 @@ class Relaxlite(Peer):
         return rl.__version__
 
     def open(self, workload: Workload) -> None:
-        self.exe = rl.compile(rl.from_onnx(workload.model), threads=self.threads, **self.options)
+        if workload.cache is not None:
+            self.exe = rl.load(workload.model, threads=self.threads, **self.options)
+        else:
+            self.exe = rl.compile(rl.from_onnx(workload.model), threads=self.threads, **self.options)
 
     def prepare(self, case: Case) -> Prepared:
         inputs = case.arrays()
         return Prepared(lambda: self.exe.run(inputs), lambda result: list(result.values()))
+
+
+class RelaxliteCompile(Relaxlite):
+    """With kernels that are kept, but not whole models."""
+
+    title = "relaxlite, compiled anew"
+
+    def open(self, workload: Workload) -> None:
+        super().open(replace(workload, cache=None))
 
 
 class RelaxliteBf16(Relaxlite):
@@ -114,8 +126,15 @@ class OnnxRuntime(Peer):
         options.add_session_config_entry(
             "session.qdq_matmulnbits_accuracy_level", "1"
         )  # float32, as all others compute
-        self.runtime, self.is_kernel = onnxruntime, workload.is_kernel
-        self.session = onnxruntime.InferenceSession(workload.model, options, providers=["CPUExecutionProvider"])
+        self.runtime, self.is_kernel, model = onnxruntime, workload.is_kernel, workload.model
+        if workload.cache is not None:  # its documentation's "offline mode"
+            kept = workload.cache / "onnxruntime.onnx"
+            if kept.exists():
+                model, options.graph_optimization_level = kept, onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            else:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                options.optimized_model_filepath = str(kept)
+        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def prepare(self, case: Case) -> Prepared:
         inputs = case.arrays()
@@ -146,6 +165,8 @@ class OpenVino(Peer):
 
         core = openvino.Core()
         config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(self.threads), **self.settings}
+        if workload.cache is not None:
+            config["CACHE_DIR"] = str(workload.cache / "openvino")
         self.request = core.compile_model(workload.model, "CPU", config).create_infer_request()
 
     def prepare(self, case: Case) -> Prepared:

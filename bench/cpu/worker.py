@@ -29,6 +29,7 @@ from bench.timing import settle, timed_runs
 PEERS = {
     "machine": "machine.Machine",
     "relaxlite": "peers.Relaxlite",
+    "relaxlite-compile": "peers.RelaxliteCompile",
     "relaxlite-bf16": "peers.RelaxliteBf16",
     "relaxlite-kernels": "peers.RelaxliteKernels",
     "onnxruntime": "peers.OnnxRuntime",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from relaxlite.cli import compiled_models
 from relaxlite.cli.compiling import make_context, show_timings
 from relaxlite.cli.opening import check_not_onnx
 from relaxlite.frontend.llm.read import read_checkpoint
@@ -21,11 +19,6 @@ from relaxlite.llm import compiling
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.executable import ExecutableData
-
-_OPTIONS = ("max_context", "cache_dtype", "quantize", "precision", "constant_memory", "libraries")
-_FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")  # of a Hugging Face folder: what is read of it
-_PACKAGE = Path(__file__).resolve().parent.parent
-_CHUNK = 1 << 22
 
 
 def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
@@ -51,33 +44,6 @@ def import_checkpoint(args: argparse.Namespace) -> IRModule:
     """The module of `args.model`, which has no tokenizer: to look at, and for `relaxlite run` and its like."""
     check_not_onnx(args)
     return compiling.module_of(read_checkpoint(args.model))
-
-
-def compile_once(args: argparse.Namespace) -> Path:
-    """The compiled file of `args.model`, made if it is not kept yet."""
-    model = Path(args.model).resolve()
-    name = (model.name if model.is_dir() else model.stem) + (f"-{args.quantize}" if args.quantize else "")
-    key = _key_of(args)
-    path = compiled_models.place_of(name, key)
-    return path if path.exists() else compiled_models.keep(compile_checkpoint(args), name, key)
-
-
-def _key_of(args: argparse.Namespace) -> str:
-    """Everything that the compiled file depends on: the checkpoint, relaxlite, the target, the options."""
-    context = make_context(args)
-    digest = hashlib.sha256()
-    options = {name: getattr(args, name, None) for name in _OPTIONS}
-    digest.update(f"{context.target!r} {context.tuning!r} {options!r}".encode())
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(file.read_bytes())
-    place = Path(args.model)
-    files = sorted(f for pattern in _FOLDER_FILES for f in place.glob(pattern)) if place.is_dir() else [place]
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with open(file, "rb") as opened:
-            while chunk := opened.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()[: compiled_models.KEY_DIGITS]
 
 
 @contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 from relaxlite import models
-from relaxlite.cli.compiling_llm import compile_once
+from relaxlite.cli.compiling_llm import compile_checkpoint
 from relaxlite.cli.generate import stats_text
+from relaxlite.cli.opening import compile_once, kept_file
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm.model import LanguageModel, load
 
@@ -28,15 +30,18 @@ def execute(args: argparse.Namespace) -> None:
     print("2. Compile it, once, for every batch and length, into one file", flush=True)
     start = time.perf_counter()
     plain = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
-    compiled = compile_once(argparse.Namespace(**{**vars(args), **plain, "model": str(path)}))
+    options = argparse.Namespace(**{**vars(args), **plain, "model": str(path)})
+    data = compile_once(options, partial(compile_checkpoint, options))
     seconds = time.perf_counter() - start
-    print(f"   {compiled}, {bytes_text(compiled.stat().st_size)}, in {seconds:.1f} s")
+    compiled = kept_file(options)
+    where = f"{compiled}, {bytes_text(compiled.stat().st_size)}, " if compiled else ""
+    print(f"   {where}{len(data.kernels)} kernels, in {seconds:.1f} s")
     start = time.perf_counter()
-    llm = load(compiled)
+    llm = load(compiled) if compiled else LanguageModel.of(data)
     print(f"   loaded in {time.perf_counter() - start:.2f} s; a context of {llm.context} tokens\n")
     print("3. Ask it")
     _ask(llm, questions)
-    print(f'\nTalk with it: relaxlite chat "{compiled}"')
+    print(f'\nTalk with it: relaxlite chat "{compiled or path}"')
     return None
 
 

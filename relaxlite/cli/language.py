@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
-from relaxlite.cli.opening import checkpoint_options, is_checkpoint, is_compiled
+from relaxlite.cli.opening import checkpoint_options, compile_once, is_checkpoint, is_compiled
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.model import LanguageModel, load
 from relaxlite.runtime import threadpool
+from relaxlite.runtime.executable import ExecutableData
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
@@ -18,9 +20,7 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
     if args.threads is not None:
         threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
     if is_checkpoint(args.model):
-        from relaxlite.cli.compiling_llm import compile_once
-
-        return load(compile_once(args))
+        return LanguageModel.of(compile_once(args, partial(_compile, args)))
     if not is_compiled(args.model):
         raise RelaxliteError(
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
@@ -29,6 +29,12 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
     if given := checkpoint_options(args, "target", "precision"):
         raise InvalidArgumentError(f"{given}, and {args.model!r} is compiled already")
     return load(args.model)
+
+
+def _compile(args: argparse.Namespace) -> ExecutableData:
+    from relaxlite.cli.compiling_llm import compile_checkpoint
+
+    return compile_checkpoint(args)
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:

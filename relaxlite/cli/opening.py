@@ -1,16 +1,25 @@
-"""Models as the command line names them: a compiled file is loaded, an ONNX file compiled on the spot."""
+"""Models as the command line names them: a compiled file is loaded, others are compiled once and kept."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from relaxlite import model_cache
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
+from relaxlite.loading import external_data
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.artifact import MAGIC, load
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.runtime.module import Executable
 
+_OPTIONS = (
+    "dynamic_shape", "bound", "target", "tuning", "libraries", "precision", "constant_memory", "max_context",
+    "cache_dtype", "quantize",
+)  # fmt: skip
 _GGUF = b"GGUF"  # how such a file begins
 
 
@@ -18,7 +27,31 @@ def open_model(args: argparse.Namespace) -> Executable:
     """An executable of `args.model`, with `args.threads`."""
     if args.threads is not None:
         threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
-    return Executable(open_data(args))
+    return Executable(open_data(args) if is_compiled(args.model) else compile_once(args, partial(open_data, args)))
+
+
+def compile_once(args: argparse.Namespace, make: Callable[[], ExecutableData]) -> ExecutableData:
+    """What `args.model` compiles to: kept from before, or as `make` makes it. With -v it is made."""
+    if getattr(args, "verbose", False):
+        return make()
+    tuning = getattr(args, "tuning", None)
+    return model_cache.find_or_make(
+        Path(args.model),
+        _options(args),
+        make,
+        files=[Path(tuning)] if tuning else [],
+        more=partial(external_data, source=Path(args.model)),
+    )
+
+
+def kept_file(args: argparse.Namespace) -> Path | None:
+    """Where what `compile_once` gave is kept, if it is."""
+    place = model_cache.place_of(Path(args.model), _options(args))
+    return place.path if place is not None and place.path.exists() else None
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"command line": True, **{name: getattr(args, name, None) or None for name in _OPTIONS}}
 
 
 def open_data(args: argparse.Namespace) -> ExecutableData:

@@ -126,6 +126,8 @@ class ModelImporter:
             "assumptions": self.choices.assumptions(),
             "metadata": tuple((entry.key, entry.value) for entry in proto.metadata_props),
         }
+        if self.reader.external:
+            values["external_data"] = tuple(self.reader.external)
         return Attrs(values)
 
 

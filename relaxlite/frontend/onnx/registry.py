@@ -23,6 +23,7 @@ Result: TypeAlias = "Expr | tuple[Expr | None, ...]"  # one value per output; No
 Converter: TypeAlias = "Callable[[Node], Result]"
 
 _converters: dict[tuple[str, str], list[tuple[int, Converter]]] = {}
+_own = [0]  # how many of them are relaxlite's
 
 
 def onnx_op(*names: str, since: int = 1, domain: str = "") -> Callable[[Converter], Converter]:
@@ -52,6 +53,20 @@ def find_converter(domain: str, name: str, opset: int) -> Converter | None:
         if since <= opset:
             found = function
     return found
+
+
+def mark_own() -> None:
+    """Called when relaxlite has registered all of its own converters."""
+    _own[0] = _count()
+
+
+def has_foreign() -> bool:
+    """Whether somebody else has registered converters since."""
+    return _count() != _own[0]
+
+
+def _count() -> int:
+    return sum(map(len, _converters.values()))
 
 
 def known_ops() -> list[tuple[str, str]]:

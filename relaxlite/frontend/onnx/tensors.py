@@ -55,6 +55,7 @@ class TensorReader:
 
     def __init__(self, model_path: Path | None, content: mmap.mmap | None = None) -> None:
         self._model_path, self._content = model_path, content
+        self.external: dict[str, None] = {}  # the files that tensors were read from, by their names in the model
 
     def constant(self, tensor: TensorProto, name: str | None = None) -> Constant:
         """The tensor as a constant; `name` where the tensor itself has none."""
@@ -141,6 +142,7 @@ class TensorReader:
             )
         if not path.is_file():
             raise ImportModelError(f"external data file '{location}' of {what} is missing in folder '{folder}'")
+        self.external[location] = None
         return path
 
 

@@ -1,0 +1,241 @@
+"""Compiled models that are kept on disk, so that the next process opens them and compiles nothing.
+
+    CACHE/compiled/NAME-KEY.rlx
+
+NAME is that of the source. KEY stands for all that is known without reading the source: its path, the options,
+relaxlite and the libraries that it finds, the processor. Each file says what it was made of, with what the system said
+of that then; where this has changed, the file counts as missing, and what is made instead takes its place. When there
+is more than the knob `model_cache_mb` allows, what was not used for longest goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from relaxlite import config
+from relaxlite.errors import ArtifactError
+from relaxlite.runtime import artifact, cpu
+from relaxlite.runtime.executable import ExecutableData
+from relaxlite.version import __version__
+
+KEY_DIGITS = 16
+_FILE = re.compile(rf"(.+)-[0-9a-f]{{{KEY_DIGITS}}}\.rlx")
+_ABANDONED = re.compile(rf"\.{_FILE.pattern}\.\w+\.tmp")  # of a process that was killed while it wrote
+_ROOM = 0.8  # of the limit is left full when files are removed
+
+_COARSE_NS = 2 * 10**9  # file systems may give equal times to writes that are less apart (FAT; most: 10 ms)
+_FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a Hugging Face folder
+_MADE_OF = "made_of"  # where a kept model's metadata says what it was made of
+_CHUNK = 1 << 22
+
+_PACKAGE = Path(__file__).resolve().parent
+_LIBRARIES = ("llvmlite", "scipy_openblas32")  # that compiled code depends on
+_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+_KNOBS = ("libraries", "library_path", "tuning")  # change what is compiled
+_WATCHING = ("dump_dir", "verify_passes")  # ask to see a compilation
+
+Record: TypeAlias = list[str]
+"""Of a file: its path, what the system says of it, and a hash of its content where that alone does not do."""
+
+_warned: set[Path] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    name: str
+    path: Path
+    bytes: int
+    used: float  # when, in seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where what a source compiles to with some options is kept, or would be."""
+
+    name: str
+    path: Path
+
+    def find(self, *, verify: bool = False) -> ExecutableData | None:
+        """What is kept here, unless it is damaged or was made of other files than are there now."""
+        try:
+            data = artifact.load(self.path, verify=verify)
+        except ArtifactError:
+            return None
+        made_of = data.metadata.info.get(_MADE_OF, ())
+        if not made_of or [_record(Path(path), with_hash=bool(digest)) for path, _, digest in made_of] != made_of:
+            return None
+        with contextlib.suppress(OSError):  # a folder that may only be read serves too
+            os.utime(self.path)
+        return data
+
+    def make(
+        self,
+        files: Iterable[Path],
+        make: Callable[[], ExecutableData],
+        more: Callable[[ExecutableData], Iterable[Path]],
+    ) -> ExecutableData:
+        """What `make` makes of `files`, and of `more` that turned out to be read; kept if none of them has changed
+        meanwhile and if that can be done: a folder that cannot be written to is warned of, once."""
+        known, start = [path.resolve() for path in files], time.time_ns()
+        before = [_record(path, with_hash=not _is_settled(path, start)) for path in known]
+        data = make()
+        others = [path.resolve() for path in more(data)]
+        after = [_record(path, with_hash=bool(digest)) for path, (*_, digest) in zip(known, before, strict=True)]
+        if before == after and all(_is_settled(path, start) for path in others):
+            self._keep(data, [*after, *(_record(path, with_hash=False) for path in others)])
+        return data
+
+    def _keep(self, data: ExecutableData, made_of: Sequence[Record]) -> None:
+        info = {**data.metadata.info, _MADE_OF: made_of}
+        try:
+            if not self.path.parent.is_dir():
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # code from here is run
+            artifact.save(replace(data, metadata=replace(data.metadata, info=info)), self.path)
+        except (ArtifactError, OSError) as error:
+            if self.path.parent not in _warned:
+                _warned.add(self.path.parent)
+                warnings.warn(
+                    f"a compiled model cannot be kept ({error}), so each process compiles it again; set "
+                    "RELAXLITE_CACHE to a folder that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        _evict(self.path)
+
+
+def find_or_make(
+    source: Path,
+    options: Mapping[str, Any],
+    make: Callable[[], ExecutableData],
+    *,
+    files: Iterable[Path] = (),
+    more: Callable[[ExecutableData], Iterable[Path]] = lambda data: (),
+    verify: bool = False,
+) -> ExecutableData:
+    """What a source, a file or the folder of a checkpoint, compiles to with some options, by `make` unless it is kept.
+
+    `files`: what else it is made of, `more`: what turns out to be so. `verify`: check every byte of what is kept.
+    """
+    place = place_of(source, options)
+    if place is None:
+        return make()
+    if (found := place.find(verify=verify)) is not None:
+        return found
+    tuning = config.get("tuning")
+    data = place.make([*_files_of(source), *files, *([Path(tuning)] if tuning else [])], make, more)
+    return place.find() or data  # with weights that are mapped, as from now on
+
+
+def place_of(source: Path, options: Mapping[str, Any]) -> Place | None:
+    """Where a source, compiled with options, is kept; None where nothing is, or somebody wants to see it compile."""
+    if not config.get("model_cache_mb") or any(map(config.get, _WATCHING)):
+        return None
+    path = source.resolve()
+    if not (path.is_file() or path.is_dir()):  # what is read from a pipe cannot be read again
+        return None
+    name = path.name if path.is_dir() else path.stem
+    given = sorted((option, repr(value)) for option, value in options.items() if value is not None)
+    knobs = [config.get(knob) for knob in _KNOBS]
+    key = repr([str(path), given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")
+    return Place(name, folder() / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
+
+
+def folder() -> Path:
+    return config.model_folder() / "compiled"
+
+
+def kept() -> list[Kept]:
+    """All that is kept, by name."""
+    found = []
+    for path in sorted(folder().glob("*.rlx")):
+        if match := _FILE.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                status = path.stat()
+                found.append(Kept(match[1], path, status.st_size, status.st_mtime))
+    return found
+
+
+def clear() -> list[Kept]:
+    """Remove all that is kept, and nothing else that may lie in the folder; says what that was."""
+    found = kept()
+    abandoned = [path for path in folder().glob(".*.tmp") if _ABANDONED.fullmatch(path.name)]
+    for path in [*(model.path for model in found), *abandoned]:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # there is none, or something else is in it
+        folder().rmdir()
+    return found
+
+
+def _evict(newest: Path) -> None:
+    """Remove what was not used for longest until the limit is kept; the newest too where it alone exceeds that."""
+    limit, found = config.get("model_cache_mb") * 10**6, kept()
+    total = sum(model.bytes for model in found)
+    if total <= limit:
+        return
+    for model in sorted(found, key=lambda model: (model.path == newest, model.used)):
+        if total <= limit * (1 if model.path == newest else _ROOM):
+            break
+        with contextlib.suppress(OSError):  # another process has been faster, or has it open (Windows)
+            model.path.unlink()
+        total -= model.bytes
+
+
+def _files_of(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    return [source, *(file for pattern in _FOLDER_FILES for file in sorted(source.glob(pattern)))]
+
+
+def _record(path: Path, *, with_hash: bool) -> Record:
+    """A folder is what it lists."""
+    try:
+        if path.is_dir():
+            return [str(path), "folder", hashlib.sha256(repr(sorted(os.listdir(path))).encode()).hexdigest()]
+        status = path.stat()
+        said = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+        return [str(path), " ".join(map(str, said)), _hash(path) if with_hash else ""]
+    except OSError:
+        return [str(path), "missing", ""]
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_settled(path: Path, when: int) -> bool:
+    """Whether a file was last written to so long before a time that whatever is written later has another time."""
+    try:
+        return path.stat().st_mtime_ns < when - _COARSE_NS
+    except OSError:
+        return False
+
+
+@cache
+def _makers() -> list[Any]:
+    """What tells this relaxlite, and the libraries that it finds, from others."""
+    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(_PACKAGE.rglob("*.py"))]
+    specs = [importlib.util.find_spec(name) for name in _LIBRARIES]
+    places = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    return [__version__, sources, [(place, os.stat(place).st_mtime_ns) for place in places]]
+
+
+@cache
+def _processor() -> list[Any]:
+    described = cpu.described()
+    return [platform.machine(), os.cpu_count(), [described.get(field) for field in _PROCESSOR]]
