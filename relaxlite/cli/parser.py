@@ -90,7 +90,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a file made by `relaxlite compile`, or an ONNX file, compiled now")
+    parser.add_argument("model", help="a file made by `relaxlite compile`, or an ONNX file, compiled once and kept")
     parser.add_argument("--input", action=Named, parse=str, split="first", metavar="NAME=FILE", help="a .npy file")
     parser.add_argument(
         "--shape", action=Named, parse=shape, metavar="NAME=1x128", help="random values of this shape (scalar: NAME=)"
