@@ -32,6 +32,7 @@ from relaxlite.ir.program import (
     LibraryFound,
     Literal,
     Load,
+    Prefetch,
     Select,
     Seq,
     Stmt,
@@ -178,6 +179,9 @@ class _Source:
         cond = self.root(stmt.cond)
         self.emit(f"if not {cond}: _stop({stmt.message!r})")
 
+    def _prefetch(self, stmt: Prefetch) -> None:
+        pass
+
     def _barrier(self, stmt: Barrier) -> None:
         pass
 
@@ -265,7 +269,8 @@ class _Source:
 
 _STATEMENTS: dict[type, Callable[[_Source, Any], None]] = {
     Seq: _Source._seq, For: _Source._for, Store: _Source._store, LetIndex: _Source._let, IfThenElse: _Source._if,
-    Allocate: _Source._allocate, Check: _Source._check, Barrier: _Source._barrier,
+    Allocate: _Source._allocate, Check: _Source._check, Prefetch: _Source._prefetch,
+    Barrier: _Source._barrier,
     CallLibrary: _Source._call_library,
 }  # fmt: skip
 

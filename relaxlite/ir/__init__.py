@@ -35,6 +35,7 @@ Stmt            = For(var: SymVar, extent: SymExpr, body: Stmt, kind)
                 | IfThenElse(cond: Value, then: Stmt, other: Stmt | None)
                 | Allocate(buffer, body: Stmt)
                 | Check(cond: Value, message)
+                | Prefetch(buffer, indices: SymExpr*)                               a hint
                 | Barrier()
                 | CallLibrary(library, symbol, args: Value*, convention, work: SymExpr)
                 | Seq(stmts: Stmt*)
@@ -125,6 +126,7 @@ from relaxlite.ir.program import (
     LibraryFound,
     Literal,
     Load,
+    Prefetch,
     Select,
     Seq,
     Stmt,
@@ -191,6 +193,7 @@ __all__ = [
     "ObjectType",
     "Op",
     "Pattern",
+    "Prefetch",
     "ProgramRewriter",
     "Rewriter",
     "Sample",

@@ -56,6 +56,7 @@ from relaxlite.ir.program import (
     LibraryFound,
     Literal,
     Load,
+    Prefetch,
     Select,
     Seq,
     Stmt,
@@ -216,7 +217,9 @@ class _Stream:
             self._binding(node)
         elif isinstance(node, TensorType | ShapeType | TupleType | FuncType | ObjectType):
             self.add(self._type(node))
-        elif isinstance(node, For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | CallLibrary | Seq):
+        elif isinstance(
+            node, For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq
+        ):
             self._stmt(node)
         elif isinstance(node, _VALUES):
             self.add(self._value(node))
@@ -334,6 +337,8 @@ class _Stream:
         if isinstance(stmt, Store):
             index, value = self._exprs(stmt.indices), self._value(stmt.value)
             self.add(self._use(stmt.buffer), index, value, stmt.combine, stmt.nontemporal)
+        elif isinstance(stmt, Prefetch):
+            self.add(self._use(stmt.buffer), self._exprs(stmt.indices))
         elif isinstance(stmt, For):
             self.add(self._expr(stmt.extent), stmt.kind)
             self._nested(stmt.var, stmt.body)
@@ -404,6 +409,7 @@ def _symbol_named(name: str) -> SymVar:
     return SymVar(name)
 
 
+_STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Prefetch, Barrier, CallLibrary, Seq)
 _VALUES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, AddressOf, LibraryFound)
 _DEFINITIONS: dict[type, Callable[..., None]] = {
     Function: _Stream._function,

@@ -68,6 +68,7 @@ from relaxlite.ir.program import (
     For,
     IfThenElse,
     LetIndex,
+    Prefetch,
     Seq,
     Stmt,
     Store,
@@ -103,7 +104,7 @@ __all__ = [
 
 MAX_INLINE = 16  # elements of a constant that is printed where it is used
 CALL_WORDS = ("call", "const", "global_var", "match_shape", "op", "shape")  # called, but no ops
-_STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Barrier, CallLibrary, Seq)
+_STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Prefetch, Barrier, CallLibrary, Seq)
 _DECLARATION = re.compile(r"\s*\w+ = symbol\(")
 CALL_KEYWORDS = ("sym", "ty", "loc", "attrs")
 FUNCTION_KEYWORDS = ("name", "attrs")

@@ -242,6 +242,15 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Prefetch:
+    """Have the cache line of an element brought to the second cache, for later loads: a hint that changes nothing. The
+    element may lie outside of the buffer."""
+
+    buffer: Buffer
+    indices: tuple[SymExpr, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Barrier:
     """Wait for all threads of a group (GPU targets)."""
 
@@ -267,7 +276,7 @@ class Seq:
     stmts: tuple[Stmt, ...]
 
 
-Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Barrier | CallLibrary | Seq"
+Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,7 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    Prefetch,
     Scope,
     Select,
     Seq,
@@ -57,7 +58,7 @@ _UNARY: dict[type[ast.unaryop], str] = {ast.USub: "neg", ast.Not: "not", ast.Inv
 _FUNCTIONS = (*UNARY, *BINARY, *dtypes.ALL, "index", "intrinsic", "address_of", "written", "library_found")
 _STATEMENTS = (
     "a store, `for`, `if`, `with let_index`, `with allocate`, `assert`, combine(...), nontemporal(...), "
-    "call_library(...), barrier(), pass"
+    "prefetch(x[i]), call_library(...), barrier(), pass"
 )
 _VALUE_TYPES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, LibraryFound)
 
@@ -129,6 +130,11 @@ class ProgramParser(Reader):
         if is_call(call, "nontemporal"):
             self.finish(self.arguments(call), (2,), "nontemporal")
             return replace(self._store(call.args[0], call.args[1], None), nontemporal=True)
+        if is_call(call, "prefetch"):
+            self.finish(self.arguments(call), (1,), "prefetch")
+            if not isinstance(call.args[0], ast.Subscript):
+                self.fail(call, "prefetch takes an element: prefetch(buffer[i, j])")
+            return Prefetch(*self._element(call.args[0]))
         if is_call(call, "barrier"):
             self.finish(self.arguments(call), (0,), "barrier")
             return Barrier()

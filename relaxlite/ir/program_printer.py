@@ -40,6 +40,7 @@ from relaxlite.ir.program import (
     LibraryFound,
     Literal,
     Load,
+    Prefetch,
     Select,
     Seq,
     Stmt,
@@ -149,6 +150,8 @@ class ProgramWriter(Writer):
                 self._nest(f"with allocate({', '.join(items)}) as {name}:", stmt.body)
         elif isinstance(stmt, IfThenElse):
             self._if(stmt)
+        elif isinstance(stmt, Prefetch):
+            self.emit(f"prefetch({self._element(stmt.buffer, stmt.indices)})")
         elif isinstance(stmt, Barrier):
             self.emit("barrier()")
         elif isinstance(stmt, CallLibrary):

@@ -34,6 +34,7 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    Prefetch,
     Scope,
     Select,
     Seq,
@@ -153,6 +154,8 @@ class _ProgramVerifier:
                 self._stmt(stmt.body)
         elif isinstance(stmt, Allocate):
             self._allocate(stmt)
+        elif isinstance(stmt, Prefetch):
+            self._element(stmt.buffer, stmt.indices, is_guarded=True)
         elif isinstance(stmt, CallLibrary):
             self._call_library(stmt)
         elif isinstance(stmt, IfThenElse | Check):

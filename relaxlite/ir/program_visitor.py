@@ -23,6 +23,7 @@ from relaxlite.ir.program import (
     Intrinsic,
     LetIndex,
     Load,
+    Prefetch,
     Select,
     Seq,
     Stmt,
@@ -101,7 +102,7 @@ def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
     for inner in walk_stmts(stmt):
         if isinstance(inner, For):
             yield inner.extent
-        elif isinstance(inner, Store):
+        elif isinstance(inner, Store | Prefetch):
             yield from inner.indices
         elif isinstance(inner, Allocate):
             yield from inner.buffer.shape
@@ -182,6 +183,9 @@ class ProgramRewriter:
             if buffer is stmt.buffer and indices is stmt.indices and value is stmt.value:
                 return stmt
             return Store(buffer, indices, value, stmt.combine, stmt.nontemporal)
+        if isinstance(stmt, Prefetch):
+            buffer, indices = self.buffer(stmt.buffer), self.indices(stmt.indices)
+            return stmt if buffer is stmt.buffer and indices is stmt.indices else Prefetch(buffer, indices)
         if isinstance(stmt, For):
             extent, body = self.index(stmt.extent), self.stmt(stmt.body)
             return stmt if extent is stmt.extent and body is stmt.body else replace(stmt, extent=extent, body=body)

@@ -21,7 +21,20 @@ import numpy as np
 
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import AHEAD, Buffer, Compare, IndexValue, Literal, Load, Select, TensorProgram, Value
+from relaxlite.ir.program import (
+    AHEAD,
+    Buffer,
+    Compare,
+    IndexValue,
+    Literal,
+    Load,
+    Prefetch,
+    Select,
+    Seq,
+    Stmt,
+    TensorProgram,
+    Value,
+)
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
@@ -131,6 +144,14 @@ class _PackLoads(ProgramRewriter):
     def __init__(self, packed: Mapping[Buffer, tuple[Buffer, _Layout]]) -> None:
         super().__init__()
         self._packed = packed
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        if not isinstance(stmt, Prefetch):
+            return super().stmt(stmt)
+        if stmt.buffer not in self._packed:  # its panels lie in pieces, far from each other
+            return Seq(())
+        buffer, layout = self._packed[stmt.buffer]
+        return Prefetch(buffer, layout.indices(stmt.indices))
 
     def _value(self, value: Value) -> Value:
         if isinstance(value, Select) and self._is_guarded(value):

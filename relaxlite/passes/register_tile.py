@@ -38,6 +38,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.next_panel import NextPanel
 from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
@@ -120,6 +121,8 @@ class Tile:
     enough_sums: int = ENOUGH_SUMS
     least_rows: int = 1  # where the tiles run, there are no fewer
     stream: Stream | None = None  # how an operand is taken in that is more than a load
+    asks: bool = False  # for the panel of columns that comes next
+    next_panel: NextPanel | None = None
 
     @property
     def rows(self) -> RowSplit:
@@ -134,12 +137,20 @@ class Tile:
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
         first = self._first(piece, number)
-        make = self._staged if self._is_long() or self._parts() is not None else self._direct
+        tile = self if piece.masked else self._asking(first, piece.vectors * self.lanes)
+        make = tile._staged if self._is_long() or self._parts() is not None else tile._direct
         if self.row is None:
             return make(piece, first, sym(0), sym(1))
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
         body = LetIndex(height, IndexValue(self.rows.height(block)), make(piece, first, top, height))
-        return LetIndex(top, IndexValue(self.rows.start(block)), body)
+        code = LetIndex(top, IndexValue(self.rows.start(block)), body)
+        return code if tile.next_panel is None else tile.next_panel.bound(self.rows.count, block, code)
+
+    def _asking(self, first: SymExpr, width: int) -> Tile:
+        """The maker of tiles that ask for the next panel of so many columns, where that helps."""
+        if not self.asks or self.row is None:
+            return self
+        return replace(self, next_panel=NextPanel.of(self._stmts[1], self.column.var, first, width))
 
     def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
         """The first column of a tile."""
@@ -309,6 +320,9 @@ class Tile:
         block = Substitute(at, fresh=True).stmt(Allocate(self.block.buffer, seq(init, update)))
         assert isinstance(block, Allocate)
         sums = distribute([*copies, *loops], block, self._guard(at) if masked else None)
+        if self.next_panel is not None and times == 1:
+            assert isinstance(update, For)
+            sums = self.next_panel.beside(sums, update)
         place = tuple(loop.var for loop in loops)
         if times == 1:
             return sums, Load(sums.buffer, place)

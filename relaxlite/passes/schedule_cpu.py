@@ -49,6 +49,7 @@ from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.next_panel import width_that_fits
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
@@ -90,6 +91,7 @@ from relaxlite.target import Target
 
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
+LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
@@ -319,24 +321,28 @@ class _Rules:
             return tiled_filters(tile, self.choice)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
-            dots = dot_products(block, column, self.target) if packs else None
+            dots, hides = dot_products(block, column, self.target) if packs else None, self.target.hides_conversions
+            prologues = prologues_of(block, column) if dots is None else ()
+            is_plain = packs and dots is None and not prologues
+            asking = self._asking(block, column, lanes) if is_plain else None
+            choice = asking or self.choice
             if packs:
-                self.panels.update(panel_widths(block, column, lanes, registers, self.choice))
+                self.panels.update(panel_widths(block, column, lanes, registers, choice))
             if dots is not None:
                 for operand in dots.operands:
-                    self.panels[operand] = panel_width(block, column, lanes, registers, self.choice)
+                    self.panels[operand] = panel_width(block, column, lanes, registers, choice)
                     self.groups[operand] = dots.group
                     self.note("dot_products", operand.name, length=dots.group)
-            row, rows, vectors = tile_size(block, column, lanes, registers, self.choice)
+            row, rows, vectors = tile_size(block, column, lanes, registers, choice)
             down = None if row is None else row.var.name
             self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
-            hides = self.target.hides_conversions
-            for found in prologues_of(block, column) if dots is None else ():
+            for found in prologues:
                 rest = "stream" if row is None or (found.is_cheap and hides) else "stage"
                 self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
                 self.ask_ahead(found.operand)
             body = None if dots is None else dots.body
-            return tiled(block, column, lanes, registers, body, self.choice, hides_conversions=hides)
+            asks = asking is not None
+            return tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
         turned = find_turned(block) if lanes > 1 and not block.is_pair else None
@@ -344,6 +350,17 @@ class _Rules:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
         return tiled_turned(block, turned, lanes, registers, usual)
+
+    def _asking(self, block: Block, column: For, lanes: int) -> ScheduleChoice | None:
+        """Tiles that ask for the panel of weights that comes next: as wide as usual, or narrower where that lets two
+        panels lie in the second cache. None: neither does."""
+        registers = self.target.num_vector_registers
+        if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
+            return None
+        usual = panel_width(block, column, lanes, registers, self.choice)
+        widths = [usual, *([] if self.choice.vectors else range(usual - lanes, LEAST_VECTORS * lanes - 1, -lanes))]
+        width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
+        return None if width is None else replace(self.choice, vectors=width // lanes)
 
     def ask_ahead(self, operand: Value) -> None:
         """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by

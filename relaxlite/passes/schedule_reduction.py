@@ -53,9 +53,11 @@ def tiled(
     choice: ScheduleChoice = DEFAULT,
     *,
     hides_conversions: bool = True,
+    asks: bool = False,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
-    the block's, where that does not add term by term any more. `hides_conversions`: see Target."""
+    the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: tiles ask for
+    the panel of the columns' operand that comes next (next_panel.py)."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
@@ -69,9 +71,10 @@ def tiled(
         _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0))),
         _counter("row" if row is None else f"{row.var.name}o", tile.rows.count),
     )
-    tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
+    tile = replace(tile, asks=asks and not rows_outside)
+    tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     usual = grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
     if row is None or not found or hides_conversions:
         return usual

@@ -131,7 +131,11 @@ def _load_scalar(k: Kernel, access: Access) -> Val:
 
 def _ask_ahead(k: Kernel, pointer: Val, count: int) -> None:
     """Have the line so many bytes further brought into the second cache. It may lie anywhere: nothing faults."""
-    place = k.e.op(f"getelementptr i8, {pointer}, i64 {count}", "ptr", 0, "ahead")
+    prefetch(k, k.e.op(f"getelementptr i8, {pointer}, i64 {count}", "ptr", 0, "ahead"))
+
+
+def prefetch(k: Kernel, place: Val) -> None:
+    """Have the line at an address brought into the second cache."""
     for_reading, second_cache, data = (int_const(number, "i32") for number in (0, 2, 1))
     k.e.call_void("llvm.prefetch.p0", [place, for_reading, second_cache, data])
 

@@ -30,6 +30,7 @@ from relaxlite.ir.program import (
     IfThenElse,
     IndexValue,
     LetIndex,
+    Prefetch,
     Seq,
     Stmt,
     Store,
@@ -257,6 +258,12 @@ def _check(k: Kernel, stmt: Check) -> None:
     k.fail_if(k.e.any_lane(k.when_active(failed)), status)
 
 
+def _prefetch(k: Kernel, stmt: Prefetch) -> None:
+    if k.lanes:
+        raise CodegenError(f"a prefetch of {stmt.buffer.name} inside of a vectorized loop; move it out of the loop")
+    memory.prefetch(k, k.ix.pointer(stmt.buffer, memory.classify(k, stmt.buffer, stmt.indices).base))
+
+
 def _barrier(k: Kernel, stmt: Barrier) -> None:
     """One thread runs the statements around it: there is nobody to wait for."""
 
@@ -301,6 +308,7 @@ _EMITTERS: Mapping[type, Callable[[Kernel, Any], None]] = {
     IfThenElse: _if,
     Check: _check,
     Allocate: _allocate,
+    Prefetch: _prefetch,
     Barrier: _barrier,
     CallLibrary: emit_library_call,
 }

@@ -1,0 +1,97 @@
+"""Register tiles that ask for the panel that comes next, so that the first row block to read it need not wait for it.
+
+    for k: { prefetch(b[k, j0 + 64 + at]); prefetch(b[k, j0 + 64 + at2]); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
+
+The first of the row blocks that go along a panel of weights reads it from a lower cache or from memory, the others from
+the second cache. So its steps are slow, and during those of the others memory has nothing to do. Therefore the last row
+blocks, as many as a row of the panel has lines or as there are, ask for some of these lines of the next panel each, at
+every step; the other blocks ask for one line again and again. Where there is one block, all steps wait alike, and
+nothing would be gained. More lines per step would be too many at once: the processor drops some (Zen 4), and a panel
+with holes is slower than one that nobody asked for, which comes as a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from relaxlite import dtypes
+from relaxlite.ir.program import Allocate, For, IndexValue, LetIndex, Load, Prefetch, Seq, Stmt, seq
+from relaxlite.ir.program_visitor import Substitute, loads
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin
+
+LINE = 64  # bytes that come from memory together
+LEAST_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NextPanel:
+    """What the tiles of one column of tiles ask for."""
+
+    operand: Load  # an element of the panel, in the loops of an untiled element
+    column: SymVar
+    first: SymExpr  # the first column of the tile
+    width: int  # columns of a panel
+    lines: int  # of a row of the panel
+    is_on: SymVar  # 1 in a row block that asks, else 0
+    begin: SymVar  # the first line that it asks for
+    end: SymVar  # the last one
+
+    @staticmethod
+    def of(update: Stmt, column: SymVar, first: SymExpr, width: int) -> NextPanel | None:
+        """`update`: what sums up an element in column `column`. None: it is no sum along the rows of one panel."""
+        operand = panel_operand(update, column)
+        if operand is None:
+            return None
+        lines = -(-width * dtypes.itemsize(operand.buffer.dtype) // LINE)
+        begin, end = (SymVar(name, lower=0, upper=lines - 1) for name in ("begin", "end"))
+        return NextPanel(operand, column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
+
+    def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
+        """`body` with the symbols for row block `block` of so many."""
+        asking = smin(smax(blocks, 1), self.lines)
+        turn = block - blocks + asking  # 0 in the first block that asks
+        values = {
+            self.is_on: smax(smin(turn + 1, smin(blocks - LEAST_BLOCKS + 1, 1)), 0),
+            self.begin: smax(turn, 0) * self.lines // asking,
+            self.end: (smax(turn, 0) + 1) * self.lines // asking - 1,
+        }
+        for symbol, value in values.items():
+            body = LetIndex(symbol, IndexValue(value), body)
+        return body
+
+    def beside(self, sums: Allocate, update: For) -> Allocate:
+        """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
+        assert isinstance(sums.body, Seq)
+        *before, steps = sums.body.stmts
+        assert isinstance(steps, For)
+        line = LINE // dtypes.itemsize(self.operand.buffer.dtype)
+        *outer, _ = Substitute({update.var: steps.var * self.is_on}).indices(self.operand.indices)
+        start = self.first + self.is_on * self.width
+        requests = [
+            Prefetch(self.operand.buffer, (*outer, start + smin(self.begin + k, self.end) * line))
+            for k in range(-(-self.lines // LEAST_BLOCKS))
+        ]
+        return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
+
+
+def panel_operand(update: Stmt, column: SymVar) -> Load | None:
+    """What a sum reads along the rows of a matrix, in `column`; None: it is no such sum."""
+    if not isinstance(update, For) or isinstance(update.body, For):
+        return None
+    moving = [load for load in loads(update) if any(column in index.free_vars() for index in load.indices)]
+    if len(moving) != 1 or len(moving[0].indices) < 2:
+        return None
+    (operand,) = moving
+    *_, step, last = operand.indices
+    return operand if last is column and update.var in step.free_vars() else None
+
+
+def width_that_fits(update: Stmt, column: SymVar, widths: Sequence[int], cache_bytes: int) -> int | None:
+    """The first of some widths of which the second cache holds two panels and as much again as one has; None: none."""
+    operand = panel_operand(update, column)
+    depth = None if operand is None else as_int(operand.buffer.shape[-2])
+    if operand is None or depth is None:
+        return None
+    row_bytes = depth * dtypes.itemsize(operand.buffer.dtype)
+    return next((width for width in widths if 8 * width * row_bytes <= 3 * cache_bytes), None)

@@ -1,0 +1,151 @@
+"""Tiles that ask for the panel of weights that comes next, and the statement that asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from relaxlite.codegen.interpreter import run_program
+from relaxlite.codegen.llvm import emit_assembly
+from relaxlite.errors import CodegenError, VerifyError
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.parser import parse_module
+from relaxlite.ir.printer import print_module
+from relaxlite.ir.program import (
+    Buffer,
+    For,
+    IndexValue,
+    LetIndex,
+    Load,
+    Prefetch,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    seq,
+)
+from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
+from relaxlite.ir.verifier import verify
+from relaxlite.passes.next_panel import NextPanel, width_that_fits
+from relaxlite.passes.schedule_cpu import schedule_program
+from relaxlite.target import Target
+from tests.native_kernel import NativeKernel
+from tests.test_register_tile import constants_of, lowered, only_program, product
+
+WIDE = Target.parse("llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
+X, Y = Buffer("x", (sym(4), sym(64)), "float32"), Buffer("y", (sym(4), sym(64)), "float32")
+I, J = SymVar("i"), SymVar("j")  # noqa: E741
+COPY = For(I, sym(4), seq(Prefetch(X, (I + 9, sym(70))), For(J, sym(64), Store(Y, (I, J), Load(X, (I, J))))))
+
+
+def prefetches(stmt: Stmt) -> list[Prefetch]:
+    return [s for s in walk_stmts(stmt) if isinstance(s, Prefetch)]
+
+
+# Which lines are asked for
+
+
+@pytest.mark.parametrize("lines", [1, 2, 3, 4, 6])
+def test_the_last_row_blocks_ask_for_every_line_of_the_next_panel_once(lines: int) -> None:
+    weights = Buffer("w", (sym(10), sym(1000)), "float32")
+    update = For(I, sym(10), Store(Buffer("e", (), "float32", "local"), (), Load(weights, (I, J)), "add"))
+    found = NextPanel.of(update, J, sym(0), lines * 16)
+    assert found is not None and found.lines == lines
+    block = SymVar("block", lower=0)
+    for blocks in range(1, 12):
+        asked: list[int] = []
+        asking = []
+        for number in range(blocks):
+            known, stmt = {block: number}, found.bound(sym(blocks), block, Seq(()))
+            while isinstance(stmt, LetIndex):
+                assert isinstance(stmt.value, IndexValue)
+                known[stmt.var], stmt = evaluate(stmt.value.index, known), stmt.body
+            for symbol in (found.is_on, found.begin, found.end):
+                assert 0 <= known[symbol] <= (as_int(symbol.upper) if symbol.upper is not None else 1)
+            if known[found.is_on]:
+                asking.append(number)
+                asked += range(known[found.begin], known[found.end] + 1)
+                assert known[found.end] - known[found.begin] < max(1, -(-lines // 2))  # what one step can ask for
+        assert asked == (list(range(lines)) if blocks > 1 else [])
+        assert asking == list(range(blocks))[-len(asking) :] if asking else blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns"),
+    [(384, 64), (1536, 64), (2048, 48), (2049, None)],  # 3/4 of 1 MiB hold two panels of 2048 x 48
+)
+def test_panels_are_narrower_where_two_do_not_fit_the_cache(depth: int, columns: int | None) -> None:
+    program = schedule_program(only_program(lowered(product(640, depth, "none"), WIDE, "estimate_costs")), WIDE)
+    widths = dict(program.attrs["panels"])  # type: ignore[arg-type]
+    assert set(widths.values()) == {columns or 64}
+    assert bool(prefetches(program.body)) is (columns is not None)
+
+
+def test_sums_that_are_not_along_rows_of_one_matrix_ask_for_nothing() -> None:
+    element = Buffer("e", (), "float32", "local")
+    square = Buffer("w", (sym(8), sym(8)), "float32")
+    for value in (Load(square, (J, I)), Load(square, (I, J + 1)), Load(Buffer("v", (sym(8),), "float32"), (J,))):
+        update = For(I, sym(8), Store(element, (), value, "add"))
+        assert NextPanel.of(update, J, sym(0), 8) is None and width_that_fits(update, J, [8], 1 << 20) is None
+    nested = For(SymVar("h"), sym(3), For(I, sym(8), Store(element, (), Load(square, (I, J)), "add")))
+    assert NextPanel.of(nested, J, sym(0), 8) is None
+
+
+def test_requests_follow_the_weights_into_their_panels() -> None:
+    program = only_program(lowered(product(640, 96, "none"), WIDE))
+    found = prefetches(program.body)
+    assert found and {request.buffer.shape for request in found} == {(sym(10), sym(96), sym(64))}
+    assert "prefetcht1" in emit_assembly({"matmul": program}, WIDE)
+
+
+def test_weights_that_are_not_constant_are_not_asked_for() -> None:
+    module = product(640, 96, "none", weights=False)
+    assert not prefetches(only_program(lowered(module, WIDE)).body)
+
+
+@pytest.mark.parametrize("columns", [64, 100, 640])
+def test_numbers_are_what_they_were(columns: int) -> None:
+    target = Target.host()
+    rng = np.random.default_rng(columns)
+    module = lowered(product(columns, 96, "none", rng=np.random.default_rng(columns)), target)
+    weights = rng.standard_normal((96, columns), np.float32)
+    program = only_program(module)
+    kernel = NativeKernel(program, target)
+    for rows in (0, 1, 5, 6, 7, 12, 13, 16, 17, 24, 25, 64, 77):
+        x, out = rng.standard_normal((rows, 96), np.float32), np.full((rows, columns), np.nan, np.float32)
+        args = [x if isinstance(a, str) else a for a in constants_of(module)]
+        assert kernel([*args, out], [rows] * len(program.symbols)) == 0
+        np.testing.assert_allclose(out, x.astype(np.float64) @ weights, rtol=1e-5, atol=1e-4)
+
+
+# The statement
+
+
+def test_a_prefetch_is_text_that_parses_back_and_changes_nothing() -> None:
+    program = TensorProgram((X, Y), (), COPY)
+    module = IRModule({"copy": program})
+    verify(module)
+    text = print_module(module)
+    assert "prefetch(x[i + 9, 70])" in text
+    assert print_module(parse_module(text)) == text
+    x = np.arange(256, dtype=np.float32).reshape(4, 64)
+    np.testing.assert_array_equal(run_program(program, [x])[0], x)
+    out = np.zeros_like(x)
+    assert NativeKernel(program)([x, out]) == 0  # 5 rows past the end of the buffer
+    np.testing.assert_array_equal(out, x)
+
+
+def test_a_prefetch_of_what_is_not_there_is_refused() -> None:
+    for request, message in (
+        (Prefetch(Buffer("z", (sym(4),), "float32"), (sym(0),)), "buffer z is not known here"),
+        (Prefetch(X, (sym(0),)), "x has 2 dimensions, got 1 indices"),
+        (Prefetch(X, (SymVar("far"), sym(0))), "symbol far"),
+    ):
+        with pytest.raises(VerifyError, match=message):
+            verify(IRModule({"copy": TensorProgram((X, Y), (), replace(COPY, body=seq(request, COPY.body)))}))
+    vector = For(J, sym(16), seq(Prefetch(X, (sym(0), J)), Store(Y, (sym(0), J), Load(X, (sym(0), J)))), "vectorized")
+    with pytest.raises(CodegenError, match="a prefetch of x inside of a vectorized loop; move it out"):
+        NativeKernel(TensorProgram((X, Y), (), vector))
