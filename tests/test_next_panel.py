@@ -106,6 +106,12 @@ def test_weights_that_are_not_constant_are_not_asked_for() -> None:
     assert not prefetches(only_program(lowered(module, WIDE)).body)
 
 
+def test_parts_of_a_long_sum_ask_too() -> None:
+    large = Target.parse("llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=16777216")
+    program = only_program(lowered(product(640, 5000, "gelu"), large))  # verified
+    assert prefetches(program.body)
+
+
 @pytest.mark.parametrize("columns", [64, 100, 640])
 def test_numbers_are_what_they_were(columns: int) -> None:
     target = Target.host()

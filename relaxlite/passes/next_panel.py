@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, For, IndexValue, LetIndex, Load, Prefetch, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import Substitute, loads
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 
 LINE = 64  # bytes that come from memory together
 LEAST_BLOCKS = 2
@@ -28,7 +28,6 @@ LEAST_BLOCKS = 2
 class NextPanel:
     """What the tiles of one column of tiles ask for."""
 
-    operand: Load  # an element of the panel, in the loops of an untiled element
     column: SymVar
     first: SymExpr  # the first column of the tile
     width: int  # columns of a panel
@@ -45,16 +44,21 @@ class NextPanel:
             return None
         lines = -(-width * dtypes.itemsize(operand.buffer.dtype) // LINE)
         begin, end = (SymVar(name, lower=0, upper=lines - 1) for name in ("begin", "end"))
-        return NextPanel(operand, column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
+        return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
 
     def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
         """`body` with the symbols for row block `block` of so many."""
         asking = smin(smax(blocks, 1), self.lines)
-        turn = block - blocks + asking  # 0 in the first block that asks
+        turn, lines = block - blocks + asking, sym(self.lines)  # turn 0: the first block that asks
+
+        def start(turn: SymExpr) -> SymExpr:
+            """The first line of a turn; no turn has two more than another."""
+            return turn * (lines // asking) + smin(turn, lines % asking)
+
         values = {
             self.is_on: smax(smin(turn + 1, smin(blocks - LEAST_BLOCKS + 1, 1)), 0),
-            self.begin: smax(turn, 0) * self.lines // asking,
-            self.end: (smax(turn, 0) + 1) * self.lines // asking - 1,
+            self.begin: start(smax(turn, 0)),
+            self.end: start(smax(turn, 0) + 1) - 1,
         }
         for symbol, value in values.items():
             body = LetIndex(symbol, IndexValue(value), body)
@@ -65,11 +69,13 @@ class NextPanel:
         assert isinstance(sums.body, Seq)
         *before, steps = sums.body.stmts
         assert isinstance(steps, For)
-        line = LINE // dtypes.itemsize(self.operand.buffer.dtype)
-        *outer, _ = Substitute({update.var: steps.var * self.is_on}).indices(self.operand.indices)
+        operand = panel_operand(update, self.column)
+        assert operand is not None
+        line = LINE // dtypes.itemsize(operand.buffer.dtype)
+        *outer, _ = Substitute({update.var: steps.var * self.is_on}).indices(operand.indices)
         start = self.first + self.is_on * self.width
         requests = [
-            Prefetch(self.operand.buffer, (*outer, start + smin(self.begin + k, self.end) * line))
+            Prefetch(operand.buffer, (*outer, start + smin(self.begin + k, self.end) * line))
             for k in range(-(-self.lines // LEAST_BLOCKS))
         ]
         return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
