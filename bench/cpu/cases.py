@@ -86,8 +86,8 @@ class Workload:
     threads: int
     form: str = ""
     layers: int = 1  # equal kernels in the model, so that a call's own cost is shared
-    cache: Path | None = None  # where peers may keep what they compile, for their next process
     is_kernel: bool = False  # kernels get their outputs' memory from the caller where a peer can do that
+    cache: Path | None = None  # where peers may keep what they compile, for their next process
 
 
 @dataclass(frozen=True, slots=True)
