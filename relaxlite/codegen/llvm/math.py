@@ -7,6 +7,7 @@ float64: the C library, lane by lane. Errors in ulp of the result stand in tests
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from relaxlite.codegen.llvm import erf_table
@@ -109,6 +110,14 @@ def _erf(e: Emitter, x: Val) -> Val:
     if erf_table.is_available(e):
         return erf_table.erf(e, x)
     return _odd_rational(e, clamp(e, x, 4.1), _ERF_P, _ERF_Q)
+
+
+def _normcdf(e: Emitter, x: Val) -> Val:
+    """Off by at most 2e-7; relative to small results much more."""
+    if x.elem == "float" and erf_table.is_available(e):
+        return erf_table.normcdf(e, x)
+    half = e.number(0.5, x)
+    return e.fma(apply(e, "erf", e.fmul(x, e.number(math.sqrt(0.5), x))), half, half)
 
 
 def _odd_rational(e: Emitter, x: Val, p: tuple[float, ...], q: tuple[float, ...]) -> Val:
@@ -232,6 +241,7 @@ _FLOAT: Mapping[str, Callable[[Emitter, Val], Val]] = {
     "log": _log,
     "tanh": _tanh,
     "erf": _erf,
+    "normcdf": _normcdf,
     "sin": _sin,
     "cos": _quadrant(1),
     "tan": _tan,
@@ -249,9 +259,9 @@ FUNCTIONS = tuple(_FLOAT)  # of one argument
 
 def apply(e: Emitter, name: str, x: Val) -> Val:
     """One of FUNCTIONS, of a float or a double."""
-    if x.elem == "double":
-        return e.for_each_lane([x], "double", lambda lane: e.call(name, [lane], "double"))
-    return _FLOAT[name](e, x)
+    if x.elem != "double" or name == "normcdf":  # which the C library does not have
+        return _FLOAT[name](e, x)
+    return e.for_each_lane([x], "double", lambda lane: e.call(name, [lane], "double"))
 
 
 def atan2(e: Emitter, y: Val, x: Val) -> Val:

@@ -29,7 +29,7 @@ def _softplus(x: Scalar) -> Scalar:
 def _gelu(x: Scalar, *, approximate: str) -> Scalar:
     if approximate == "tanh":
         return 0.5 * x * (1.0 + (_GELU_SCALE * (x + 0.044715 * x * x * x)).tanh())
-    return 0.5 * x * (1.0 + (x * _SQRT_HALF).erf())
+    return x * x.unary("normcdf")
 
 
 def _gelu_numpy(x: Any, *, approximate: str) -> Any:
