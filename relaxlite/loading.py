@@ -67,6 +67,14 @@ def load(
     return Executable(_onnx_data(source, options, verify=verify))
 
 
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a GGUF file or a Hugging Face folder."""
+    text = os.fspath(path)
+    if not text or os.path.isdir(text):
+        return bool(text) and (Path(text) / "config.json").exists()
+    return _start(Path(text)).startswith(_CHECKPOINT)
+
+
 def external_data(data: ExecutableData, source: Path) -> list[Path]:
     """The files beside an ONNX file that it was compiled from."""
     return [source.parent / name for name in data.metadata.provenance.get(EXTERNAL_DATA, ())]
@@ -96,16 +104,21 @@ def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> Exe
 
 def _is_onnx(source: Path) -> bool:
     """Whether a file is to be compiled. Raises ArtifactError for a checkpoint."""
-    try:
-        with open(source, "rb") as file:
-            start = file.read(len(MAGIC))
-    except OSError:
-        return False  # opening it says why
+    start = _start(source)
     if start.startswith(_CHECKPOINT):
-        raise ArtifactError(
-            f"cannot load {source}: it is the checkpoint of a language model; use relaxlite.llm.compile"
-        )
-    return start.startswith(_ONNX) or (source.suffix == ".onnx" and start != MAGIC)
+        raise ArtifactError(f"cannot load {source}: it is the checkpoint of a language model; use relaxlite.llm.load")
+    return start.startswith(_ONNX) or (source.suffix == ".onnx" and source.is_file() and start != MAGIC)
+
+
+def _start(path: Path) -> bytes:
+    """How a file begins; nothing where it cannot be read, or is a pipe, which could not be read again."""
+    if not path.is_file():
+        return b""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC))
+    except OSError:
+        return b""
 
 
 def _has_own_rules() -> bool:

@@ -33,6 +33,7 @@ from relaxlite.version import __version__
 KEY_DIGITS = 16
 _FILE = re.compile(rf"(.+)-[0-9a-f]{{{KEY_DIGITS}}}\.rlx")
 _ABANDONED = re.compile(rf"\.{_FILE.pattern}\.\w+\.tmp")  # of a process that was killed while it wrote
+_ABANDONED_SECONDS = 3600.0  # a file this old belongs to no running process
 _ROOM = 0.8  # of the limit is left full when files are removed
 
 _COARSE_NS = 2 * 10**9  # file systems may give equal times to writes that are less apart (FAT; most: 10 ms)
@@ -170,16 +171,25 @@ def kept() -> list[Kept]:
 def clear() -> list[Kept]:
     """Remove all that is kept, and nothing else that may lie in the folder; says what that was."""
     found = kept()
-    abandoned = [path for path in folder().glob(".*.tmp") if _ABANDONED.fullmatch(path.name)]
-    for path in [*(model.path for model in found), *abandoned]:
-        path.unlink(missing_ok=True)
+    for model in found:
+        model.path.unlink(missing_ok=True)
+    _remove_abandoned(age=0)
     with contextlib.suppress(OSError):  # there is none, or something else is in it
         folder().rmdir()
     return found
 
 
+def _remove_abandoned(*, age: float) -> None:
+    """Files that were not finished, and were begun so many seconds ago."""
+    for path in folder().glob(".*.tmp"):
+        with contextlib.suppress(OSError):  # finished, or removed by another process
+            if _ABANDONED.fullmatch(path.name) and time.time() - path.stat().st_mtime >= age:
+                path.unlink()
+
+
 def _evict(newest: Path) -> None:
     """Remove what was not used for longest until the limit is kept; the newest too where it alone exceeds that."""
+    _remove_abandoned(age=_ABANDONED_SECONDS)
     limit, found = config.get("model_cache_mb") * 10**6, kept()
     total = sum(model.bytes for model in found)
     if total <= limit:

@@ -28,7 +28,7 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.version import STEP_VERSION, __version__
-from tests.tiny_llm import checkpoint
+from tests.tiny_llm import checkpoint, save_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +60,34 @@ def test_a_loaded_model_says_what_the_compiled_one_does(data: ExecutableData, sa
         logits = whole(np.array([tokens]))[0, len(prompt.encode()) - 1 : -1]
         np.testing.assert_allclose(result.logits, logits, atol=1e-4 * np.abs(logits).max())
         assert result.tokens == tuple(logits.argmax(axis=1))
+
+
+def test_a_checkpoint_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RELAXLITE_VERIFY_PASSES", "0")  # who asks for that sees each compilation
+    save_folder(tmp_path / "tiny")
+    wanted = rl.llm.compile(tmp_path / "tiny").generate("abc", max_new_tokens=9).text
+    code = (
+        "import sys, relaxlite as rl\n"
+        f"llm = rl.llm.load({str(tmp_path / 'tiny')!r}, threads=1)\n"
+        "print(repr(llm.generate('abc', max_new_tokens=9).text), 'llvmlite' in sys.modules)"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout for _ in range(2)
+    ]
+    assert said == [f"{wanted!r} True\n", f"{wanted!r} False\n"]
+    for _ in range(2):
+        assert rl.llm.load(tmp_path / "tiny", max_context=30, precision="float32").context == 30
+    assert len(list((tmp_path / "cache" / "compiled").iterdir())) == 2
+
+
+def test_options_of_a_checkpoint_are_refused_for_what_is_compiled(saved: Path) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"max_context, quantize: of a checkpoint, and '.*tiny\.rlx' is none"
+    ):
+        rl.llm.load(saved, max_context=30, quantize="q4_0")
+    with pytest.raises(ArtifactError, match="there is no such file"):
+        rl.llm.load("none.gguf")
 
 
 def test_loading_needs_neither_compiler_nor_transformers(saved: Path) -> None:

@@ -268,6 +268,16 @@ def test_what_was_not_used_for_longest_goes_first(compilations: list[Any], monke
     assert not model_cache.kept()  # not even it
 
 
+def test_what_a_killed_process_left_is_removed_when_it_is_old(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    for name in (".model-0123456789abcdef.rlx.01ab.tmp", ".model-0123456789abcdef.rlx.02ab.tmp", ".others.tmp"):
+        (cache / name).write_bytes(b"x")
+    os.utime(cache / ".model-0123456789abcdef.rlx.01ab.tmp", (OLD, OLD))
+    rl.load(write("model.onnx"))
+    left = sorted(path.name for path in cache.iterdir() if path.suffix == ".tmp")
+    assert left == [".model-0123456789abcdef.rlx.02ab.tmp", ".others.tmp"]
+
+
 def test_threads_may_open_one_model_at_once(cache: Path) -> None:
     path = write("model.onnx")
     results: list[np.ndarray] = []
@@ -290,7 +300,7 @@ Given = Callable[[], Any]
     [
         (b"", {}, ImportModelError, "'model.onnx': empty, not an ONNX model"),
         (b"\x08\x07truncated", {}, ImportModelError, "an ONNX model that is truncated or damaged"),
-        (b"GGUF\x03", {}, ArtifactError, "is the checkpoint of a language model; use relaxlite.llm.compile"),
+        (b"GGUF\x03", {}, ArtifactError, "is the checkpoint of a language model; use relaxlite.llm.load"),
         (None, {}, ArtifactError, "cannot load model.onnx: there is no such file"),
         (
             "rlx",
@@ -314,6 +324,14 @@ def test_what_cannot_be_opened(content: Any, options: dict[str, Any], error: typ
     with pytest.raises(error, match=message):
         rl.load(path, **options)
     assert not model_cache.kept()
+
+
+def test_a_pipe_is_refused_at_once() -> None:
+    os.mkfifo("pipe.onnx")
+    with pytest.raises(ArtifactError, match=r"cannot load pipe\.onnx: it is not a regular file"):
+        rl.load("pipe.onnx")
+    with pytest.raises(ArtifactError, match=r"cannot load pipe\.onnx: it is not a regular file"):
+        rl.llm.load("pipe.onnx")
 
 
 def test_an_onnx_file_of_any_name(compilations: list[Any]) -> None:

@@ -75,7 +75,14 @@ def test_the_last_row_blocks_ask_for_every_line_of_the_next_panel_once(lines: in
 
 @pytest.mark.parametrize(
     ("depth", "columns"),
-    [(384, 64), (1536, 64), (2048, 48), (2049, None)],  # 3/4 of 1 MiB hold two panels of 2048 x 48
+    [
+        (384, 64),
+        (1280, 64),
+        (1281, 48),
+        (1536, 48),
+        (2048, 48),
+        (2049, None),
+    ],  # of 1 MiB, two panels of 2048 x 48 take 3/4
 )
 def test_panels_are_narrower_where_two_do_not_fit_the_cache(depth: int, columns: int | None) -> None:
     program = schedule_program(only_program(lowered(product(640, depth, "none"), WIDE, "estimate_costs")), WIDE)

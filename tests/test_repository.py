@@ -47,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
-    "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver"},
+    "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver", "model_cache", "loading"},
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
@@ -67,6 +67,7 @@ LATE_IMPORTS = {
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
     "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
+    "relaxlite/llm/loading.py": {"relaxlite.llm.compiling"},  # the compiler
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
     "relaxlite/llm/tokenizer.py": {"tokenizers"},  # 5 MB, which giving and taking tokens does without
     "relaxlite/loading.py": {"relaxlite.driver", "relaxlite.frontend.onnx"},  # the compiler

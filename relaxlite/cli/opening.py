@@ -10,7 +10,7 @@ from typing import Any
 
 from relaxlite import model_cache
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
-from relaxlite.loading import external_data
+from relaxlite.loading import external_data, is_checkpoint
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.artifact import MAGIC, load
 from relaxlite.runtime.executable import ExecutableData
@@ -20,7 +20,6 @@ _OPTIONS = (
     "dynamic_shape", "bound", "target", "tuning", "libraries", "precision", "constant_memory", "max_context",
     "cache_dtype", "quantize",
 )  # fmt: skip
-_GGUF = b"GGUF"  # how such a file begins
 
 
 def open_model(args: argparse.Namespace) -> Executable:
@@ -80,17 +79,6 @@ def is_compiled(path: str) -> bool:
         return found.suffix == ".rlx"
     with open(found, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
-
-
-def is_checkpoint(path: str) -> bool:
-    """Whether a path is a GGUF file or a Hugging Face folder."""
-    found = Path(path)
-    if not path or found.is_dir():
-        return bool(path) and (found / "config.json").exists()
-    if not found.is_file():
-        return False
-    with open(found, "rb") as file:
-        return file.read(len(_GGUF)) == _GGUF
 
 
 def checkpoint_options(args: argparse.Namespace, *more: str) -> str:

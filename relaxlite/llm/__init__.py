@@ -1,11 +1,13 @@
 """Compiled language models at run time: text in, text out. How they are made: frontend/llm.
 
-    llm = relaxlite.llm.compile("SmolLM2.gguf")       # or a Hugging Face folder
+    llm = relaxlite.llm.load("SmolLM2.gguf")          # or a Hugging Face folder: compiled once, and kept
+    llm = relaxlite.llm.compile("SmolLM2.gguf", max_context=512)
     llm.save("smollm2.rlx"); llm = relaxlite.llm.load("smollm2.rlx")   # needs no compiler
     print(llm.generate("The capital of France is", max_new_tokens=8))
 
-model.py        LanguageModel: generate, chat; load
-compiling.py    from a checkpoint to a LanguageModel: the only file that imports the compiler
+model.py        LanguageModel: generate, chat
+loading.py      load: a compiled file, or a checkpoint
+compiling.py    from a checkpoint to a LanguageModel; imports the compiler
 generation.py   the loop over a batch of sequences; sampling.py: from logits to a token
 tokenizer.py    text to tokens and back, also piece by piece; templates.py: a chat as text
 description.py  what an artifact says of a language model beside its code
@@ -20,7 +22,7 @@ from typing import Any
 
 _HOME = {
     "compile": "relaxlite.llm.compiling",
-    "load": "relaxlite.llm.model",
+    "load": "relaxlite.llm.loading",
     "LanguageModel": "relaxlite.llm.model",
     "Result": "relaxlite.llm.generation",
     "Stream": "relaxlite.llm.generation",

@@ -94,10 +94,14 @@ def panel_operand(update: Stmt, column: SymVar) -> Load | None:
 
 
 def width_that_fits(update: Stmt, column: SymVar, widths: Sequence[int], cache_bytes: int) -> int | None:
-    """The first of some widths of which the second cache holds two panels and as much again as one has; None: none."""
+    """The first of some widths of which two panels take at most 5/8 of the second cache; else the last, if those take
+    at most 3/4 (measured: more is slower than not to ask). None: not even that."""
     operand = panel_operand(update, column)
     depth = None if operand is None else as_int(operand.buffer.shape[-2])
     if operand is None or depth is None:
         return None
     row_bytes = depth * dtypes.itemsize(operand.buffer.dtype)
-    return next((width for width in widths if 8 * width * row_bytes <= 3 * cache_bytes), None)
+    for width in widths:
+        if 2 * width * row_bytes <= cache_bytes * 5 // 8:
+            return width
+    return widths[-1] if 2 * widths[-1] * row_bytes <= cache_bytes * 3 // 4 else None
