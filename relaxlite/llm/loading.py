@@ -1,5 +1,7 @@
-"""`relaxlite.llm.load`: a compiled language model opened, or a checkpoint, which is compiled once and kept. The compiler
-is imported only when something is compiled."""
+"""`relaxlite.llm.load`: a compiled language model opened, or a checkpoint, which is compiled once and kept.
+
+The compiler is imported only when something is compiled.
+"""
 
 from __future__ import annotations
 
