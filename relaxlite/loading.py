@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ def load(
     precision: str | None = None,
     constant_memory: bool | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
-    libraries: list[str] | tuple[str, ...] | str | None = None,
+    libraries: Sequence[str] | str | None = None,
 ) -> Executable:
     """Open a saved model, or an ONNX file.
 
@@ -94,6 +94,7 @@ def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> Exe
         return make()
     return model_cache.find_or_make(
         source,
+        model_cache.MODEL,
         options,
         make,
         files=[] if tuning is None else [Path(tuning)],

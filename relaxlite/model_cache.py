@@ -31,12 +31,15 @@ from relaxlite.runtime.executable import ExecutableData
 from relaxlite.version import __version__
 
 KEY_DIGITS = 16
+_MOST_SIGNS = 50  # of a name, of which each may take 4 of the 255 bytes that systems allow
 _FILE = re.compile(rf"(.+)-[0-9a-f]{{{KEY_DIGITS}}}\.rlx")
 _ABANDONED = re.compile(rf"\.{_FILE.pattern}\.\w+\.tmp")  # of a process that was killed while it wrote
 _ABANDONED_SECONDS = 3600.0  # a file this old belongs to no running process
 _ROOM = 0.8  # of the limit is left full when files are removed
 
 _COARSE_NS = 2 * 10**9  # file systems may give equal times to writes that are less apart (FAT; most: 10 ms)
+MODEL, LANGUAGE_MODEL = "model", "language model"  # what a source compiles to: without a tokenizer, or with one
+
 _FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a Hugging Face folder
 _MADE_OF = "made_of"  # where a kept model's metadata says what it was made of
 _CHUNK = 1 << 22
@@ -74,12 +77,13 @@ class Place:
             data = artifact.load(self.path, verify=verify)
         except ArtifactError:
             return None
-        made_of = data.metadata.info.get(_MADE_OF, ())
+        info = dict(data.metadata.info)
+        made_of = info.pop(_MADE_OF, ())  # a file that the user saves does not tell where this one came from
         if not made_of or [_record(Path(path), with_hash=bool(digest)) for path, _, digest in made_of] != made_of:
             return None
         with contextlib.suppress(OSError):  # a folder that may only be read serves too
             os.utime(self.path)
-        return data
+        return replace(data, metadata=replace(data.metadata, info=info))
 
     def make(
         self,
@@ -118,6 +122,7 @@ class Place:
 
 def find_or_make(
     source: Path,
+    kind: str,
     options: Mapping[str, Any],
     make: Callable[[], ExecutableData],
     *,
@@ -127,9 +132,10 @@ def find_or_make(
 ) -> ExecutableData:
     """What a source, a file or the folder of a checkpoint, compiles to with some options, by `make` unless it is kept.
 
-    `files`: what else it is made of, `more`: what turns out to be so. `verify`: check every byte of what is kept.
+    `kind`: MODEL or LANGUAGE_MODEL. `files`: what else it is made of, `more`: what turns out to be so. `verify`: check
+    every byte of what is kept.
     """
-    place = place_of(source, options)
+    place = place_of(source, kind, options)
     if place is None:
         return make()
     if (found := place.find(verify=verify)) is not None:
@@ -139,17 +145,17 @@ def find_or_make(
     return place.find() or data  # with weights that are mapped, as from now on
 
 
-def place_of(source: Path, options: Mapping[str, Any]) -> Place | None:
+def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | None:
     """Where a source, compiled with options, is kept; None where nothing is, or somebody wants to see it compile."""
     if not config.get("model_cache_mb") or any(map(config.get, _WATCHING)):
         return None
     path = source.resolve()
     if not (path.is_file() or path.is_dir()):  # what is read from a pipe cannot be read again
         return None
-    name = path.name if path.is_dir() else path.stem
+    name = (path.name if path.is_dir() else path.stem)[:_MOST_SIGNS]
     given = sorted((option, repr(value)) for option, value in options.items() if value is not None)
     knobs = [config.get(knob) for knob in _KNOBS]
-    key = repr([str(path), given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")
+    key = repr([str(path), kind, given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")
     return Place(name, folder() / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
 
 
@@ -239,10 +245,10 @@ def _is_settled(path: Path, when: int) -> bool:
 @cache
 def _makers() -> list[Any]:
     """What tells this relaxlite, and the libraries that it finds, from others."""
-    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(_PACKAGE.rglob("*.py"))]
     specs = [importlib.util.find_spec(name) for name in _LIBRARIES]
-    places = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
-    return [__version__, sources, [(place, os.stat(place).st_mtime_ns) for place in places]]
+    files = [*sorted(_PACKAGE.rglob("*.py")), *(Path(spec.origin) for spec in specs if spec and spec.origin)]
+    states = [(path, path.stat()) for path in files]
+    return [__version__, [(str(path), state.st_mtime_ns, state.st_size) for path, state in states]]
 
 
 @cache

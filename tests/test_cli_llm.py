@@ -205,6 +205,14 @@ def test_a_checkpoint_is_compiled_once(run: Run, folder: Path, monkeypatch: pyte
     assert run(*quantized, "-v").status == 0 and len(compilations) == 5  # which shows how long each pass took
 
 
+def test_a_model_that_was_run_without_its_tokenizer_still_talks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAXLITE_VERIFY_PASSES", "0")
+    assert run("run", "tiny.model").status != 0  # sizes are missing, which is said when it is compiled
+    done = run("generate", "tiny.model", "abc", "--max-tokens", "4")
+    assert done.status == 0, done.err
+    assert done.out == run("generate", "tiny.rlx", "abc", "--max-tokens", "4").out
+
+
 def test_what_was_compiled_is_listed_and_cleared(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAXLITE_KERNEL_CACHE", str(tmp_path / "kernels"))
     monkeypatch.setenv("RELAXLITE_VERIFY_PASSES", "0")

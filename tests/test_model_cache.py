@@ -16,7 +16,7 @@ import onnx
 import pytest
 
 import relaxlite as rl
-from relaxlite import config, driver, model_cache
+from relaxlite import cli, config, driver, model_cache
 from relaxlite.errors import ArtifactError, ImportModelError, InputError, InvalidArgumentError
 from relaxlite.frontend.onnx import registry
 from relaxlite.ir.pattern import is_op, wildcard
@@ -276,6 +276,32 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(cache: Path) -> No
     rl.load(write("model.onnx"))
     left = sorted(path.name for path in cache.iterdir() if path.suffix == ".tmp")
     assert left == [".model-0123456789abcdef.rlx.02ab.tmp", ".others.tmp"]
+
+
+def test_what_is_saved_does_not_tell_where_it_was_made(compilations: list[Any], tmp_path: Path) -> None:
+    path = write("model.onnx")
+    for _ in range(2):
+        rl.load(path).save("saved.rlx")
+        assert str(tmp_path).encode() not in Path("saved.rlx").read_bytes()
+    assert len(compilations) == 1
+
+
+def test_a_name_that_is_as_long_as_a_name_may_be(compilations: list[Any]) -> None:
+    path = write("m" * 250 + ".onnx")
+    for _ in range(2):
+        np.testing.assert_array_equal(rl.load(path)(X), X * 2)
+    assert len(compilations) == 1
+
+
+def test_the_command_line_shares_what_is_kept(compilations: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("model.onnx")
+    assert cli.main(["run", str(path), "--shape", "x=3x2"]) == 0
+    assert len(model_cache.kept()) == 1
+    compilations.clear()
+    np.testing.assert_array_equal(rl.load(path)(X), X * 2)
+    assert not compilations
+    assert cli.main(["run", str(path), "--shape", "x=3x2", "--bound", "n=1..4"]) == 0
+    assert len(model_cache.kept()) == 2
 
 
 def test_threads_may_open_one_model_at_once(cache: Path) -> None:

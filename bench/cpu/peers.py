@@ -166,7 +166,7 @@ class OpenVino(Peer):
         core = openvino.Core()
         config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(self.threads), **self.settings}
         if workload.cache is not None:
-            config["CACHE_DIR"] = str(workload.cache / "openvino")
+            config["CACHE_DIR"] = str(workload.cache / type(self).__name__)  # one each: settings are not all told apart
         self.request = core.compile_model(workload.model, "CPU", config).create_infer_request()
 
     def prepare(self, case: Case) -> Prepared:

@@ -11,7 +11,8 @@ from relaxlite.cli.compiling_llm import compile_checkpoint
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.opening import compile_once, kept_file
 from relaxlite.cli.sizes import bytes_text
-from relaxlite.llm.model import LanguageModel, load
+from relaxlite.llm.model import LanguageModel
+from relaxlite.model_cache import LANGUAGE_MODEL
 
 MODEL = "smollm2-135m-instruct"
 QUESTIONS = ("What is the capital of France?", "And what is it known for? Answer in one sentence.")
@@ -31,13 +32,13 @@ def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     plain = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
     options = argparse.Namespace(**{**vars(args), **plain, "model": str(path)})
-    data = compile_once(options, partial(compile_checkpoint, options))
+    data = compile_once(options, LANGUAGE_MODEL, partial(compile_checkpoint, options))
     seconds = time.perf_counter() - start
-    compiled = kept_file(options)
+    compiled = kept_file(options, LANGUAGE_MODEL)
     where = f"{compiled}, {bytes_text(compiled.stat().st_size)}, " if compiled else ""
     print(f"   {where}{len(data.kernels)} kernels, in {seconds:.1f} s")
     start = time.perf_counter()
-    llm = load(compiled) if compiled else LanguageModel.of(data)
+    llm = LanguageModel.of(data)
     print(f"   loaded in {time.perf_counter() - start:.2f} s; a context of {llm.context} tokens\n")
     print("3. Ask it")
     _ask(llm, questions)

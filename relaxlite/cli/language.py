@@ -9,6 +9,7 @@ from typing import Any
 from relaxlite.cli.opening import checkpoint_options, compile_once, is_checkpoint, is_compiled
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.model import LanguageModel, load
+from relaxlite.model_cache import LANGUAGE_MODEL
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ExecutableData
 
@@ -20,7 +21,7 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
     if args.threads is not None:
         threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
     if is_checkpoint(args.model):
-        return LanguageModel.of(compile_once(args, partial(_compile, args)))
+        return LanguageModel.of(compile_once(args, LANGUAGE_MODEL, partial(_compile, args)))
     if not is_compiled(args.model):
         raise RelaxliteError(
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "

@@ -26,16 +26,22 @@ def open_model(args: argparse.Namespace) -> Executable:
     """An executable of `args.model`, with `args.threads`."""
     if args.threads is not None:
         threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
-    return Executable(open_data(args) if is_compiled(args.model) else compile_once(args, partial(open_data, args)))
+    if is_compiled(args.model):
+        return Executable(open_data(args))
+    return Executable(compile_once(args, model_cache.MODEL, partial(open_data, args)))
 
 
-def compile_once(args: argparse.Namespace, make: Callable[[], ExecutableData]) -> ExecutableData:
-    """What `args.model` compiles to: kept from before, or as `make` makes it. With -v it is made."""
+def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], ExecutableData]) -> ExecutableData:
+    """What `args.model` compiles to: kept from before, or as `make` makes it. With -v it is made.
+
+    `kind`: MODEL or LANGUAGE_MODEL of model_cache.
+    """
     if getattr(args, "verbose", False):
         return make()
     tuning = getattr(args, "tuning", None)
     return model_cache.find_or_make(
         Path(args.model),
+        kind,
         _options(args),
         make,
         files=[Path(tuning)] if tuning else [],
@@ -43,14 +49,15 @@ def compile_once(args: argparse.Namespace, make: Callable[[], ExecutableData]) -
     )
 
 
-def kept_file(args: argparse.Namespace) -> Path | None:
+def kept_file(args: argparse.Namespace, kind: str) -> Path | None:
     """Where what `compile_once` gave is kept, if it is."""
-    place = model_cache.place_of(Path(args.model), _options(args))
+    place = model_cache.place_of(Path(args.model), kind, _options(args))
     return place.path if place is not None and place.path.exists() else None
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"command line": True, **{name: getattr(args, name, None) or None for name in _OPTIONS}}
+    """Those that are given, by other names than in Python, where they are written in another way."""
+    return {f"--{name}": value for name in _OPTIONS if (value := getattr(args, name, None))}
 
 
 def open_data(args: argparse.Namespace) -> ExecutableData:

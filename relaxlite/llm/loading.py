@@ -54,4 +54,5 @@ def load(
 
         return build(path, **options)  # type: ignore[arg-type]
 
-    return LanguageModel.of(model_cache.find_or_make(Path(path), options, make, verify=verify), cache_bytes=cache_bytes)
+    data = model_cache.find_or_make(Path(path), model_cache.LANGUAGE_MODEL, options, make, verify=verify)
+    return LanguageModel.of(data, cache_bytes=cache_bytes)

@@ -49,7 +49,7 @@ from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.next_panel import width_that_fits
+from relaxlite.passes.next_panel import LINE, width_that_fits
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
@@ -70,7 +70,6 @@ from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import dot_products
 from relaxlite.passes.schedule_reduction import (
-    LINE,
     Block,
     asked_ahead,
     panel_width,

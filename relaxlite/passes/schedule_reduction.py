@@ -22,6 +22,7 @@ from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
+from relaxlite.passes.next_panel import LINE
 from relaxlite.passes.pair_tile import PairTile, apart, pair_of
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.prologue import Prologue, Stream, find_prologue
@@ -40,7 +41,6 @@ from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 
 MOST_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
-LINE = 64  # bytes that come from memory together
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
