@@ -384,16 +384,15 @@ its own width, then all of them as one batch.
 def _add_language_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a file made by `relaxlite compile`, a GGUF file, or a Hugging Face folder")
     _add_checkpoint_options(parser)
-    _add_precision(parser, None)
+    _add_precision(parser)
     _add_target(parser)
     _add_threads(parser)
 
 
-def _add_precision(group: argparse._ActionsContainer, default: str | None) -> None:
+def _add_precision(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--precision",
         choices=PRECISIONS,
-        default=default,
         help="what operands of large products are rounded to (faster): bf16, or int8 where weights are quantized",
     )
 
@@ -438,7 +437,7 @@ def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True)
     group.add_argument(
         "--bound", action=Named, parse=_bound, metavar="SYMBOL=1..512", help="what sizes a symbol may have"
     )
-    _add_precision(group, PRECISIONS[0])
+    _add_precision(group)
     group.add_argument(
         "--constant-memory", action="store_true", help="plan memory for the upper bounds of the symbols, as constants"
     )

@@ -14,6 +14,7 @@ from relaxlite.driver import signature_of
 from relaxlite.errors import ExecutionError, InvalidArgumentError, RelaxliteError
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
+from relaxlite.passes.manager import PassContext
 from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ENTRY
@@ -32,20 +33,20 @@ def execute(args: argparse.Namespace) -> None:
         threadpool.set_num_threads(args.threads)
     context = make_context(args)
     module = import_model(args, context)
-    tuning = _tuned(args, module, context.target, known)
+    tuning = _tuned(args, module, context, known)
     tuning.save(output)
     _show(tuning, str(context.target))
     print(f"{output}: tuned in {time.perf_counter() - start:.0f} s; give it to `relaxlite compile --tuning`")
 
 
-def _tuned(args: argparse.Namespace, module: IRModule, target: object, known: Tuning) -> Tuning:
+def _tuned(args: argparse.Namespace, module: IRModule, context: PassContext, known: Tuning) -> Tuning:
     main = module[ENTRY]
     assert isinstance(main, Function)
     shapes = [shapes for _, shapes in args.shapes] if args.shapes else sample_shapes(module)
     specs = signature_of(main).inputs
     samples = [make_inputs(specs, files={}, shapes=s, ranges=args.range, seed=0) for s in shapes]
     try:
-        return tune(module, samples, target, precision=args.precision, tuning=known)  # type: ignore[arg-type]
+        return tune(module, samples, context.target, precision=context.precision, tuning=known)
     except ExecutionError as error:
         if args.shapes:
             raise
