@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import erf
@@ -24,7 +25,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.program import AHEAD, Allocate, Binary, Intrinsic, Literal, TensorProgram, Value
+from relaxlite.ir.program import Allocate, Binary, Intrinsic, Literal, Load, Prefetch, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_stmts
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions, map_programs, program_calls
@@ -370,14 +371,41 @@ def test_where_the_system_refuses_tiles_kernels_go_without_them(monkeypatch: pyt
     np.testing.assert_array_equal(without(x), with_tiles(x))
 
 
-@pytest.mark.parametrize(("cpu", "asks"), [("icelake-server", True), ("sapphirerapids", True), ("znver4", False)])
-def test_weights_are_asked_for_ahead_where_that_helps(cpu: str, asks: bool) -> None:
-    target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
-    module, _ = lowered(product(block_weight(DEPTH, COLUMNS)), str(target))
+def prefetches(program: TensorProgram) -> Counter[str]:
+    """How many there are of each buffer in the text."""
+    return Counter(s.buffer.name for s in walk_stmts(program.body) if isinstance(s, Prefetch))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "panels"), [("icelake-server", 4), ("sapphirerapids", 4), ("znver5", 1), ("znver4", 0)]
+)
+def test_weights_are_asked_for_ahead_where_that_helps(cpu: str, panels: int) -> None:
+    """One row asks for its panels, four words and a vector of scales of each, more rows for two; tiles do so, too."""
+    target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu -cores=2")
+    module, _ = lowered(product(block_weight(DEPTH, 512)), str(target))
     (program,) = programs_with(module, "matmul_blocks").values()
-    # words take 12 rows of 4 bytes and scales 3 of 2: asked for at the same time, in whole lines
-    assert program.attrs.get(AHEAD, ()) == (((3, 16384), (4, 2048)) if asks else ())
-    assert ("@llvm.prefetch" in emit_program("p", program, target)) == asks
+    many = 0 if not panels else 4 if target.has("amx-int8") else 2
+    words, scales = program.params[3:5]
+    assert prefetches(program) == Counter({words.name: 4 * (panels + many), scales.name: panels + many})
+    assert ("@llvm.prefetch" in emit_program("p", program, target)) == bool(panels)
+
+
+def test_a_row_reads_panels_far_apart_side_by_side() -> None:
+    """Tile after tile goes on in each of its panels where the one before ended."""
+    target = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu -cores=2")
+    module, _ = lowered(product(block_weight(DEPTH, 8 * 64 + 40)), str(target))
+    (program,) = programs_with(module, "matmul_blocks").values()
+    found = {v.indices[0] for v in all_values(program.body) if isinstance(v, Load) and v.buffer is program.params[3]}
+    # 35 panels: one row takes 11 times three and the last two, more rows 17 times two and the last one
+    assert {str(panel) for panel in found if "jo" in str(panel)} == {"jo + u*11 + (l // 16)", "jo + u*17 + (l // 16)"}
+
+
+@pytest.mark.parametrize(("columns", "panels"), [(2048, 4), (576, 3), (192, 3), (64, 2), (16, 1)])
+def test_threads_get_equal_shares_of_a_row(columns: int, panels: int) -> None:
+    target = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu -cores=2")
+    module, _ = lowered(product(block_weight(DEPTH, columns)), str(target))
+    (program,) = programs_with(module, "matmul_blocks").values()
+    assert f"alone={panels}, " in str(program.attrs["schedule"])
 
 
 def test_weights_that_are_arguments_are_not_asked_for_ahead() -> None:
@@ -389,7 +417,7 @@ def test_weights_that_are_arguments_are_not_asked_for_ahead() -> None:
         weight = bb.emit(get_op("dequantize_blocks")(words, np.ones((2, 40), np.float32), bits=4, zero=8))
         bb.result(bb.emit(ops.matmul(x, weight)))
     (program,) = programs_with(lowered(bb.module())[0], "matmul_blocks").values()
-    assert program.attrs.get(AHEAD, ()) == ((4, 4096),)
+    assert set(prefetches(program)) == {program.params[4].name}
 
 
 @pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (PORTABLE, "auto")])

@@ -89,19 +89,25 @@ class RowSplit:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPiece:
-    """`count` tiles of `vectors` vectors from column `start` on; `masked`: their last vector may be a part of one."""
+    """`count` tiles of `vectors` vectors from column `start` on; `masked`: their last vector may be a part of one.
+    `spread`: the vectors of a tile lie `count` vectors apart, so that each goes on where the tile before ended."""
 
     count: SymExpr
     start: SymExpr
     vectors: int
     masked: bool = False
+    spread: bool = False
+
+    def apart(self, lanes: int) -> tuple[SymExpr, SymExpr]:
+        """How many columns are between the starts of two tiles, and of two vectors of a tile."""
+        return (sym(lanes), self.count * lanes) if self.spread else (sym(self.vectors * lanes), sym(lanes))
 
 
-def column_pieces(extent: SymExpr, lanes: int, vectors: int) -> tuple[ColumnPiece, ...]:
+def column_pieces(extent: SymExpr, lanes: int, vectors: int, *, spread: bool = False) -> tuple[ColumnPiece, ...]:
     """Tiles of the full width; then one of as many vectors as are left, or where that is not known single vectors."""
     width = vectors * lanes
     full, left = extent // width, as_int(extent % width)
-    pieces = [ColumnPiece(full, sym(0), vectors)]
+    pieces = [ColumnPiece(full, sym(0), vectors, spread=spread)]
     if left is None:
         pieces.append(ColumnPiece(ceildiv(extent % width, lanes), full * width, 1, masked=True))
     elif left:
@@ -154,7 +160,7 @@ class Tile:
 
     def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
         """The first column of a tile."""
-        return piece.start + (sym(0) if as_int(piece.count) == 1 else number * (piece.vectors * self.lanes))
+        return piece.start + (sym(0) if as_int(piece.count) == 1 else number * piece.apart(self.lanes)[0])
 
     def over_panels(
         self,
@@ -378,7 +384,7 @@ class Tile:
         row, part, lane = (
             SymVar(name, upper=count - 1) for name, count in (("r", rows), ("u", piece.vectors), ("l", self.lanes))
         )
-        at = {self.column.var: first + part * self.lanes + lane}
+        at = {self.column.var: first + part * piece.apart(self.lanes)[1] + lane}
         if self.row is not None:
             at[self.row.var] = top + row
         nothing = Seq(())

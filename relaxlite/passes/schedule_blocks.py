@@ -8,16 +8,19 @@ where w(g, j), the codes and scales of a block, are many values that take some w
 
 The sums lie in the first cache, so the loop over rows has one short body for any number of them, and a step of 32 rows
 of weights is one pass over the rows. One row alone keeps its sums in registers and streams through the weights, which
-lie in panels of its tile's width (pack_constants.py). That is one vector: measured on a Zen 5, weights of 4 bits come
-from memory 5 to 15 % faster than in panels of two, of which many rows take two at a time and are no slower.
+lie in panels (pack_constants.py). Of 512 bits these are one vector wide: measured on a Zen 5, weights of 4 bits come
+from memory 5 to 15 % faster than in panels of two, of which many rows take two at a time and are no slower; and one row
+may read some side by side (`Target.streams_of_blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from relaxlite import dtypes
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.program import (
     Allocate,
@@ -29,18 +32,22 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
+    Prefetch,
+    Seq,
     Stmt,
     Store,
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import Substitute, all_values, value_children
-from relaxlite.ir.symbolic import SymExpr, SymVar, sym
+from relaxlite.ir.program_visitor import Substitute, all_values, loads, value_children
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.next_panel import LINE
 from relaxlite.passes.prologue import Instead, symbols_of
-from relaxlite.passes.register_tile import ColumnPiece, Tile, by_piece, column_pieces, grid
+from relaxlite.passes.register_tile import ColumnPiece, Tile, TileLoops, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import GuardLoads, less, nest, with_variant
-from relaxlite.passes.schedule_reduction import Block, asked_ahead
+from relaxlite.passes.schedule_reduction import Block
+from relaxlite.target import Streams, Target
 
 MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
 MOST_VECTORS = 2
@@ -48,14 +55,14 @@ MOST_VECTORS = 2
 
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
-    """A reduction over blocks, its loops, and how many vectors wide its tiles are: of many rows, and of one, as the
-    panels."""
+    """A reduction over blocks, its loops, how many vectors wide tiles are, of many rows and of one, and its panels."""
 
     block: Block
     column: For
     row: For | None
     vectors: int
     alone: int
+    panel: int
 
     @property
     def panels(self) -> Iterator[Buffer]:
@@ -64,13 +71,9 @@ class BlockProduct:
             if len(load.indices) > 1 and load.indices[-1] is self.column.var:
                 yield load.buffer
 
-    def ahead(self, most: int) -> dict[Buffer, int]:
-        """How far ahead each of the panels is asked for, in lines: the longest `most` bytes, the others in step."""
-        return asked_ahead(self.panels, most)
 
-
-def block_product(block: Block, registers: int, *, narrow: bool) -> BlockProduct | None:
-    """The block as a product with quantized blocks; None: it is none. `narrow`: panels are one vector wide."""
+def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | None:
+    """The block as a product with quantized blocks; None: it is none."""
     if block.is_pair or len(perfect_nest(block.stmts[1]).loops) != 1 or block.update.combine != "add":
         return None
     if not any(isinstance(v, Intrinsic) and v.name == WORDS for v in all_values(block.update)):
@@ -80,38 +83,101 @@ def block_product(block: Block, registers: int, *, narrow: bool) -> BlockProduct
         return None
     row = block.row_loop(column)
     kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
-    vectors = max(1, min(MOST_VECTORS, registers * 3 // 4 // max(kept, 1)))
-    return BlockProduct(block, column, row, vectors, 1 if narrow else vectors)
+    vectors = max(1, min(MOST_VECTORS, target.num_vector_registers * 3 // 4 // max(kept, 1)))
+    if target.vector_bits < 8 * LINE:
+        return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
+    alone = _side_by_side(column.extent, lanes, target.streams_of_blocks.panels, max(target.cores, 1))
+    return BlockProduct(block, column, row, vectors, alone, panel=1)
+
+
+def _side_by_side(columns: SymExpr, lanes: int, most: int, cores: int) -> int:
+    """How many panels one row takes at a time: `most`, or fewer where the threads' shares are more equal so."""
+    width = as_int(columns)
+    if width is None:
+        return most
+
+    def longest_share(panels: int) -> int:
+        return panels * -(-width // (panels * lanes * cores))
+
+    return min(range(most, 0, -1), key=longest_share)
 
 
 # A faster way for many rows, of a number of vectors: the condition for it, and the tiles. None: there is none
 Larger: TypeAlias = "Callable[[ManyRows, int], tuple[Value, ManyRows] | None]"
 
 
-def tiled_blocks(found: BlockProduct, lanes: int, larger: Larger | None = None) -> Stmt:
+def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larger | None = None) -> Stmt:
     """All tiles in one parallel loop."""
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
 
     def tiles(tile: Tile, vectors: int = found.vectors) -> Stmt:
-        pieces = column_pieces(column.extent, lanes, vectors)
+        pieces = column_pieces(column.extent, lanes, vectors, spread=found.panel < vectors)
         across = SymVar(f"{column.var.name}o", lower=0)
         down = SymVar("row" if row is None else f"{row.var.name}o", lower=0)
         body = by_piece(pieces, across, lambda piece, number: tile(piece, number, down))
         count = sum((p.count for p in pieces), sym(0))
         return Substitute(fresh=True).stmt(grid([*others, (down, tile.rows.count), (across, count)], body))
 
-    one = Tile(found.block.body, row, column, lanes, 1, enough_sums=1)
+    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=streams.alone)
     if row is None:
         return tiles(one, found.alone)
-    many = ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2)
+    many = ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
     rest, best = tiles(many), None if larger is None else larger(many, found.vectors)
     if best is not None:
         rest = IfThenElse(best[0], tiles(best[1]), rest)
     return with_variant(less(row.extent, 2), tiles(one, found.alone), rest)
 
 
-class ManyRows(Tile):
+@dataclass(frozen=True, slots=True)
+class BlockTile(Tile):
+    """A tile that asks for weights `ahead` bytes before it loads them."""
+
+    ahead: int = 0
+
+    def asked(self, update: For, columns: Sequence[SymExpr], step: SymExpr) -> list[Prefetch]:
+        """In step `step` of a sum, what a later one loads of each panel that starts at one of `columns`. Where a panel
+        ends this is the start of the next one, which the next tile takes if its vectors are spread."""
+        if not self.ahead:
+            return []
+        found = [load for load in loads(update) if len(load.indices) > 1 and load.indices[-1] is self.column.var]
+        lines = list({(load.buffer, load.indices): load for load in found}.values())
+        bytes_of: Counter[Buffer] = Counter()
+        for load in lines:
+            bytes_of[load.buffer] += self.lanes * dtypes.itemsize(load.dtype)
+        later = step + -(-self.ahead // max(bytes_of.values()))
+        return [
+            Prefetch(load.buffer, Substitute({update.var: later, self.column.var: column}).indices(load.indices))
+            for column in columns
+            for load in lines
+        ]
+
+    def starts(self, loops: TileLoops, at: dict[SymVar, SymExpr]) -> list[SymExpr]:
+        """The first columns of a tile's vectors."""
+        _, part, lane = loops
+        return [
+            substitute(at[self.column.var], {part.var: sym(u), lane.var: sym(0)})
+            for u in range(as_int(part.extent) or 1)
+        ]
+
+
+class OneRow(BlockTile):
+    """Tiles of one row, whose sums are in registers."""
+
+    __slots__ = ()
+
+    def _sums(
+        self, loops: TileLoops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool
+    ) -> tuple[Allocate, Load]:
+        sums, load = super()._sums(loops, at, update, masked=masked)
+        assert isinstance(update, For) and isinstance(sums.body, Seq)
+        *before, steps = sums.body.stmts
+        assert isinstance(steps, For)
+        asked = [] if masked else self.asked(update, self.starts(loops, at), steps.var)
+        return replace(sums, body=seq(*before, replace(steps, body=seq(*asked, steps.body)))), load
+
+
+class ManyRows(BlockTile):
     """Tiles that go over all their rows in every step."""
 
     __slots__ = ()
@@ -138,7 +204,9 @@ class ManyRows(Tile):
 
     def tile(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         """The columns from `first` on of `height` rows from `top` on."""
-        (row, part, lane), at = self._loops(piece, self.most_rows, first, top)
+        loops, at = self._loops(piece, self.most_rows, first, top)
+        row, part, lane = loops
+        asked = [] if piece.masked else self.asked(self.steps, self.starts(loops, at), self.steps.var)
         loops = replace(row, extent=height, kind="serial"), part, lane
         element, steps, update = self.block.buffer, self.steps, self.update
         width = sym(piece.vectors * self.lanes)
@@ -150,7 +218,7 @@ class ManyRows(Tile):
         value, kept = hoisted(update.value, self.column, self._row, (sym(piece.vectors), sym(self.lanes)), across)
         keep = Substitute(at).stmt(nest((part, lane), seq(*(Store(b, across, v) for b, v in kept))))
         keep = Substitute(fresh=True).stmt(keep if guard is None else guard.stmt(keep))
-        body = seq(keep, nest(loops, Store(totals, place, Substitute(at).value(value), "add")))
+        body = seq(*asked, keep, nest(loops, Store(totals, place, Substitute(at).value(value), "add")))
         for buffer, _ in kept:
             body = Allocate(buffer, body)
         clear = nest(loops, Store(totals, place, Literal(0.0, element.dtype)))

@@ -49,7 +49,7 @@ from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.next_panel import LINE, width_that_fits
+from relaxlite.passes.next_panel import width_that_fits
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
@@ -302,15 +302,14 @@ class _Rules:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
         block = block.fused()
-        has_tiles = self.target.has("amx-int8")
-        narrow = self.target.vector_bits == 8 * LINE and not has_tiles  # tiles take panels of two vectors
-        blocks = block_product(block, registers, narrow=narrow) if lanes > 1 else None
+        blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
             if packs:
-                self.panels.update(dict.fromkeys(blocks.panels, blocks.alone * lanes))
-                self.ahead.update(blocks.ahead(self.target.stream_ahead))
+                self.panels.update(dict.fromkeys(blocks.panels, blocks.panel * lanes))
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(blocks, lanes, by_tiles if has_tiles else None)
+            return tiled_blocks(
+                blocks, lanes, self.target.streams_of_blocks, by_tiles if self.target.has("amx-int8") else None
+            )
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:

@@ -62,7 +62,9 @@ def by_tiles(tile: ManyRows, vectors: int) -> tuple[Value, ManyRows] | None:
     if as_int(tile.steps.extent) is None or found is None or found.depth > MOST_DEPTH or tile.lanes != ROWS:
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
-    return enough, TiledRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS)
+    return enough, TiledRows(
+        tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead
+    )
 
 
 class TiledRows(ManyRows):
@@ -94,7 +96,7 @@ class TiledRows(ManyRows):
         totals = Buffer(f"{element.name}_tile", shape, element.dtype, "local")
         place = (down, across, row.var, lane.var)
         at: dict[SymVar, SymExpr] = {
-            self.column.var: first + across * self.lanes + lane.var,
+            self.column.var: first + across * piece.apart(self.lanes)[1] + lane.var,
             self._row.var: top + down * ROWS + row.var,
         }
         squares = _Squares(self, products, (row, lane), (down, across), at, totals)
@@ -131,6 +133,12 @@ class TiledRows(ManyRows):
         body = Substitute(at).stmt(nest((part, lane), seq(*stores)))
         if piece.masked:
             body = GuardLoads(self._guard(at), {part.var, lane.var}).stmt(body)
+        if not piece.masked:
+            starts = (
+                substitute(squares.at[self.column.var], {squares.across: sym(u), lane.var: sym(0)})
+                for u in range(piece.vectors)
+            )
+            body = seq(*self.asked(self.steps, list(starts), start + squares.step), body)
         return Substitute(fresh=True).stmt(For(squares.step, sym(count), body))
 
 
