@@ -5,16 +5,24 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import relaxlite as rl
+from relaxlite import config
 from relaxlite.errors import OutOfMemoryError
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Tuple
+from relaxlite.ir.types import TensorType
 from relaxlite.runtime.memory import (
     ALIGNMENT,
     MEMORY_LIMIT,
     ArenaPool,
+    aligned,
     allocate,
     gathered,
     size_text,
@@ -42,6 +50,27 @@ def test_large_weights_are_gathered_in_one_aligned_block() -> None:
         assert made[0].ctypes.data % (2 << 20) == 0
         assert made[-1].ctypes.data - made[0].ctypes.data < arrays[0].nbytes + 4 * ALIGNMENT
         assert all(not np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True))
+
+
+@pytest.mark.parametrize("place", [aligned, gathered])
+def test_small_weights_start_with_a_cache_line(place: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]) -> None:
+    whole = np.empty(5000, np.float32)
+    arrays = [whole[k : k + 100] for k in range(32)]
+    for array, made in zip(arrays, place(arrays), strict=True):
+        np.testing.assert_array_equal(made, array)
+        assert made.ctypes.data % ALIGNMENT == 0
+        assert np.shares_memory(made, array) == (array.ctypes.data % ALIGNMENT == 0)
+
+
+@pytest.mark.parametrize("is_huge", [False, True])
+def test_a_model_of_one_product_reads_aligned_weights(is_huge: bool) -> None:
+    bb = BlockBuilder()
+    weights = [np.ones((16, 16 + k), np.float32) for k in range(8)]
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 16), "float32")) as (x,):
+        bb.result(bb.emit(Tuple(tuple(bb.emit(ops.matmul(x, w)) for w in weights))))
+    with config.override(huge_pages=is_huge):
+        exe = rl.compile(bb.module())
+    assert all(np.asarray(c).ctypes.data % ALIGNMENT == 0 for c in exe.data.constants)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there are weights gathered")
@@ -73,11 +102,6 @@ def _mapped_bytes() -> int:
     """Of files, in this process's memory."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
     return int(line.split()[1]) * 1024
-
-
-def test_small_weights_stay_where_they_are() -> None:
-    arrays = [np.zeros(10, "f4"), np.zeros(20, "f4")]
-    assert all(a is b for a, b in zip(arrays, gathered(arrays), strict=True))
 
 
 def test_poison_is_nan() -> None:

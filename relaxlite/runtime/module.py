@@ -21,7 +21,7 @@ from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
-from relaxlite.runtime.memory import gathered
+from relaxlite.runtime.memory import aligned, gathered
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
 
@@ -47,8 +47,8 @@ class Executable:
     def __init__(self, data: ExecutableData, *, threads: int | None = None) -> None:
         if threads is not None:
             threadpool.set_num_threads(threads)
-        if config.get("huge_pages"):
-            data = replace(data, constants=gathered(data.constants))
+        place = gathered if config.get("huge_pages") else aligned
+        data = replace(data, constants=place(data.constants))
         self.data = data
         self.inputs = Specs(data.signature.inputs)
         self.outputs = Specs(data.signature.outputs)
