@@ -13,7 +13,7 @@ width; attribute `groups`: input, group). Programs that read the same large cons
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,10 @@ from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
     AHEAD,
+    AddressOf,
     Buffer,
     Compare,
+    IfThenElse,
     IndexValue,
     Literal,
     Load,
@@ -35,7 +37,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     Value,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter
+from relaxlite.ir.program_visitor import ProgramRewriter, all_values
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 
@@ -54,7 +56,7 @@ def pack_constants(module: IRModule) -> IRModule:
     for name, panels in wanted.items():
         program = module[name]
         assert isinstance(program, TensorProgram)
-        definitions[name] = _pack_program(program, panels)
+        definitions[name] = pack_program(program, panels)
     packer = _Packer()
     for name, function in module.functions().items():
         definitions[name] = _PackCalls(wanted, packer).function(function)
@@ -126,7 +128,8 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
     return {k: _Layout(width, group_of.get(k, 1)) for k, width in width_of.items()}
 
 
-def _pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
+def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
+    """The program with these inputs packed, of those that its schedule names."""
     attrs = {name: value for name, value in program.attrs.items() if name not in ("panels", "groups", AHEAD)}
     ahead: Any = program.attrs.get(AHEAD, ())
     if streams := tuple((k, count) for k, count in ahead if k in panels):  # what is not packed is read in other places
@@ -136,16 +139,26 @@ def _pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> Tens
         old = program.params[k]
         packed[old] = (replace(old, name=f"{old.name}_packed", shape=layout.shape(old.shape)), layout)
     params = tuple(packed[b][0] if b in packed else b for b in program.params)
-    body = _PackLoads(packed).stmt(program.body)
+    loose = {program.params[k] for k in _panels(program)} - packed.keys()
+    body = _PackLoads(packed, loose).stmt(program.body)
     return replace(program, params=params, body=body, attrs=Attrs(attrs))
 
 
+def _addresses(stmt: Stmt) -> Iterator[AddressOf]:
+    return (value for value in all_values(stmt) if isinstance(value, AddressOf))
+
+
 class _PackLoads(ProgramRewriter):
-    def __init__(self, packed: Mapping[Buffer, tuple[Buffer, _Layout]]) -> None:
+    """Reads what is packed as it lies then. Routines that take addresses of panels are for packed ones: where these
+    stay `loose`, the other branch is taken."""
+
+    def __init__(self, packed: Mapping[Buffer, tuple[Buffer, _Layout]], loose: Collection[Buffer]) -> None:
         super().__init__()
-        self._packed = packed
+        self._packed, self._loose = packed, loose
 
     def stmt(self, stmt: Stmt) -> Stmt:
+        if isinstance(stmt, IfThenElse) and any(v.buffer in self._loose for v in _addresses(stmt.then)):
+            return self.stmt(stmt.other or Seq(()))
         if not isinstance(stmt, Prefetch):
             return super().stmt(stmt)
         if stmt.buffer not in self._packed:  # its panels lie in pieces, far from each other
@@ -156,10 +169,10 @@ class _PackLoads(ProgramRewriter):
     def _value(self, value: Value) -> Value:
         if isinstance(value, Select) and self._is_guarded(value):
             return self.value(value.then)  # what the panel holds beyond the last column is the zero of `other`
-        if not isinstance(value, Load) or value.buffer not in self._packed:
+        if not isinstance(value, Load | AddressOf) or value.buffer not in self._packed:
             return super()._value(value)
         buffer, layout = self._packed[value.buffer]
-        return Load(buffer, layout.indices(value.indices))
+        return replace(value, buffer=buffer, indices=layout.indices(value.indices))
 
     def _is_guarded(self, value: Select) -> bool:
         """b[..., j] if j < columns else 0"""

@@ -65,6 +65,7 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
+from relaxlite.passes.schedule_bf16_tiles import bf16_tiles
 from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
@@ -340,7 +341,14 @@ class _Rules:
                 self.ask_ahead(found.operand)
             body = None if dots is None else dots.body
             asks = asking is not None
-            return tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
+            made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
+            larger = None
+            if dots is not None and self.target.has("amx-bf16"):
+                larger = bf16_tiles(block, column, lanes, panel_width(block, column, lanes, registers, choice))
+            if larger is None:
+                return made
+            self.note("bf16_tile", column.var.name, row=down)
+            return IfThenElse(*larger, made)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
         turned = find_turned(block) if lanes > 1 and not block.is_pair else None

@@ -78,9 +78,9 @@ class TiledRows(ManyRows):
         products, whole = find_products(self.update.value), height // ROWS
         assert products is not None
         code = seq(
-            _call("configure", products.depth),
+            call_tiles("configure", products.depth),
             self._squares(piece, products, (first, top), whole),
-            _call("release"),
+            call_tiles("release"),
             self.tile(piece, first, top + whole * ROWS, height % ROWS),
         )
         code = LetIndex(height, IndexValue(self.rows.height(block)), code)
@@ -228,28 +228,30 @@ class _Squares:
 
         def keep(number: int) -> None:
             if 0 <= number < len(places):
-                calls.append(_call("keep", number % _TURNS, places[number]))
+                calls.append(call_tiles("keep", number % _TURNS, places[number], self.totals.shape[-1] * 4))
 
         for g, part in itertools.product(range(count), range(parts)):
             for k, (x, made) in enumerate(zip(self.products.x, self.made, strict=True)):
                 keep(len(places) - _TURNS)
                 tile, left, right = len(places) % _TURNS, (g if len(self.made) == 1 else k) % 2, (g * parts + part) % 2
-                calls.append(_call("clear", tile) if self.origin is None else _call("start", tile, self.origin))
+                calls.append(
+                    call_tiles("clear", tile) if self.origin is None else call_tiles("start", tile, self.origin)
+                )
                 if part == 0:
                     here = {**at, self.place[0]: sym(0), self.step: sym(g)}
                     indices = tuple(substitute(substitute(i, here), here) for i in x.indices)
-                    calls.append(_call("take_x", left, AddressOf(x.buffer, indices), x.buffer.shape[-1]))
+                    calls.append(call_tiles("take_x", left, AddressOf(x.buffer, indices), x.buffer.shape[-1]))
                 if k == 0:
                     panel = AddressOf(quads, (sym(g), sym(part), sym(0), sym(0)))
-                    calls.append(_call("take_quads", right, panel, quads.shape[-1] * 4))
-                calls.append(_call("dot" if self.products.is_signed else "dot_unsigned", tile, left, right))
+                    calls.append(call_tiles("take_quads", right, panel, quads.shape[-1] * 4))
+                calls.append(call_tiles("dot" if self.products.is_signed else "dot_unsigned", tile, left, right))
                 places.append(AddressOf(made, (sym(g), sym(part), sym(0), sym(0)), is_written=True))
         for number in range(max(0, len(places) - _TURNS), len(places)):
             keep(number)
         return seq(*calls)
 
 
-def _call(symbol: str, *args: int | SymExpr | Buffer | Value) -> CallLibrary:
+def call_tiles(symbol: str, *args: int | SymExpr | Buffer | Value) -> CallLibrary:
     def value(arg: int | SymExpr | Buffer | Value) -> Value:
         if isinstance(arg, Buffer):
             return AddressOf(arg, tuple(sym(0) for _ in arg.shape))

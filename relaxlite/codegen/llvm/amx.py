@@ -5,8 +5,8 @@
     clear(products)                          the same with zeros
     take_x(x, from, stride)                  x[16, depth], in tile 0 or 1 of its kind, comes from memory
     take_quads(quads, from, stride)          so does quads[depth / 4, 16, 4]
-    dot(products, x, quads)                  products += x @ quads
-    keep(products, to)                       products go to memory
+    dot(products, x, quads)                  products += x @ quads, of bytes; dot_bf16: of bfloat16, quads are pairs
+    keep(products, to, stride)               products go to memory
     release()
 
 Numbers are signed, those of quads unsigned in `dot_unsigned`; strides in bytes. A thread that computes with tiles
@@ -71,8 +71,8 @@ def _dot(instruction: str) -> Callable[..., None]:
     return emit
 
 
-def _keep(k: Kernel, tile: int, products: Val) -> None:
-    k.e.call_void("llvm.x86.tilestored64", [_register(tile), products, int_const(_ROW_BYTES)])
+def _keep(k: Kernel, tile: int, products: Val, stride: Val) -> None:
+    k.e.call_void("llvm.x86.tilestored64", [_register(tile), products, stride])
     k.forget_loads()
 
 
@@ -92,6 +92,7 @@ _ROUTINES: Mapping[str, Callable[..., None]] = {
     "take_quads": _take(_QUADS),
     "dot": _dot("tdpbssd"),
     "dot_unsigned": _dot("tdpbsud"),
+    "dot_bf16": _dot("tdpbf16ps"),
     "keep": _keep,
     "release": _release,
 }
