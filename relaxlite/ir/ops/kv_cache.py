@@ -29,7 +29,7 @@ from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.nn_attention import fold
-from relaxlite.ir.ops.nn_norm import LOG2_E
+from relaxlite.ir.ops.nn_norm import weight
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Stmt, Store, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
@@ -382,10 +382,10 @@ class _Attend(_Block):
         def raise_top(r: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(r,)])
             new = old.maximum(found)
-            return seq(Store(shrink, (r,), ((old - new) * LOG2_E).exp2().value), Store(top, (r,), new.value))
+            return seq(Store(shrink, (r,), weight(old - new).value), Store(top, (r,), new.value))
 
-        def weight(r: SymExpr, j: SymExpr) -> Stmt:
-            found = ((Scalar(scores[r, j]) - Scalar(top[(r,)])) * LOG2_E).exp2()
+        def weigh(r: SymExpr, j: SymExpr) -> Stmt:
+            found = weight(Scalar(scores[r, j]) - Scalar(top[(r,)]))
             unseen = Scalar(scores[r, j]) <= LOWEST  # a row may see no key of these pages, nor of any before
             return Store(scores, (r, j), select(unseen, 0.0, found).value)
 
@@ -398,7 +398,7 @@ class _Attend(_Block):
         return seq(
             loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._score, p, first + p))),
             self._fold("maxnum", (rows,), keys, lambda r, j: Scalar(scores[r, j]), raise_top),
-            self._nest((rows, keys), weight),
+            self._nest((rows, keys), weigh),
             self._fold("add", (rows,), keys, lambda r, j: Scalar(scores[r, j]), add_total),
             self._nest((rows, self.depth), shrunk),
             loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._add_values, p, first + p))),
@@ -481,7 +481,7 @@ class _Combine(_Block):
 
         def weigh(p: SymExpr, r: SymExpr) -> Stmt:
             found = Scalar(parts.part_top[at[0] + p, at[1], r]) - Scalar(self.top[(r,)])
-            return Store(self.shrink, (r,), (found * LOG2_E).exp2().value)
+            return Store(self.shrink, (r,), weight(found).value)
 
         def add(to: Buffer, given: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
             source, place = (at[0] + p, at[1], r, *e), (r, *e)

@@ -28,7 +28,7 @@ from relaxlite.ir.expr import Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
-from relaxlite.ir.ops.nn_norm import LOG2_E
+from relaxlite.ir.ops.nn_norm import weight
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
@@ -354,10 +354,10 @@ class _Block:
         def raise_top(i: SymExpr, found: Scalar) -> Stmt:
             old = Scalar(top[(i,)])
             new = old.maximum(found)
-            return seq(Store(shrink, (i,), ((old - new) * LOG2_E).exp2().value), Store(top, (i,), new.value))
+            return seq(Store(shrink, (i,), weight(old - new).value), Store(top, (i,), new.value))
 
-        def weight(j: SymExpr, i: SymExpr) -> Stmt:
-            return Store(scores, (j, i), ((Scalar(scores[j, i]) - Scalar(top[(i,)])) * LOG2_E).exp2().value)
+        def weigh(j: SymExpr, i: SymExpr) -> Stmt:
+            return Store(scores, (j, i), weight(Scalar(scores[j, i]) - Scalar(top[(i,)])).value)
 
         def shrunk(old: Value, i: SymExpr, found: Scalar) -> Value:
             return (Scalar(old) * Scalar(shrink[(i,)]) + found).value
@@ -372,7 +372,7 @@ class _Block:
             *([self._over_queries(count, take_bias)] if self.stages_bias else []),
             self._fold("add", (count, self.size), self.width, score, keep_score),
             self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
-            _nest("ji", (count, self.size), weight),
+            _nest("ji", (count, self.size), weigh),
             self._fold(
                 "add", (self.size,), count, lambda i, j: Scalar(scores[j, i]),
                 lambda i, found: Store(total, (i,), shrunk(total[(i,)], i, found)),
