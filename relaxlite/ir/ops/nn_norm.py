@@ -37,7 +37,8 @@ def weight(difference: Scalar, least: int = _LEAST_WEIGHT) -> Scalar:
     numbers, in float32 below 2**-126. What is below 2**-100 of the largest weight no sum of values can tell.
     """
     power = difference * LOG2_E
-    return select(power < float(least), 0.0, power.exp2())
+    is_less = power < float(least)
+    return select(is_less, 0.0, select(is_less, float(least), power).exp2())  # without one on the way
 
 
 Element = Callable[[SymExpr], Scalar]
