@@ -344,7 +344,7 @@ class Tile:
         innermost = perfect_nest(self._stmts[1]).loops[-1]
         own = math.prod(as_int(loop.extent) or 1 for loop in loops[:2])
         times = max(1, self.enough_sums // own)
-        return times if as_int(innermost.extent % times) == 0 and self._starts_neutral() else 1
+        return times if as_int(innermost.extent % times) == 0 and self.starts_neutral() else 1
 
     def _parts(self) -> For | None:
         """A long sum of floats as a sum of shorter ones, which is more exact: the loop over the parts, round the
@@ -352,7 +352,7 @@ class Tile:
         outer = self._stmts[1]
         assert isinstance(outer, For)
         length, inner = as_int(outer.extent), [as_int(loop.extent) for loop in perfect_nest(outer).loops[1:]]
-        is_sum = _combination(outer) == "add" and dtypes.is_float(self.block.buffer.dtype) and self._starts_neutral()
+        is_sum = _combination(outer) == "add" and dtypes.is_float(self.block.buffer.dtype) and self.starts_neutral()
         if not is_sum or length is None or None in inner:
             return None
         count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
@@ -365,7 +365,7 @@ class Tile:
         extent = sym(size) if length % size == 0 else smin(size, length - part * size)
         return For(part, ceildiv(sym(length), size), For(step, extent, body))
 
-    def _starts_neutral(self) -> bool:
+    def starts_neutral(self) -> bool:
         """Whether combining the initial value in once more changes nothing."""
         init, update = self._stmts[:2]
         assert isinstance(init, Store)

@@ -65,6 +65,8 @@ def bf16_tiles(block: Block, column: For, lanes: int, width: int) -> tuple[Value
     if apart is None or stride(x, loop.var) != 1 or (x.dtype, weight.dtype) != ("bfloat16", "bfloat16"):
         return None
     tile = _Squares(block.body, row, column, lanes, SIDE * ROWS)
+    if not tile.starts_neutral():
+        return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, row.extent))
     others = [(o.var, o.extent) for o in block.spatial if o is not column and o is not row]
     return enough, tile.everywhere(others, (x, apart * _BYTES), (weight, width * 2 * _BYTES), (loop.var, depth))
