@@ -182,7 +182,7 @@ class Target:
         one row reads 29 GB/s of one panel 16 KB ahead, and 33 of four panels 640 to 1024 bytes ahead (31 of three or of
         six; 32, 30 of four 2.5, 8 KB ahead). More rows, which take two panels, are best off with 2.5 KB or more.
         """
-        if not self.is_x86 or self._is_amd:
+        if not self.is_x86 or self._is_amd or self.vector_bits < 512:
             return Streams(1, self.stream_ahead, self.stream_ahead)
         return Streams(4, 768, 4096)
 

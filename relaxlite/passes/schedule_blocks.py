@@ -142,6 +142,8 @@ class BlockTile(Tile):
             return []
         found = [load for load in loads(update) if len(load.indices) > 1 and load.indices[-1] is self.column.var]
         lines = list({(load.buffer, load.indices): load for load in found}.values())
+        if not lines:
+            return []
         bytes_of: Counter[Buffer] = Counter()
         for load in lines:
             bytes_of[load.buffer] += self.lanes * dtypes.itemsize(load.dtype)

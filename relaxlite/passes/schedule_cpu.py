@@ -308,9 +308,10 @@ class _Rules:
             if packs:
                 self.panels.update(dict.fromkeys(blocks.panels, blocks.panel * lanes))
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(
-                blocks, lanes, self.target.streams_of_blocks, by_tiles if self.target.has("amx-int8") else None
+            streams = (
+                self.target.streams_of_blocks if packs else replace(self.target.streams_of_blocks, alone=0, many=0)
             )
+            return tiled_blocks(blocks, lanes, streams, by_tiles if self.target.has("amx-int8") else None)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             if packs:

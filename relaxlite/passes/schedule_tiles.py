@@ -133,12 +133,9 @@ class TiledRows(ManyRows):
         body = Substitute(at).stmt(nest((part, lane), seq(*stores)))
         if piece.masked:
             body = GuardLoads(self._guard(at), {part.var, lane.var}).stmt(body)
-        if not piece.masked:
-            starts = (
-                substitute(squares.at[self.column.var], {squares.across: sym(u), lane.var: sym(0)})
-                for u in range(piece.vectors)
-            )
-            body = seq(*self.asked(self.steps, list(starts), start + squares.step), body)
+        else:
+            starts = self.starts((squares.loops[0], part, lane), squares.at)
+            body = seq(*self.asked(self.steps, starts, start + squares.step), body)
         return Substitute(fresh=True).stmt(For(squares.step, sym(count), body))
 
 
@@ -228,7 +225,7 @@ class _Squares:
 
         def keep(number: int) -> None:
             if 0 <= number < len(places):
-                calls.append(call_tiles("keep", number % _TURNS, places[number], self.totals.shape[-1] * 4))
+                calls.append(call_tiles("keep", number % _TURNS, places[number], places[number].buffer.shape[-1] * 4))
 
         for g, part in itertools.product(range(count), range(parts)):
             for k, (x, made) in enumerate(zip(self.products.x, self.made, strict=True)):
