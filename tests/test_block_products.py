@@ -32,7 +32,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions, map_programs, program_
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime import libraries
-from relaxlite.target import Target
+from relaxlite.target import Streams, Target
 from tests.block_weights import BlockWeight, block_weight
 from tests.llm_models import VOCAB, small_checkpoint
 
@@ -388,6 +388,12 @@ def test_weights_are_asked_for_ahead_where_that_helps(cpu: str, panels: int) -> 
     words, scales = program.params[3:5]
     assert prefetches(program) == Counter({words.name: 4 * (panels + many), scales.name: panels + many})
     assert ("@llvm.prefetch" in emit_program("p", program, target)) == bool(panels)
+
+
+@pytest.mark.parametrize("target", [NARROW, "llvm -mcpu=znver5 -mtriple=x86_64-unknown-linux-gnu"])
+def test_panels_are_read_one_after_the_other_on_amd_and_where_vectors_are_short(target: str) -> None:
+    parsed = Target.parse(target)
+    assert parsed.streams_of_blocks == Streams(1, parsed.stream_ahead, parsed.stream_ahead)
 
 
 def test_a_row_reads_panels_far_apart_side_by_side() -> None:
