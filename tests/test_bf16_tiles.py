@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +15,13 @@ from relaxlite.errors import LibraryError
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module
 from relaxlite.ir.expr import Constant, Expr, Tuple
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import CallLibrary, TensorProgram
-from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.program import CallLibrary, IfThenElse, TensorProgram
+from relaxlite.ir.program_visitor import stores, walk_stmts
+from relaxlite.ir.symbolic import sym
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pack_constants import pack_program
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.schedule import less
 from relaxlite.runtime import libraries
 from relaxlite.target import Target
 
@@ -141,7 +144,11 @@ def test_weights_that_stay_loose_go_without_tiles() -> None:
     made = run_passes(product(384, 128)[0], passes[:scheduled], context)
     (program,) = [p for name, p in made.programs().items() if "matmul" in name]
     assert "dot_bf16" in tile_calls(program)
-    assert not tile_calls(pack_program(program, {}))
+    guarded = replace(program, body=IfThenElse(less(sym(0), program.symbols[0]), program.body))
+    for each in (program, guarded):
+        loose = pack_program(each, {})
+        assert not tile_calls(loose)
+        assert any(store.buffer is loose.params[-1] for store in stores(loose.body))
 
 
 @needs_tiles

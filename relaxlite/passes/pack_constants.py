@@ -13,7 +13,7 @@ width; attribute `groups`: input, group). Programs that read the same large cons
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from relaxlite.ir.program import (
     Compare,
     IfThenElse,
     IndexValue,
+    LibraryFound,
     Literal,
     Load,
     Prefetch,
@@ -37,7 +38,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     Value,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, all_values
+from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 
@@ -144,8 +145,8 @@ def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> Tenso
     return replace(program, params=params, body=body, attrs=Attrs(attrs))
 
 
-def _addresses(stmt: Stmt) -> Iterator[AddressOf]:
-    return (value for value in all_values(stmt) if isinstance(value, AddressOf))
+def _asks_for_routine(cond: Value) -> bool:
+    return any(isinstance(value, LibraryFound) for value in walk_values(cond))
 
 
 class _PackLoads(ProgramRewriter):
@@ -157,7 +158,7 @@ class _PackLoads(ProgramRewriter):
         self._packed, self._loose = packed, loose
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if isinstance(stmt, IfThenElse) and any(v.buffer in self._loose for v in _addresses(stmt.then)):
+        if isinstance(stmt, IfThenElse) and _asks_for_routine(stmt.cond) and self._takes_loose(stmt.then):
             return self.stmt(stmt.other or Seq(()))
         if not isinstance(stmt, Prefetch):
             return super().stmt(stmt)
@@ -165,6 +166,9 @@ class _PackLoads(ProgramRewriter):
             return Seq(())
         buffer, layout = self._packed[stmt.buffer]
         return Prefetch(buffer, layout.indices(stmt.indices))
+
+    def _takes_loose(self, stmt: Stmt) -> bool:
+        return any(isinstance(value, AddressOf) and value.buffer in self._loose for value in all_values(stmt))
 
     def _value(self, value: Value) -> Value:
         if isinstance(value, Select) and self._is_guarded(value):
