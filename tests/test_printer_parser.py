@@ -663,6 +663,8 @@ KERNEL = 'n = symbol("n")\n@program(symbols=(n,))\ndef p(a: Buffer((n,), "float3
         (f"{KERNEL}    a[0] @= a[0]", r"this operator combines nothing"),
         (f"{KERNEL}    combine('mox', a[0], a[0])", r"unknown combination 'mox'; did you mean max\?"),
         (f"{KERNEL}    combine('max', a, a[0])", r"a store needs an element"),
+        (f"{KERNEL}    prefetch(a)", r"prefetch takes an element: prefetch\(buffer\[i, j\]\)"),
+        (f"{KERNEL}    prefetch(a[0], 3)", r"prefetch brings an element to cache 1 or 2"),
         (f"{KERNEL}    a = a[0]", r"a is defined already; an element is stored by a\[i\]"),
         (f"{KERNEL}    for i in range(n):\n        pass", r"unknown kind of loop range"),
         (f"{KERNEL}    for i in a:\n        pass", r"a loop is written `for i in serial\(n\):`"),

@@ -35,7 +35,7 @@ Stmt            = For(var: SymVar, extent: SymExpr, body: Stmt, kind)
                 | IfThenElse(cond: Value, then: Stmt, other: Stmt | None)
                 | Allocate(buffer, body: Stmt)
                 | Check(cond: Value, message)
-                | Prefetch(buffer, indices: SymExpr*)                               a hint
+                | Prefetch(buffer, indices: SymExpr*, cache: 1 | 2)                 a hint
                 | Barrier()
                 | CallLibrary(library, symbol, args: Value*, convention, work: SymExpr)
                 | Seq(stmts: Stmt*)

@@ -338,7 +338,7 @@ class _Stream:
             index, value = self._exprs(stmt.indices), self._value(stmt.value)
             self.add(self._use(stmt.buffer), index, value, stmt.combine, stmt.nontemporal)
         elif isinstance(stmt, Prefetch):
-            self.add(self._use(stmt.buffer), self._exprs(stmt.indices))
+            self.add(self._use(stmt.buffer), self._exprs(stmt.indices), stmt.cache)
         elif isinstance(stmt, For):
             self.add(self._expr(stmt.extent), stmt.kind)
             self._nested(stmt.var, stmt.body)

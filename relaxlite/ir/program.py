@@ -243,11 +243,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefetch:
-    """Have the cache line of an element brought to the second cache, for later loads: a hint that changes nothing. The
-    element may lie outside of the buffer."""
+    """Have the cache line of an element brought to the first or second cache, for later loads: a hint that changes
+    nothing. The element may lie outside of the buffer."""
 
     buffer: Buffer
     indices: tuple[SymExpr, ...]
+    cache: OneOf[1, 2] = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

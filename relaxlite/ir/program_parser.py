@@ -131,16 +131,22 @@ class ProgramParser(Reader):
             self.finish(self.arguments(call), (2,), "nontemporal")
             return replace(self._store(call.args[0], call.args[1], None), nontemporal=True)
         if is_call(call, "prefetch"):
-            self.finish(self.arguments(call), (1,), "prefetch")
-            if not isinstance(call.args[0], ast.Subscript):
-                self.fail(call, "prefetch takes an element: prefetch(buffer[i, j])")
-            return Prefetch(*self._element(call.args[0]))
+            return self._prefetch(call)
         if is_call(call, "barrier"):
             self.finish(self.arguments(call), (0,), "barrier")
             return Barrier()
         if is_call(call, "call_library"):
             return self._call_library(call)
         self.fail(stmt, f"expected {_STATEMENTS}")
+
+    def _prefetch(self, call: ast.Call) -> Prefetch:
+        self.finish(self.arguments(call), (1, 2), "prefetch")
+        if not isinstance(call.args[0], ast.Subscript):
+            self.fail(call, "prefetch takes an element: prefetch(buffer[i, j])")
+        cache = self.literal(call.args[1]) if len(call.args) > 1 else 2
+        if cache not in (1, 2):
+            self.fail(call, "prefetch brings an element to cache 1 or 2: prefetch(buffer[i, j], 1)")
+        return Prefetch(*self._element(call.args[0]), 1 if cache == 1 else 2)
 
     def _for(self, stmt: ast.For) -> For:
         call, kinds = stmt.iter, get_args(LoopKind)

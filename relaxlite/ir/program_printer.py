@@ -151,7 +151,8 @@ class ProgramWriter(Writer):
         elif isinstance(stmt, IfThenElse):
             self._if(stmt)
         elif isinstance(stmt, Prefetch):
-            self.emit(f"prefetch({self._element(stmt.buffer, stmt.indices)})")
+            cache = "" if stmt.cache == 2 else f", {stmt.cache}"
+            self.emit(f"prefetch({self._element(stmt.buffer, stmt.indices)}{cache})")
         elif isinstance(stmt, Barrier):
             self.emit("barrier()")
         elif isinstance(stmt, CallLibrary):

@@ -185,7 +185,8 @@ class ProgramRewriter:
             return Store(buffer, indices, value, stmt.combine, stmt.nontemporal)
         if isinstance(stmt, Prefetch):
             buffer, indices = self.buffer(stmt.buffer), self.indices(stmt.indices)
-            return stmt if buffer is stmt.buffer and indices is stmt.indices else Prefetch(buffer, indices)
+            is_same = buffer is stmt.buffer and indices is stmt.indices
+            return stmt if is_same else replace(stmt, buffer=buffer, indices=indices)
         if isinstance(stmt, For):
             extent, body = self.index(stmt.extent), self.stmt(stmt.body)
             return stmt if extent is stmt.extent and body is stmt.body else replace(stmt, extent=extent, body=body)

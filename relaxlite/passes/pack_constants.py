@@ -165,7 +165,7 @@ class _PackLoads(ProgramRewriter):
         if stmt.buffer not in self._packed:  # its panels lie in pieces, far from each other
             return Seq(())
         buffer, layout = self._packed[stmt.buffer]
-        return Prefetch(buffer, layout.indices(stmt.indices))
+        return replace(stmt, buffer=buffer, indices=layout.indices(stmt.indices))
 
     def _takes_loose(self, stmt: Stmt) -> bool:
         return any(isinstance(value, AddressOf) and value.buffer in self._loose for value in all_values(stmt))

@@ -134,10 +134,10 @@ def _ask_ahead(k: Kernel, pointer: Val, count: int) -> None:
     prefetch(k, k.e.op(f"getelementptr i8, {pointer}, i64 {count}", "ptr", 0, "ahead"))
 
 
-def prefetch(k: Kernel, place: Val) -> None:
-    """Have the line at an address brought into the second cache."""
-    for_reading, second_cache, data = (int_const(number, "i32") for number in (0, 2, 1))
-    k.e.call_void("llvm.prefetch.p0", [place, for_reading, second_cache, data])
+def prefetch(k: Kernel, place: Val, cache: int = 2) -> None:
+    """Have the line at an address brought into a cache."""
+    for_reading, locality, data = (int_const(number, "i32") for number in (0, 4 - cache, 1))
+    k.e.call_void("llvm.prefetch.p0", [place, for_reading, locality, data])
 
 
 def _load_vector(k: Kernel, access: Access) -> Val:

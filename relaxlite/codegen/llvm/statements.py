@@ -261,7 +261,8 @@ def _check(k: Kernel, stmt: Check) -> None:
 def _prefetch(k: Kernel, stmt: Prefetch) -> None:
     if k.lanes:
         raise CodegenError(f"a prefetch of {stmt.buffer.name} inside of a vectorized loop; move it out of the loop")
-    memory.prefetch(k, k.ix.pointer(stmt.buffer, memory.classify(k, stmt.buffer, stmt.indices).base))
+    place = k.ix.pointer(stmt.buffer, memory.classify(k, stmt.buffer, stmt.indices).base)
+    memory.prefetch(k, place, stmt.cache)
 
 
 def _barrier(k: Kernel, stmt: Barrier) -> None:
