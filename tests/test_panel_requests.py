@@ -26,23 +26,33 @@ from relaxlite.ir.program import (
     TensorProgram,
     seq,
 )
-from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.program_visitor import loads, walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
 from relaxlite.ir.verifier import verify
-from relaxlite.passes.next_panel import NextPanel, width_that_fits
+from relaxlite.passes.panel_requests import NEXT, NextPanel, requests_of, width_that_fits
 from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.target import Target
 from tests.native_kernel import NativeKernel
 from tests.test_register_tile import constants_of, lowered, only_program, product
 
-WIDE = Target.parse("llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
+WIDE = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
+INTEL = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
 X, Y = Buffer("x", (sym(4), sym(64)), "float32"), Buffer("y", (sym(4), sym(64)), "float32")
 I, J = SymVar("i"), SymVar("j")  # noqa: E741
-COPY = For(I, sym(4), seq(Prefetch(X, (I + 9, sym(70))), For(J, sym(64), Store(Y, (I, J), Load(X, (I, J))))))
+ASKED = seq(Prefetch(X, (I + 9, sym(70))), Prefetch(X, (I + 2, sym(0)), 1))
+COPY = For(I, sym(4), seq(ASKED, For(J, sym(64), Store(Y, (I, J), Load(X, (I, J))))))
 
 
 def prefetches(stmt: Stmt) -> list[Prefetch]:
     return [s for s in walk_stmts(stmt) if isinstance(s, Prefetch)]
+
+
+def is_prefetch(stmt: Stmt) -> bool:
+    return isinstance(stmt, Prefetch)
+
+
+def parts_of(stmt: Stmt) -> tuple[Stmt, ...]:
+    return stmt.stmts if isinstance(stmt, Seq) else (stmt,)
 
 
 # Which lines are asked for
@@ -52,8 +62,8 @@ def prefetches(stmt: Stmt) -> list[Prefetch]:
 def test_the_last_row_blocks_ask_for_every_line_of_the_next_panel_once(lines: int) -> None:
     weights = Buffer("w", (sym(10), sym(1000)), "float32")
     update = For(I, sym(10), Store(Buffer("e", (), "float32", "local"), (), Load(weights, (I, J)), "add"))
-    found = NextPanel.of(update, J, sym(0), lines * 16)
-    assert found is not None and found.lines == lines
+    found = requests_of(NEXT, update, J, sym(0), lines * 16)
+    assert isinstance(found, NextPanel) and found.lines == lines
     block = SymVar("block", lower=0)
     for blocks in range(1, 12):
         asked: list[int] = []
@@ -96,9 +106,12 @@ def test_sums_that_are_not_along_rows_of_one_matrix_ask_for_nothing() -> None:
     square = Buffer("w", (sym(8), sym(8)), "float32")
     for value in (Load(square, (J, I)), Load(square, (I, J + 1)), Load(Buffer("v", (sym(8),), "float32"), (J,))):
         update = For(I, sym(8), Store(element, (), value, "add"))
-        assert NextPanel.of(update, J, sym(0), 8) is None and width_that_fits(update, J, [8], 1 << 20) is None
+        assert (
+            all(requests_of(asks, update, J, sym(0), 8) is None for asks in (NEXT, 8))
+            and width_that_fits(update, J, [8], 1 << 20) is None
+        )
     nested = For(SymVar("h"), sym(3), For(I, sym(8), Store(element, (), Load(square, (I, J)), "add")))
-    assert NextPanel.of(nested, J, sym(0), 8) is None
+    assert requests_of(NEXT, nested, J, sym(0), 8) is None
 
 
 def test_requests_follow_the_weights_into_their_panels() -> None:
@@ -108,13 +121,42 @@ def test_requests_follow_the_weights_into_their_panels() -> None:
     assert "prefetcht1" in emit_assembly({"matmul": program}, WIDE)
 
 
+@pytest.mark.parametrize("columns", [640, 96, 80])
+def test_intel_asks_for_each_line_of_its_own_panel_eight_steps_ahead(columns: int) -> None:
+    program = only_program(lowered(product(columns, 96, "none"), INTEL))
+    steps = [s for s in walk_stmts(program.body) if isinstance(s, For) and any(map(is_prefetch, parts_of(s.body)))]
+    assert steps
+    for loop in steps:
+        found = [s for s in parts_of(loop.body) if isinstance(s, Prefetch)]
+        (read,) = {load for load in loads(loop.body) if load.buffer is found[0].buffer}
+        assert read.buffer.shape == (sym(-(-columns // 48)), sym(96), sym(48))
+        symbols = {v for node in (read, *found) for index in node.indices for v in index.free_vars()}
+        for step in (0, 5, 87):
+            known = {symbol: step if symbol is loop.var else 0 for symbol in symbols}
+            panel, row, column = (evaluate(index, known) for index in read.indices)
+            asked = [tuple(evaluate(index, known) for index in request.indices) for request in found]
+            assert asked == [(panel, row + 8, column + 16 * k) for k in range(len(found))]
+        vectors = [v.upper for v in read.indices[-1].free_vars() if v.name == "u"]
+        assert vectors == [len(found) - 1]
+        assert all(request.cache == 1 for request in found)
+    assert "prefetcht0" in emit_assembly({"matmul": program}, INTEL)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(640, 48), (80, 48), (50, 64), (40, 48)])
+def test_a_matrix_of_one_tile_is_as_wide_as_that_and_asks_for_nothing(columns: int, width: int) -> None:
+    program = schedule_program(only_program(lowered(product(columns, 96, "none"), INTEL, "estimate_costs")), INTEL)
+    assert set(dict(program.attrs["panels"]).values()) == {width}  # type: ignore[arg-type]
+    assert bool(prefetches(program.body)) is (columns > 64)
+
+
 def test_weights_that_are_not_constant_are_not_asked_for() -> None:
     module = product(640, 96, "none", weights=False)
-    assert not prefetches(only_program(lowered(module, WIDE)).body)
+    for target in (WIDE, INTEL):
+        assert not prefetches(only_program(lowered(module, target)).body)
 
 
 def test_parts_of_a_long_sum_ask_too() -> None:
-    large = Target.parse("llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=16777216")
+    large = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=16777216")
     program = only_program(lowered(product(640, 5000, "gelu"), large))  # verified
     assert prefetches(program.body)
 
@@ -142,7 +184,7 @@ def test_a_prefetch_is_text_that_parses_back_and_changes_nothing() -> None:
     module = IRModule({"copy": program})
     verify(module)
     text = print_module(module)
-    assert "prefetch(x[i + 9, 70])" in text
+    assert "prefetch(x[i + 9, 70])" in text and "prefetch(x[i + 2, 0], 1)" in text
     assert print_module(parse_module(text)) == text
     x = np.arange(256, dtype=np.float32).reshape(4, 64)
     np.testing.assert_array_equal(run_program(program, [x])[0], x)

@@ -1,4 +1,11 @@
-"""Register tiles that ask for the panel that comes next, so that the first row block to read it need not wait for it.
+"""Register tiles that ask for panels of weights before they read them. Which panel, the target says.
+
+Their own, some steps ahead, into the first cache (SamePanel), where the processor has loads to spare but does not
+bring lines from the second cache to the first in time, or stops at the end of a page:
+
+    for k: { prefetch(b[k + 8, j0], 1); prefetch(b[k + 8, j0 + 16], 1); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
+
+The one that comes next (NextPanel), so that the first row block to read it need not wait for it:
 
     for k: { prefetch(b[k, j0 + 64 + at]); prefetch(b[k, j0 + 64 + at2]); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
 
@@ -14,14 +21,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from relaxlite import dtypes
-from relaxlite.ir.program import Allocate, For, IndexValue, LetIndex, Load, Prefetch, Seq, Stmt, seq
+from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, LetIndex, Load, Prefetch, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 
 LINE = 64  # bytes that come from memory together
 LEAST_BLOCKS = 2
+NEXT = 0  # instead of a number of steps: the panel that comes next is asked for
+Requests: TypeAlias = "NextPanel | SamePanel"
+
+
+def requests_of(asks: int, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Requests | None:
+    """What tiles ask for whose first column is `first`: their own panel, `asks` steps ahead, or the next one. `update`:
+    what sums up an element in column `column`. None: it is no sum along the rows of one panel."""
+    operand = panel_operand(update, column)
+    if operand is None:
+        return None
+    row_bytes = width * dtypes.itemsize(operand.buffer.dtype)
+    lines = -(-row_bytes // LINE)
+    return SamePanel(column, first, lines, asks) if asks else NextPanel.of(column, first, width, lines)
+
+
+@dataclass(frozen=True, slots=True)
+class SamePanel:
+    """Tiles ask for the `lines` lines of each row of their panel `ahead` steps before they read it."""
+
+    column: SymVar
+    first: SymExpr  # the first column of the tile
+    lines: int
+    ahead: int
+
+    def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
+        """`body` for row block `block` of so many: all ask alike."""
+        return body
+
+    def beside(self, sums: Allocate, update: For) -> Allocate:
+        """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
+        steps, outer, buffer = _parts(sums, update, self.column)
+        later = Substitute({update.var: steps.var + self.ahead}).indices(outer)
+        line = LINE // dtypes.itemsize(buffer.dtype)
+        return _asking(sums, [Prefetch(buffer, (*later, self.first + k * line), 1) for k in range(self.lines)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +79,7 @@ class NextPanel:
     end: SymVar  # the last one
 
     @staticmethod
-    def of(update: Stmt, column: SymVar, first: SymExpr, width: int) -> NextPanel | None:
-        """`update`: what sums up an element in column `column`. None: it is no sum along the rows of one panel."""
-        operand = panel_operand(update, column)
-        if operand is None:
-            return None
-        lines = -(-width * dtypes.itemsize(operand.buffer.dtype) // LINE)
+    def of(column: SymVar, first: SymExpr, width: int, lines: int) -> NextPanel:
         begin, end = (SymVar(name, lower=0, upper=lines - 1) for name in ("begin", "end"))
         return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
 
@@ -66,19 +103,27 @@ class NextPanel:
 
     def beside(self, sums: Allocate, update: For) -> Allocate:
         """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
-        assert isinstance(sums.body, Seq)
-        *before, steps = sums.body.stmts
-        assert isinstance(steps, For)
-        operand = panel_operand(update, self.column)
-        assert operand is not None
-        line = LINE // dtypes.itemsize(operand.buffer.dtype)
-        *outer, _ = Substitute({update.var: steps.var * self.is_on}).indices(operand.indices)
-        start = self.first + self.is_on * self.width
-        requests = [
-            Prefetch(operand.buffer, (*outer, start + smin(self.begin + k, self.end) * line))
-            for k in range(-(-self.lines // LEAST_BLOCKS))
-        ]
-        return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
+        steps, outer, buffer = _parts(sums, update, self.column)
+        row = Substitute({update.var: steps.var * self.is_on}).indices(outer)
+        line, start = LINE // dtypes.itemsize(buffer.dtype), self.first + self.is_on * self.width
+        most = range(-(-self.lines // LEAST_BLOCKS))
+        return _asking(sums, [Prefetch(buffer, (*row, start + smin(self.begin + k, self.end) * line)) for k in most])
+
+
+def _parts(sums: Allocate, update: For, column: SymVar) -> tuple[For, tuple[SymExpr, ...], Buffer]:
+    """The steps of a tile, in which row an element that it was made of reads its operand, and that operand."""
+    assert isinstance(sums.body, Seq)
+    steps, operand = sums.body.stmts[-1], panel_operand(update, column)
+    assert isinstance(steps, For) and operand is not None
+    return steps, operand.indices[:-1], operand.buffer
+
+
+def _asking(sums: Allocate, requests: Sequence[Prefetch]) -> Allocate:
+    """The sums of a tile with requests in each step."""
+    assert isinstance(sums.body, Seq)
+    *before, steps = sums.body.stmts
+    assert isinstance(steps, For)
+    return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
 
 
 def panel_operand(update: Stmt, column: SymVar) -> Load | None:

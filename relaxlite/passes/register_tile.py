@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
-from relaxlite.passes.next_panel import NextPanel
+from relaxlite.passes.panel_requests import Requests, requests_of
 from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
@@ -127,8 +127,8 @@ class Tile:
     enough_sums: int = ENOUGH_SUMS
     least_rows: int = 1  # where the tiles run, there are no fewer
     stream: Stream | None = None  # how an operand is taken in that is more than a load
-    asks: bool = False  # for the panel of columns that comes next
-    next_panel: NextPanel | None = None
+    asks: int | None = None  # how many steps ahead for its panel; 0: for the panel that comes next; None: not at all
+    requests: Requests | None = None
 
     @property
     def rows(self) -> RowSplit:
@@ -150,13 +150,13 @@ class Tile:
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
         body = LetIndex(height, IndexValue(self.rows.height(block)), make(piece, first, top, height))
         code = LetIndex(top, IndexValue(self.rows.start(block)), body)
-        return code if tile.next_panel is None else tile.next_panel.bound(self.rows.count, block, code)
+        return code if tile.requests is None else tile.requests.bound(self.rows.count, block, code)
 
     def _asking(self, first: SymExpr, width: int) -> Tile:
-        """The maker of tiles that ask for the next panel of so many columns, where that helps."""
-        if not self.asks or self.row is None:
+        """The maker of tiles that ask for panels of so many columns, where that helps."""
+        if self.asks is None or self.row is None:
             return self
-        return replace(self, next_panel=NextPanel.of(self._stmts[1], self.column.var, first, width))
+        return replace(self, requests=requests_of(self.asks, self._stmts[1], self.column.var, first, width))
 
     def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
         """The first column of a tile."""
@@ -326,9 +326,9 @@ class Tile:
         block = Substitute(at, fresh=True).stmt(Allocate(self.block.buffer, seq(init, update)))
         assert isinstance(block, Allocate)
         sums = distribute([*copies, *loops], block, self._guard(at) if masked else None)
-        if self.next_panel is not None and times == 1:
+        if self.requests is not None and times == 1:
             assert isinstance(update, For)
-            sums = self.next_panel.beside(sums, update)
+            sums = self.requests.beside(sums, update)
         place = tuple(loop.var for loop in loops)
         if times == 1:
             return sums, Load(sums.buffer, place)

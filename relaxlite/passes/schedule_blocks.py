@@ -42,7 +42,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, all_values, loads, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
 from relaxlite.passes.loop_pattern import perfect_nest
-from relaxlite.passes.next_panel import LINE
+from relaxlite.passes.panel_requests import LINE
 from relaxlite.passes.prologue import Instead, symbols_of
 from relaxlite.passes.register_tile import ColumnPiece, Tile, TileLoops, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import GuardLoads, less, nest, with_variant

@@ -22,8 +22,8 @@ from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
-from relaxlite.passes.next_panel import LINE
 from relaxlite.passes.pair_tile import PairTile, apart, pair_of
+from relaxlite.passes.panel_requests import LINE
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.register_tile import (
@@ -53,11 +53,11 @@ def tiled(
     choice: ScheduleChoice = DEFAULT,
     *,
     hides_conversions: bool = True,
-    asks: bool = False,
+    asks: int | None = None,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
-    the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: tiles ask for
-    the panel of the columns' operand that comes next (next_panel.py)."""
+    the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
+    tiles ask for panels of the columns' operand (panel_requests.py)."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
@@ -73,7 +73,7 @@ def tiled(
     )
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
-    tile = replace(tile, asks=asks and not rows_outside)
+    tile = replace(tile, asks=None if rows_outside else asks)
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     usual = grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
     if row is None or not found or hides_conversions:
