@@ -188,13 +188,13 @@ class Target:
 
     @property
     def panel_steps_ahead(self) -> int:
-        """How many steps of a sum ahead a register tile asks for its panel of float weights; 0: it asks for the panel
-        that comes next instead (passes/panel_requests.py).
+        """How many steps of a sum ahead a register tile asks for its panel of float weights, beside an even share of
+        the next one; 0: it asks for the next one alone, and otherwise (passes/panel_requests.py).
 
-        Measured in turn on one thread, in parts of the FMA peak, six pairs (k, n) from 384 x 384 to 2048 x 2048: a
-        Granite Rapids reaches 0.65-0.98, 0.80-0.99, 0.88-0.98 with 16, 64, 128 rows and 8 steps ahead, into the first
-        cache; 0.54-0.95, 0.73-0.96, 0.84-0.98 without; 0.52-0.82, 0.69-0.93, 0.82-0.93 where it asks for the next
-        panel. 4 to 48 steps are alike. Into the second cache is worse than not to ask.
+        Measured in turn on one thread of a Granite Rapids, with six pairs (k, n) from 384 x 384 to 2048 x 5632 whose
+        weights come from the last cache: 16, 24, 64, 128, 512 rows are 1.27-1.40, 1.28-1.45, 1.26-1.37, 1.23-1.29,
+        1.06-1.12 times as fast as by the other way; 4 rows, which ask for their own panel only, 1.14-1.39 times.
+        4 to 48 steps are alike. Requests into the second cache instead of the first are worse than none.
         """
         return 8 if self.is_x86 and not self._is_amd and self.vector_bits >= 512 else 0
 

@@ -1,4 +1,4 @@
-"""Tiles that ask for the panel of weights that comes next, and the statement that asks."""
+"""Tiles that ask for panels of weights before they read them, and the statement that asks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
 from relaxlite.ir.program import (
+    Allocate,
     Buffer,
     For,
     IndexValue,
     LetIndex,
+    Literal,
     Load,
     Prefetch,
     Seq,
@@ -26,10 +28,10 @@ from relaxlite.ir.program import (
     TensorProgram,
     seq,
 )
-from relaxlite.ir.program_visitor import loads, walk_stmts
+from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
 from relaxlite.ir.verifier import verify
-from relaxlite.passes.panel_requests import NEXT, NextPanel, requests_of, width_that_fits
+from relaxlite.passes.panel_requests import ONE, Asks, BothPanels, NextPanel, requests_of, width_that_fits
 from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.target import Target
 from tests.native_kernel import NativeKernel
@@ -39,20 +41,13 @@ WIDE = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu -l2-byt
 INTEL = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
 X, Y = Buffer("x", (sym(4), sym(64)), "float32"), Buffer("y", (sym(4), sym(64)), "float32")
 I, J = SymVar("i"), SymVar("j")  # noqa: E741
+NEXT, BOTH = Asks(0, for_next=True), Asks(8, for_next=True)
 ASKED = seq(Prefetch(X, (I + 9, sym(70))), Prefetch(X, (I + 2, sym(0)), 1))
 COPY = For(I, sym(4), seq(ASKED, For(J, sym(64), Store(Y, (I, J), Load(X, (I, J))))))
 
 
 def prefetches(stmt: Stmt) -> list[Prefetch]:
     return [s for s in walk_stmts(stmt) if isinstance(s, Prefetch)]
-
-
-def is_prefetch(stmt: Stmt) -> bool:
-    return isinstance(stmt, Prefetch)
-
-
-def parts_of(stmt: Stmt) -> tuple[Stmt, ...]:
-    return stmt.stmts if isinstance(stmt, Seq) else (stmt,)
 
 
 # Which lines are asked for
@@ -107,7 +102,7 @@ def test_sums_that_are_not_along_rows_of_one_matrix_ask_for_nothing() -> None:
     for value in (Load(square, (J, I)), Load(square, (I, J + 1)), Load(Buffer("v", (sym(8),), "float32"), (J,))):
         update = For(I, sym(8), Store(element, (), value, "add"))
         assert (
-            all(requests_of(asks, update, J, sym(0), 8) is None for asks in (NEXT, 8))
+            all(requests_of(asks, update, J, sym(0), 8) is None for asks in (NEXT, BOTH))
             and width_that_fits(update, J, [8], 1 << 20) is None
         )
     nested = For(SymVar("h"), sym(3), For(I, sym(8), Store(element, (), Load(square, (I, J)), "add")))
@@ -121,32 +116,48 @@ def test_requests_follow_the_weights_into_their_panels() -> None:
     assert "prefetcht1" in emit_assembly({"matmul": program}, WIDE)
 
 
-@pytest.mark.parametrize("columns", [640, 96, 80])
-def test_intel_asks_for_each_line_of_its_own_panel_eight_steps_ahead(columns: int) -> None:
-    program = only_program(lowered(product(columns, 96, "none"), INTEL))
-    steps = [s for s in walk_stmts(program.body) if isinstance(s, For) and any(map(is_prefetch, parts_of(s.body)))]
-    assert steps
-    for loop in steps:
-        found = [s for s in parts_of(loop.body) if isinstance(s, Prefetch)]
-        (read,) = {load for load in loads(loop.body) if load.buffer is found[0].buffer}
-        assert read.buffer.shape == (sym(-(-columns // 48)), sym(96), sym(48))
-        symbols = {v for node in (read, *found) for index in node.indices for v in index.free_vars()}
-        for step in (0, 5, 87):
-            known = {symbol: step if symbol is loop.var else 0 for symbol in symbols}
-            panel, row, column = (evaluate(index, known) for index in read.indices)
-            asked = [tuple(evaluate(index, known) for index in request.indices) for request in found]
-            assert asked == [(panel, row + 8, column + 16 * k) for k in range(len(found))]
-        vectors = [v.upper for v in read.indices[-1].free_vars() if v.name == "u"]
-        assert vectors == [len(found) - 1]
-        assert all(request.cache == 1 for request in found)
+@pytest.mark.parametrize("lines", [1, 3, 4])
+@pytest.mark.parametrize("depth", [1, 10, 384])
+def test_all_row_blocks_ask_for_a_share_of_the_next_panel(lines: int, depth: int) -> None:
+    weights = Buffer("w", (sym(depth), sym(1000)), "float32")
+    update = For(I, sym(depth), Store(Buffer("e", (), "float32", "local"), (), Load(weights, (I, J)), "add"))
+    found = requests_of(BOTH, update, J, sym(0), lines * 16)
+    assert isinstance(found, BothPanels)
+    step, block = SymVar("k"), SymVar("block", lower=0)
+    tile = Buffer("e", (sym(6),), "float32", "local")
+    steps = For(step, sym(depth), Store(tile, (sym(0),), Literal(0.0, "float32"), "add"))
+    *own, following = prefetches(found.beside(Allocate(tile, Seq((Seq(()), steps))), update))
+    assert len(own) == lines and following.cache == 2 and all(request.cache == 1 for request in own)
+    for blocks in (0, 1, 2, 3, 4, 5, 7, 30, 200, 70_000):
+        asked: list[tuple[int, int]] = []
+        for number in range(min(blocks, 40)):
+            known, stmt = {block: number}, found.bound(sym(blocks), block, Seq(()))
+            while isinstance(stmt, LetIndex):
+                assert isinstance(stmt.value, IndexValue)
+                known[stmt.var], stmt = evaluate(stmt.value.index, known), stmt.body
+            assert 0 <= known[found.rate] <= ONE
+            for k in range(depth):
+                known[step] = k
+                row, column = (evaluate(index, known) for index in following.indices)
+                assert column % 16 == 0 and lines * 16 <= column < lines * 32
+                asked.append((row, column))
+                of_own = [tuple(evaluate(index, known) for index in request.indices) for request in own]
+                assert of_own == [(k + 8, 16 * line) for line in range(lines)]
+        assert asked == sorted(asked)  # from the panel's start to its end
+        wanted = [(row, (lines + line) * 16) for row in range(depth) for line in range(lines)]
+        if lines < blocks <= 40:
+            assert set(wanted[:-1]) <= set(asked) <= set(wanted)
+        if blocks == 1:
+            assert set(asked) == {(0, lines * 16)}
+
+
+@pytest.mark.parametrize(("depth", "asks"), [(96, True), (2048, True), (2049, False)])
+def test_intel_asks_for_its_own_panel_and_for_the_next_where_two_fit_the_cache(depth: int, asks: bool) -> None:
+    program = only_program(lowered(product(640, depth, "none"), INTEL))
+    found = prefetches(program.body)
+    assert {request.cache for request in found} == ({1, 2} if asks else {1})
+    assert {request.buffer for request in found} == {b for b in program.inputs if b.name.endswith("_packed")}
     assert "prefetcht0" in emit_assembly({"matmul": program}, INTEL)
-
-
-@pytest.mark.parametrize(("columns", "width"), [(640, 48), (80, 48), (50, 64), (40, 48)])
-def test_a_matrix_of_one_tile_is_as_wide_as_that_and_asks_for_nothing(columns: int, width: int) -> None:
-    program = schedule_program(only_program(lowered(product(columns, 96, "none"), INTEL, "estimate_costs")), INTEL)
-    assert set(dict(program.attrs["panels"]).values()) == {width}  # type: ignore[arg-type]
-    assert bool(prefetches(program.body)) is (columns > 64)
 
 
 def test_weights_that_are_not_constant_are_not_asked_for() -> None:

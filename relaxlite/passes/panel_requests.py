@@ -1,20 +1,21 @@
-"""Register tiles that ask for panels of weights before they read them. Which panel, the target says.
+"""Register tiles that ask for panels of weights before they read them. In which of two ways, the target says.
 
-Their own, some steps ahead, into the first cache (SamePanel), where the processor has loads to spare but does not
-bring lines from the second cache to the first in time, or stops at the end of a page:
+The first of the row blocks that go along a panel reads it from a lower cache or from memory, the others from the second
+cache. So its steps are slow, and during those of the others memory has nothing to do: this is the time to ask for the
+panel that comes next. Where there is one block, all steps wait alike, and nothing would be gained.
 
-    for k: { prefetch(b[k + 8, j0], 1); prefetch(b[k + 8, j0 + 16], 1); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
-
-The one that comes next (NextPanel), so that the first row block to read it need not wait for it:
+`NextPanel`: the last row blocks, as many as a row of the panel has lines or as there are, ask for some of these lines
+each, at every step; the other blocks ask for one line again and again. More lines per step would be too many at once:
+the processor drops some (Zen 4), and a panel with holes is slower than one that nobody asked for, which comes as a
+stream.
 
     for k: { prefetch(b[k, j0 + 64 + at]); prefetch(b[k, j0 + 64 + at2]); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
 
-The first of the row blocks that go along a panel of weights reads it from a lower cache or from memory, the others from
-the second cache. So its steps are slow, and during those of the others memory has nothing to do. Therefore the last row
-blocks, as many as a row of the panel has lines or as there are, ask for some of these lines of the next panel each, at
-every step; the other blocks ask for one line again and again. Where there is one block, all steps wait alike, and
-nothing would be gained. More lines per step would be too many at once: the processor drops some (Zen 4), and a panel
-with holes is slower than one that nobody asked for, which comes as a stream.
+`BothPanels`: all row blocks ask for their share of the next panel, so that a step asks for one line at most, and for
+the lines of their own panel some steps ahead, into the first cache. Intel's processors gain by both, and lose by the
+above: a request that misses the first cache takes one of the few places that loads need too.
+
+    for k: { prefetch(b[k + 8, j0], 1); ...; prefetch(b[line // 4, j0 + 64 + line % 4 * 16]); e[r, u, l] += ... }
 """
 
 from __future__ import annotations
@@ -30,40 +31,65 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 
 LINE = 64  # bytes that come from memory together
 LEAST_BLOCKS = 2
-NEXT = 0  # instead of a number of steps: the panel that comes next is asked for
-Requests: TypeAlias = "NextPanel | SamePanel"
-
-
-def requests_of(asks: int, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Requests | None:
-    """What tiles ask for whose first column is `first`: their own panel, `asks` steps ahead, or the next one. `update`:
-    what sums up an element in column `column`. None: it is no sum along the rows of one panel."""
-    operand = panel_operand(update, column)
-    if operand is None:
-        return None
-    row_bytes = width * dtypes.itemsize(operand.buffer.dtype)
-    lines = -(-row_bytes // LINE)
-    return SamePanel(column, first, lines, asks) if asks else NextPanel.of(column, first, width, lines)
+ONE = 1 << 16  # line: rates of lines per step are fractions of this
+Requests: TypeAlias = "NextPanel | BothPanels"
 
 
 @dataclass(frozen=True, slots=True)
-class SamePanel:
-    """Tiles ask for the `lines` lines of each row of their panel `ahead` steps before they read it."""
+class Asks:
+    """How tiles ask for panels: for their own `ahead` steps before they read it (0: not at all), and for the next."""
+
+    ahead: int
+    for_next: bool
+
+
+def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Requests | None:
+    """What tiles ask for whose first column is `first`. `update`: what sums up an element in column `column`. None: it
+    is no sum along the rows of one panel."""
+    operand = panel_operand(update, column)
+    if operand is None:
+        return None
+    lines = -(-width * dtypes.itemsize(operand.buffer.dtype) // LINE)
+    return BothPanels.of(column, first, width, lines, asks) if asks.ahead else NextPanel.of(column, first, width, lines)
+
+
+@dataclass(frozen=True, slots=True)
+class BothPanels:
+    """What the tiles of one column of tiles ask for: lines of their own panel, and of the next."""
 
     column: SymVar
     first: SymExpr  # the first column of the tile
-    lines: int
-    ahead: int
+    width: int  # columns of a panel
+    lines: int  # of a row of the panel
+    asks: Asks
+    rate: SymVar  # lines of the next panel per step, times ONE
+    block: SymVar  # the number of the row block
+
+    @staticmethod
+    def of(column: SymVar, first: SymExpr, width: int, lines: int, asks: Asks) -> BothPanels:
+        rate, block = SymVar("rate", lower=0, upper=ONE), SymVar("turn", lower=0)
+        return BothPanels(column, first, width, lines, asks, rate, block)
 
     def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
-        """`body` for row block `block` of so many: all ask alike."""
-        return body
+        """`body` with the symbols for row block `block` of so many."""
+        if not self.asks.for_next:
+            return body
+        even = smin(self.lines * ONE // smax(blocks, 1), ONE)
+        rate = even * smin(blocks // LEAST_BLOCKS, 1)
+        return LetIndex(self.block, IndexValue(sym(block)), LetIndex(self.rate, IndexValue(rate), body))
 
     def beside(self, sums: Allocate, update: For) -> Allocate:
         """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
         steps, outer, buffer = _parts(sums, update, self.column)
-        later = Substitute({update.var: steps.var + self.ahead}).indices(outer)
-        line = LINE // dtypes.itemsize(buffer.dtype)
-        return _asking(sums, [Prefetch(buffer, (*later, self.first + k * line), 1) for k in range(self.lines)])
+        line, later = LINE // dtypes.itemsize(buffer.dtype), {update.var: steps.var + self.asks.ahead}
+        row = Substitute(later).indices(outer)
+        requests = [Prefetch(buffer, (*row, self.first + k * line), 1) for k in range(self.lines)]
+        if self.asks.for_next:
+            *batch, step = Substitute({update.var: steps.var}).indices(outer)
+            number = (self.block * buffer.shape[-2] + step) * self.rate // ONE
+            column = self.first + self.width + number % self.lines * line
+            requests.append(Prefetch(buffer, (*batch, number // self.lines, column)))
+        return _asking(sums, requests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
-from relaxlite.passes.panel_requests import Requests, requests_of
+from relaxlite.passes.panel_requests import Asks, Requests, requests_of
 from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
 
@@ -127,7 +127,7 @@ class Tile:
     enough_sums: int = ENOUGH_SUMS
     least_rows: int = 1  # where the tiles run, there are no fewer
     stream: Stream | None = None  # how an operand is taken in that is more than a load
-    asks: int | None = None  # how many steps ahead for its panel; 0: for the panel that comes next; None: not at all
+    asks: Asks | None = None  # for panels of the columns' operand
     requests: Requests | None = None
 
     @property

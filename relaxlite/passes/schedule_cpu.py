@@ -49,7 +49,7 @@ from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.panel_requests import panel_operand, width_that_fits
+from relaxlite.passes.panel_requests import Asks, width_that_fits
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
@@ -324,8 +324,7 @@ class _Rules:
             dots, hides = dot_products(block, column, self.target) if packs else None, self.target.hides_conversions
             prologues = prologues_of(block, column) if dots is None else ()
             is_plain = packs and dots is None and not prologues
-            asking = self._asking(block, column, lanes) if is_plain else None
-            choice = self.choice if asking is None else asking
+            choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
             if packs:
                 self.panels.update(panel_widths(block, column, lanes, registers, choice))
             if dots is not None:
@@ -341,7 +340,6 @@ class _Rules:
                 self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
                 self.ask_ahead(found.operand)
             body = None if dots is None else dots.body
-            asks = None if asking is None else self.target.panel_steps_ahead
             made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
             larger = None
             if dots is not None and self.target.has("amx-bf16"):
@@ -358,22 +356,18 @@ class _Rules:
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
         return tiled_turned(block, turned, lanes, registers, usual)
 
-    def _asking(self, block: Block, column: For, lanes: int) -> ScheduleChoice | None:
-        """Tiles that ask for panels of weights (panel_requests.py). For the one that comes next: as wide as usual, or
-        narrower where that lets two panels lie in the second cache. For their own: three vectors wide and thus higher,
-        as fewer loads then bring the panel from the second cache, where it lies. None: they should not ask."""
+    def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
+        """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in
+        the second cache; where neither does, none asks for the next one."""
         registers = self.target.num_vector_registers
         if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
-            return None
+            return self.choice, None
         usual = panel_width(block, column, lanes, registers, self.choice)
-        if panel_operand(block.stmts[1], column.var) is None:
-            return None
-        if self.target.panel_steps_ahead:
-            is_one_tile = (as_int(column.extent) or usual + 1) <= usual
-            return self.choice if self.choice.vectors or is_one_tile else replace(self.choice, vectors=LEAST_VECTORS)
         widths = [usual, *([] if self.choice.vectors else range(usual - lanes, LEAST_VECTORS * lanes - 1, -lanes))]
         width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
-        return None if width is None else replace(self.choice, vectors=width // lanes)
+        choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
+        asks = Asks(self.target.panel_steps_ahead, width is not None)
+        return choice, asks if asks.ahead or asks.for_next else None
 
     def ask_ahead(self, operand: Value) -> None:
         """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by

@@ -23,7 +23,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
 from relaxlite.passes.loop_pattern import perfect_nest, reduction_of
 from relaxlite.passes.pair_tile import PairTile, apart, pair_of
-from relaxlite.passes.panel_requests import LINE
+from relaxlite.passes.panel_requests import LINE, Asks
 from relaxlite.passes.parallel_loops import writes_apart
 from relaxlite.passes.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.register_tile import (
@@ -53,7 +53,7 @@ def tiled(
     choice: ScheduleChoice = DEFAULT,
     *,
     hides_conversions: bool = True,
-    asks: int | None = None,
+    asks: Asks | None = None,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
