@@ -74,13 +74,14 @@ def test_a_model_of_one_product_reads_aligned_weights(is_huge: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there are weights gathered")
-def test_weights_are_not_in_memory_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mebibytes", [32, 96])  # which one thread copies, and several
+def test_weights_are_not_in_memory_twice(tmp_path: Path, mebibytes: int) -> None:
     """What is copied from a mapped file leaves the process's memory; read again, it is still right."""
-    written = np.arange(4 << 20, dtype=np.int64)  # 32 MiB
+    written = np.arange(mebibytes << 17, dtype=np.int64)
     (tmp_path / "weights").write_bytes(written.tobytes())
     with open(tmp_path / "weights", "rb") as file:
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64)
-    parts = [mapped[:1000], mapped[1000:-1], mapped[-1:]]
+    parts = [mapped[:1000], mapped[1000 : 1 << 20], *np.split(mapped[1 << 20 : -(1 << 20)], 2), mapped[-(1 << 20) :]]
     before = _mapped_bytes()
     made = gathered(parts)
     assert _mapped_bytes() - before < written.nbytes // 4  # the system maps more than is read at the edges

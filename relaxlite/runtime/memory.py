@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ ALIGNMENT = 64  # a cache line, and the widest vector register
 _HUGE_PAGE = 2 << 20
 _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _HUGE_FROM = 4 << 20
+_SHARED_FROM = 64 << 20  # bytes that several threads copy
+_COPIERS = min(4, os.cpu_count() or 1)
 _MAX_BYTES = (1 << 63) - 1
 POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
 
@@ -124,11 +127,15 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     block = allocate(sum(sizes), "the weights")
     start, made = block.ptr - block.base, []
     for array, size in zip(arrays, sizes, strict=True):
-        copy = block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        _copy(array, copy)
-        copy.flags.writeable = False
-        made.append(copy)
+        made.append(block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         start += size
+    if sum(sizes) < _SHARED_FROM:
+        list(map(_copy, arrays, made))
+    else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
+        with ThreadPoolExecutor(_COPIERS) as threads:
+            list(threads.map(_copy, arrays, made))
+    for copy in made:
+        copy.flags.writeable = False
     return made
 
 
