@@ -13,6 +13,7 @@ import llvmlite.binding as llvm
 from relaxlite.codegen.bytecode import compile_functions
 from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.garbage import without_collections
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
@@ -94,6 +95,7 @@ def compile(
     return Executable(data, threads=threads)
 
 
+@without_collections
 def build(
     module: IRModule,
     target: str | Target = "llvm",

@@ -27,6 +27,7 @@ from relaxlite.frontend.onnx.validation import (
     node_label,
     opset_versions,
 )
+from relaxlite.garbage import without_collections
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
@@ -36,6 +37,7 @@ _MAX_CHOICES = 16  # imports that are tried, see loops.Choices
 _MAX_EXPANSIONS = 64  # functions nested in functions
 
 
+@without_collections
 def from_onnx(
     model: str | Path | bytes | onnx.ModelProto,
     *,
