@@ -182,9 +182,7 @@ class Target:
         one row reads 29 GB/s of one panel 16 KB ahead, and 33 of four panels 640 to 1024 bytes ahead (31 of three or of
         six; 32, 30 of four 2.5, 8 KB ahead). More rows, which take two panels, are best off with 2.5 KB or more.
         """
-        if not self.is_x86 or self._is_amd or self.vector_bits < 512:
-            return Streams(1, self.stream_ahead, self.stream_ahead)
-        return Streams(4, 768, 4096)
+        return Streams(4, 768, 4096) if self._is_wide_intel else Streams(1, self.stream_ahead, self.stream_ahead)
 
     @property
     def panel_steps_ahead(self) -> int:
@@ -196,7 +194,16 @@ class Target:
         1.06-1.12 times as fast as by the other way; 4 rows, which ask for their own panel only, 1.14-1.39 times.
         4 to 48 steps are alike. Requests into the second cache instead of the first are worse than none.
         """
-        return 8 if self.is_x86 and not self._is_amd and self.vector_bits >= 512 else 0
+        return 8 if self._is_wide_intel else 0
+
+    @property
+    def asks_for_next_row(self) -> bool:
+        """Whether softmax, norms and the like ask for the next row while they compute one.
+
+        Measured on a Granite Rapids, 1024 rows of 1024: softmax 0.35 -> 0.30 ms, where copying takes 0.28; 512 rows of
+        384: layer norm 0.046 -> 0.041 ms.
+        """
+        return self._is_wide_intel
 
     @property
     def hides_conversions(self) -> bool:
@@ -206,6 +213,11 @@ class Target:
         times as long as where each vector is widened once and kept in the first cache.
         """
         return self._is_amd or not self.is_x86
+
+    @property
+    def _is_wide_intel(self) -> bool:
+        """An x86 processor with vectors of 512 bits that is not AMD's."""
+        return self.is_x86 and not self._is_amd and self.vector_bits >= 512
 
     @property
     def _is_amd(self) -> bool:

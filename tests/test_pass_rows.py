@@ -17,7 +17,9 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program import Prefetch, TensorProgram
+from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.symbolic import sym
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.fuse_ops import fuse_ops
@@ -239,3 +241,50 @@ def test_large_results_go_past_the_caches(make: Callable[..., Expr], offset: int
 def test_results_that_fit_stay_in_the_caches() -> None:
     (made,) = fused(build(((64, 64),), lambda emit, x: emit(ops.relu(x)))).values()
     assert "nontemporal" not in print_module(IRModule({"relu": schedule_program(made, TARGET)}))
+
+
+# Rows that are asked for in time
+
+
+ZEN = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
+INTEL = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu")
+
+
+def requests_in(make: Callable[..., Expr], shapes: Sequence[tuple[int | str, ...]], target: Target) -> list[Prefetch]:
+    programs = fused(build(shapes, make)).values()
+    scheduled = [schedule_program(made, target) for made in programs]
+    return [s for program in scheduled for s in walk_stmts(program.body) if isinstance(s, Prefetch)]
+
+
+def scaled_softmax(emit: Any, x: Var, mask: Var) -> Var:
+    return emit(ops.softmax(emit(ops.add(x, mask)), axis=-1))
+
+
+@pytest.mark.parametrize("m", ["m", 1024, 1000, 96])
+def test_the_second_loop_over_a_row_asks_for_the_next_row_where_the_target_gains_by_that(m: int | str) -> None:
+    for make in (lambda emit, x: emit(ops.softmax(x, axis=-1)), lambda emit, x: emit(ops.layer_norm(x, axis=-1))):
+        found = requests_in(make, (("n", m),), INTEL)
+        assert found and {(request.buffer.name, request.cache) for request in found} == {("x", 1)}
+        for request in found:
+            (i,) = request.indices[0].free_vars()
+            assert request.indices[0] is i + 1
+        assert requests_in(make, ((3, "n", m),), INTEL) and not requests_in(make, (("n", m),), ZEN)
+
+
+def test_what_does_not_move_along_the_rows_is_not_asked_for() -> None:
+    found = requests_in(scaled_softmax, (("n", 512), (512,)), INTEL)
+    assert found and {request.buffer.shape[-1:] for request in found} == {(sym(512),)}
+    assert all(len(request.indices) == 2 for request in found)
+    assert not requests_in(lambda emit, x: emit(ops.softmax(x, axis=-1)), ((512,),), INTEL)  # one row
+
+
+@pytest.mark.parametrize("m", [16, 48, 128, 144, 192, 208, 1024, 1040, 5000])
+def test_rows_of_known_length_are_what_they_were(m: int) -> None:
+    """... where the exponentials lie in registers, in the result's row or on the stack; of 16 bits and 32."""
+    rng = np.random.default_rng(m)
+    for dtype, tolerance in (("float32", 1e-6), ("float16", 2e-3)):
+        exe = rl.compile(build((("n", m),), lambda emit, x: emit(ops.softmax(x, axis=-1)), dtype))
+        for n in (0, 1, 3, 50):
+            x = (4 * rng.standard_normal((n, m))).astype(dtype)
+            e = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True, initial=-100.0))
+            np.testing.assert_allclose(exe(x), e / e.sum(-1, keepdims=True), rtol=10 * tolerance, atol=tolerance)

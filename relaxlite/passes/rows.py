@@ -30,6 +30,7 @@ class Rows:
     spatial: tuple[For, ...]
     locals: tuple[Buffer, ...]
     stages: tuple[Stmt, ...]
+    asks: bool = False  # for the next row, while one is computed
 
     @property
     def final(self) -> For:

@@ -11,6 +11,9 @@ Rows run in parallel. Within a row:
                                                                              m % 16 lanes
 A row that fits into a few vectors is loaded once and stays in registers from stage to stage. Where the length is a
 symbol, it decides at run time between one masked vector, two, three, four, and the general form.
+
+While a row's second loop computes, memory has nothing to do: where the target gains by that (`Rows.asks`), it asks for
+what the first loop reads of the next row.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from dataclasses import dataclass, replace
 
 from relaxlite import dtypes
 from relaxlite.ir.ops.scalars import identity
-from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Prefetch, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
-from relaxlite.passes.access import accesses
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
+from relaxlite.passes.access import accesses, stride
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.rows import Rows
 from relaxlite.passes.schedule import collect, fill, less, past_caches, when_positive, with_variant
@@ -46,7 +49,10 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
         stmt = _rows_up_to(rows, known, _pieces_of(known, lanes), lanes)
         if known % lanes or not _fits_stack(rows, known):
             return stmt  # rows that do not begin at a vector's boundary, or whose output serves as a local row before
-        return with_variant(is_large, past_caches(stmt, output), stmt)
+        in_output, pieces = _in_output(rows), _pieces_of(known, lanes)
+        is_in_registers = pieces[0].vectors == known // lanes
+        usual = stmt if is_in_registers or _local_rows(in_output) else _scheduled(in_output, pieces, lanes)
+        return with_variant(is_large, past_caches(stmt, output), usual)
     stmt = _long(rows, lanes)
     stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
     for vectors in range(PARTS, 0, -1):
@@ -261,15 +267,33 @@ def _pieces_of(size: int, lanes: int) -> list[_Piece]:
 
 
 def _scheduled(rows: Rows, pieces: Sequence[_Piece], lanes: int) -> Stmt:
-    stages = [_over_row(s, pieces, lanes) if isinstance(s, For) else s for s in _merged(rows.stages)]
-    body = seq(*stages)
+    merged = _merged(rows.stages)
+    loops = [stage for stage in merged if isinstance(stage, For)]
+    later = _of_next_row(rows, loops[0], loops[1].var) if rows.asks and len(loops) > 1 else []
+    asking = loops[1] if later else None
+    body = seq(
+        *(_over_row(s, pieces, lanes, later if s is asking else ()) if isinstance(s, For) else s for s in merged)
+    )
     for local in reversed(rows.locals):
         body = Allocate(local, body)
     return parallel_nest(rows.spatial, body)
 
 
-def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int) -> Stmt:
-    """A loop over a row by vectors; its totals have partial results in the lanes of up to PARTS vectors."""
+def _of_next_row(rows: Rows, first: For, place: SymVar) -> list[Load]:
+    """What the first loop over a row reads of the next row, at a place in it."""
+    if not rows.spatial:
+        return []
+    row = rows.spatial[-1].var
+    of_next = Substitute({row: row + 1, first.var: place})
+    found = [x for x in loads(first) if x.buffer.scope == "global" and x.buffer is not rows.result.buffer]
+    moving = [x for x in found if stride(x, first.var) == 1 and stride(x, row) not in (0, None)]
+    once = {(x.buffer, x.indices): x for x in moving}.values()
+    return [replace(x, indices=of_next.indices(x.indices)) for x in once]
+
+
+def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int, later: Sequence[Load] = ()) -> Stmt:
+    """A loop over a row by vectors; its totals have partial results in the lanes of up to PARTS vectors. Each vector
+    asks for what is loaded `later`."""
     totals = [s for s in _stores_of(loop) if s.combine is not None]
     parts = min(PARTS, max((p.vectors for p in pieces), default=0))
     if all(p.masked and p.vectors == 1 for p in pieces):
@@ -282,7 +306,7 @@ def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int) -> Stmt:
         assert store.combine is not None
         stmts.append(fill(partial, identity(store.combine, store.buffer.dtype), lanes))
     for piece in pieces:
-        stmts += when_positive(piece.count, _step(loop, piece, partials, lanes))
+        stmts += when_positive(piece.count, _step(loop, piece, partials, lanes, later))
     stmts += [collect(store, partial, parts, lanes) for store, partial in partials.items()]
     body = seq(*stmts)
     for partial in partials.values():
@@ -290,7 +314,7 @@ def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     return body
 
 
-def _step(loop: For, piece: _Piece, partials: dict[Store, Buffer], lanes: int) -> Stmt:
+def _step(loop: For, piece: _Piece, partials: dict[Store, Buffer], lanes: int, later: Sequence[Load]) -> Stmt:
     name = loop.var.name
     lane = SymVar("l", upper=lanes - 1)
     outer, part = SymVar(f"{name}o"), SymVar("u", upper=piece.vectors - 1)
@@ -299,7 +323,10 @@ def _step(loop: For, piece: _Piece, partials: dict[Store, Buffer], lanes: int) -
     body = _at(loop, at, partials, part % PARTS * lanes + lane)
     if piece.masked:
         body = IfThenElse(less(at, loop.extent), body)
-    inner = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")
+    inner: Stmt = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")
+    starts = [] if piece.masked else [substitute(at, {part: sym(u), lane: sym(0)}) for u in range(piece.vectors)]
+    asked = [Prefetch(x.buffer, Substitute({loop.var: k}).indices(x.indices), 1) for k in starts for x in later]
+    inner = seq(*asked, inner)
     return For(outer, piece.count, inner) if is_loop else inner
 
 
