@@ -25,8 +25,8 @@ from relaxlite import dtypes
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Prefetch, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
-from relaxlite.passes.access import accesses, stride
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, smax, smin, substitute, sym
+from relaxlite.passes.access import accesses, coefficient, offset, stride
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.rows import Rows
 from relaxlite.passes.schedule import collect, fill, less, past_caches, when_positive, with_variant
@@ -280,13 +280,16 @@ def _scheduled(rows: Rows, pieces: Sequence[_Piece], lanes: int) -> Stmt:
 
 
 def _of_next_row(rows: Rows, first: For, place: SymVar) -> list[Load]:
-    """What the first loop over a row reads of the next row, at a place in it."""
-    if not rows.spatial:
+    """What the first loop over a row reads of the next row, at a place in it; of the same row where two are more than
+    the first cache holds."""
+    itemsize = max((dtypes.itemsize(x.dtype) for x in loads(first)), default=1)
+    is_short = smin(MOST_STACK_BYTES // itemsize // smax(rows.size, 1), 1)
+    if not rows.spatial or as_int(is_short) == 0:
         return []
     row = rows.spatial[-1].var
-    of_next = Substitute({row: row + 1, first.var: place})
+    of_next = Substitute({row: row + is_short, first.var: place})
     found = [x for x in loads(first) if x.buffer.scope == "global" and x.buffer is not rows.result.buffer]
-    moving = [x for x in found if stride(x, first.var) == 1 and stride(x, row) not in (0, None)]
+    moving = [x for x in found if stride(x, first.var) == 1 and coefficient(offset(x), row) not in (sym(0), None)]
     once = {(x.buffer, x.indices): x for x in moving}.values()
     return [replace(x, indices=of_next.indices(x.indices)) for x in once]
 
