@@ -22,6 +22,7 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
+    Prefetch,
     Select,
     Seq,
     Stmt,
@@ -95,7 +96,8 @@ def fuse(outer: For, inner: For) -> For:
 
 
 def past_caches(stmt: Stmt, output: Buffer) -> Stmt:
-    """The same with plain stores into a buffer marked as nontemporal: for one that is larger than the caches."""
+    """The same with plain stores into a buffer marked as nontemporal, for one that is larger than the caches, and
+    nothing that brings it there."""
     return _PastCaches(output).stmt(stmt)
 
 
@@ -107,6 +109,8 @@ class _PastCaches(ProgramRewriter):
     def stmt(self, stmt: Stmt) -> Stmt:
         if isinstance(stmt, Store) and stmt.buffer is self._output and stmt.combine is None:
             return replace(stmt, nontemporal=True)
+        if isinstance(stmt, Prefetch) and stmt.buffer is self._output:
+            return Seq(())
         return super().stmt(stmt)
 
 

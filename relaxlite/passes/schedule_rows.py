@@ -13,7 +13,7 @@ A row that fits into a few vectors is loaded once and stays in registers from st
 symbol, it decides at run time between one masked vector, two, three, four, and the general form.
 
 While a row's second loop computes, memory has nothing to do: where the target gains by that (`Rows.asks`), it asks for
-what the first loop reads of the next row.
+what the first loop reads of the next row, and for the row of the result if a later loop writes that.
 """
 
 from __future__ import annotations
@@ -271,6 +271,9 @@ def _scheduled(rows: Rows, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     loops = [stage for stage in merged if isinstance(stage, For)]
     later = _of_next_row(rows, loops[0], loops[1].var) if rows.asks and len(loops) > 1 else []
     asking = loops[1] if later else None
+    if later and all(s.buffer is not rows.result.buffer for loop in loops[:2] for s in stores(loop)):
+        place = Substitute({rows.final.var: loops[1].var}).indices(rows.result.indices)
+        later.append(Load(rows.result.buffer, place))
     body = seq(
         *(_over_row(s, pieces, lanes, later if s is asking else ()) if isinstance(s, For) else s for s in merged)
     )
