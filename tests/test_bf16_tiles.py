@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,10 +15,11 @@ from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import LibraryError
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module
 from relaxlite.ir.expr import Constant, Expr, Tuple
+from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import CallLibrary, IfThenElse, TensorProgram
+from relaxlite.ir.program import CallLibrary, IfThenElse, Prefetch, TensorProgram
 from relaxlite.ir.program_visitor import stores, walk_stmts
-from relaxlite.ir.symbolic import sym
+from relaxlite.ir.symbolic import evaluate, sym
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pack_constants import pack_program
 from relaxlite.passes.pipeline import default_pipeline
@@ -75,6 +77,23 @@ def test_products_are_those_of_rounded_operands_at_every_number_of_rows(k: int, 
         x = rng.standard_normal((m, k)).astype(np.float32)
         operands = (rounded(x), rounded(w)) if k % 2 == 0 else (x, w)  # odd depths stay float32
         np.testing.assert_allclose(exe(x), operands[0] @ operands[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_of_the_next_columns_are_asked_for_once() -> None:
+    module, _ = product(384, 256)
+    program = lowered(module)[1]
+    asked = [s for s in walk_stmts(program.body) if isinstance(s, Prefetch)]
+    (weights,) = {request.buffer for request in asked}
+    symbols = {v for request in asked for index in request.indices for v in index.free_vars()}
+    turn, step = (next(v for v in symbols if v.name == name) for name in ("ii", "s"))
+    found = set()
+    for values in itertools.product(range(4), range(12)):
+        known = dict.fromkeys(symbols, 0) | dict(zip((turn, step), values, strict=True))
+        lines = [tuple(evaluate(index, known) for index in request.indices) for request in asked]
+        flat = [evaluate(flat_offset(weights.shape, tuple(map(sym, line))), {}) * 2 for line in lines]
+        assert all(offset % 64 == 0 for offset in flat) and found.isdisjoint(flat)
+        found.update(flat)
+    assert len(found) == 384 // 2 * 2  # each pair of rows has two lines of 32 columns
 
 
 @needs_dots

