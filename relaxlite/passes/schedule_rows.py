@@ -50,8 +50,8 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
         if known % lanes or not _fits_stack(rows, known):
             return stmt  # rows that do not begin at a vector's boundary, or whose output serves as a local row before
         in_output, pieces = _in_output(rows), _pieces_of(known, lanes)
-        is_in_registers = pieces[0].vectors == known // lanes
-        usual = stmt if is_in_registers or _local_rows(in_output) else _scheduled(in_output, pieces, lanes)
+        in_registers = known // lanes <= MOST_REGISTERS
+        usual = stmt if in_registers or _local_rows(in_output) else _scheduled(in_output, pieces, lanes)
         return with_variant(is_large, past_caches(stmt, output), usual)
     stmt = _long(rows, lanes)
     stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
