@@ -31,6 +31,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
 from relaxlite.ir.verifier import verify
+from relaxlite.passes.pack_constants import pack_program
 from relaxlite.passes.panel_requests import ONE, Asks, BothPanels, NextPanel, requests_of, width_that_fits
 from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.target import Target
@@ -101,10 +102,8 @@ def test_sums_that_are_not_along_rows_of_one_matrix_ask_for_nothing() -> None:
     square = Buffer("w", (sym(8), sym(8)), "float32")
     for value in (Load(square, (J, I)), Load(square, (I, J + 1)), Load(Buffer("v", (sym(8),), "float32"), (J,))):
         update = For(I, sym(8), Store(element, (), value, "add"))
-        assert (
-            all(requests_of(asks, update, J, sym(0), 8) is None for asks in (NEXT, BOTH))
-            and width_that_fits(update, J, [8], 1 << 20) is None
-        )
+        assert requests_of(NEXT, update, J, sym(0), 8) is None and requests_of(BOTH, update, J, sym(0), 8) is None
+        assert width_that_fits(update, J, [8], 1 << 20) is None
     nested = For(SymVar("h"), sym(3), For(I, sym(8), Store(element, (), Load(square, (I, J)), "add")))
     assert requests_of(NEXT, nested, J, sym(0), 8) is None
 
@@ -164,6 +163,14 @@ def test_weights_that_are_not_constant_are_not_asked_for() -> None:
     module = product(640, 96, "none", weights=False)
     for target in (WIDE, INTEL):
         assert not prefetches(only_program(lowered(module, target)).body)
+
+
+def test_requests_for_loose_panels_go_and_those_for_other_operands_stay() -> None:
+    program = schedule_program(only_program(lowered(product(640, 96, "none"), INTEL, "estimate_costs")), INTEL)
+    x = program.params[0]
+    assert {request.buffer for request in prefetches(program.body)} == {program.params[1]}
+    both = replace(program, body=seq(Prefetch(x, (sym(0), sym(0)), 1), program.body))
+    assert {request.buffer for request in prefetches(pack_program(both, {}).body)} == {x}
 
 
 def test_parts_of_a_long_sum_ask_too() -> None:

@@ -160,9 +160,9 @@ class _PackLoads(ProgramRewriter):
     def stmt(self, stmt: Stmt) -> Stmt:
         if isinstance(stmt, IfThenElse) and _asks_for_routine(stmt.cond) and self._takes_loose(stmt.then):
             return self.stmt(stmt.other or Seq(()))
-        if not isinstance(stmt, Prefetch):
+        if not isinstance(stmt, Prefetch) or stmt.buffer not in self._packed.keys() | self._loose:
             return super().stmt(stmt)
-        if stmt.buffer not in self._packed:  # its panels lie in pieces, far from each other
+        if stmt.buffer in self._loose:  # its panels lie in pieces, far from each other
             return Seq(())
         buffer, layout = self._packed[stmt.buffer]
         return replace(stmt, buffer=buffer, indices=layout.indices(stmt.indices))
