@@ -20,7 +20,7 @@ above: a request that misses the first cache takes one of the few places that lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -31,8 +31,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 
 LINE = 64  # bytes that come from memory together
 LEAST_BLOCKS = 2
+Rows: TypeAlias = "Callable[[SymExpr], tuple[SymExpr, ...]]"
 ONE = 1 << 16  # line: rates of lines per step are fractions of this
-Requests: TypeAlias = "NextPanel | BothPanels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,67 +50,84 @@ def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width:
     if operand is None:
         return None
     lines = -(-width * dtypes.itemsize(operand.buffer.dtype) // LINE)
-    return BothPanels.of(column, first, width, lines, asks) if asks.ahead else NextPanel.of(column, first, width, lines)
-
-
-@dataclass(frozen=True, slots=True)
-class BothPanels:
-    """What the tiles of one column of tiles ask for: lines of their own panel, and of the next."""
-
-    column: SymVar
-    first: SymExpr  # the first column of the tile
-    width: int  # columns of a panel
-    lines: int  # of a row of the panel
-    asks: Asks
-    rate: SymVar  # lines of the next panel per step, times ONE
-    block: SymVar  # the number of the row block
-
-    @staticmethod
-    def of(column: SymVar, first: SymExpr, width: int, lines: int, asks: Asks) -> BothPanels:
+    if asks.ahead:
         rate, block = SymVar("rate", lower=0, upper=ONE), SymVar("turn", lower=0)
         return BothPanels(column, first, width, lines, asks, rate, block)
-
-    def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
-        """`body` with the symbols for row block `block` of so many."""
-        if not self.asks.for_next:
-            return body
-        even = smin(self.lines * ONE // smax(blocks, 1), ONE)
-        rate = even * smin(blocks // LEAST_BLOCKS, 1)
-        return LetIndex(self.block, IndexValue(sym(block)), LetIndex(self.rate, IndexValue(rate), body))
-
-    def beside(self, sums: Allocate, update: For) -> Allocate:
-        """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
-        steps, outer, buffer = _parts(sums, update, self.column)
-        line, later = LINE // dtypes.itemsize(buffer.dtype), {update.var: steps.var + self.asks.ahead}
-        row = Substitute(later).indices(outer)
-        requests = [Prefetch(buffer, (*row, self.first + k * line), 1) for k in range(self.lines)]
-        if self.asks.for_next:
-            *batch, step = Substitute({update.var: steps.var}).indices(outer)
-            number = (self.block * buffer.shape[-2] + step) * self.rate // ONE
-            column = self.first + self.width + number % self.lines * line
-            requests.append(Prefetch(buffer, (*batch, number // self.lines, column)))
-        return _asking(sums, requests)
+    begin, end = (SymVar(name, lower=0, upper=lines - 1) for name in ("begin", "end"))
+    return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
 
 
 @dataclass(frozen=True, slots=True)
-class NextPanel:
+class Requests:
     """What the tiles of one column of tiles ask for."""
 
     column: SymVar
     first: SymExpr  # the first column of the tile
     width: int  # columns of a panel
     lines: int  # of a row of the panel
+
+    def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
+        """`body` with the symbols for row block `block` of so many."""
+        for symbol, value in self._values(blocks, block).items():
+            body = LetIndex(symbol, IndexValue(value), body)
+        return body
+
+    def beside(self, sums: Allocate, update: For) -> Allocate:
+        """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
+        assert isinstance(sums.body, Seq)
+        *before, steps = sums.body.stmts
+        operand = panel_operand(update, self.column)
+        assert isinstance(steps, For) and operand is not None
+
+        def rows(step: SymExpr) -> tuple[SymExpr, ...]:
+            return Substitute({update.var: step}).indices(operand.indices[:-1])
+
+        requests = self._requests(operand.buffer, rows, steps.var)
+        return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
+
+    def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
+        """What the symbols are in row block `block` of so many."""
+        raise NotImplementedError
+
+    def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
+        """Those of step `step`. `rows`: where a step reads the operand, but for the column."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class BothPanels(Requests):
+    """Lines of the own panel, and of the next."""
+
+    asks: Asks
+    rate: SymVar  # lines of the next panel per step, times ONE; 0 for one block alone, which asks for one line for ever
+    block: SymVar  # the number of the row block
+
+    def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
+        if not self.asks.for_next:
+            return {}
+        even = smin(self.lines * ONE // smax(blocks, 1), ONE)
+        return {self.block: sym(block), self.rate: even * smin(blocks // LEAST_BLOCKS, 1)}
+
+    def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
+        line, row = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
+        requests = [Prefetch(operand, (*row, self.first + k * line), 1) for k in range(self.lines)]
+        if self.asks.for_next:
+            *batch, present = rows(step)
+            number = (self.block * operand.shape[-2] + present) * self.rate // ONE
+            column = self.first + self.width + number % self.lines * line
+            requests.append(Prefetch(operand, (*batch, number // self.lines, column)))
+        return requests
+
+
+@dataclass(frozen=True, slots=True)
+class NextPanel(Requests):
+    """Lines of the next panel, by the last row blocks."""
+
     is_on: SymVar  # 1 in a row block that asks, else 0
     begin: SymVar  # the first line that it asks for
     end: SymVar  # the last one
 
-    @staticmethod
-    def of(column: SymVar, first: SymExpr, width: int, lines: int) -> NextPanel:
-        begin, end = (SymVar(name, lower=0, upper=lines - 1) for name in ("begin", "end"))
-        return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
-
-    def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
-        """`body` with the symbols for row block `block` of so many."""
+    def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
         asking = smin(smax(blocks, 1), self.lines)
         turn, lines = block - blocks + asking, sym(self.lines)  # turn 0: the first block that asks
 
@@ -118,38 +135,16 @@ class NextPanel:
             """The first line of a turn; no turn has two more than another."""
             return turn * (lines // asking) + smin(turn, lines % asking)
 
-        values = {
+        return {
             self.is_on: smax(smin(turn + 1, smin(blocks - LEAST_BLOCKS + 1, 1)), 0),
             self.begin: start(smax(turn, 0)),
             self.end: start(smax(turn, 0) + 1) - 1,
         }
-        for symbol, value in values.items():
-            body = LetIndex(symbol, IndexValue(value), body)
-        return body
 
-    def beside(self, sums: Allocate, update: For) -> Allocate:
-        """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
-        steps, outer, buffer = _parts(sums, update, self.column)
-        row = Substitute({update.var: steps.var * self.is_on}).indices(outer)
-        line, start = LINE // dtypes.itemsize(buffer.dtype), self.first + self.is_on * self.width
-        most = range(-(-self.lines // LEAST_BLOCKS))
-        return _asking(sums, [Prefetch(buffer, (*row, start + smin(self.begin + k, self.end) * line)) for k in most])
-
-
-def _parts(sums: Allocate, update: For, column: SymVar) -> tuple[For, tuple[SymExpr, ...], Buffer]:
-    """The steps of a tile, in which row an element that it was made of reads its operand, and that operand."""
-    assert isinstance(sums.body, Seq)
-    steps, operand = sums.body.stmts[-1], panel_operand(update, column)
-    assert isinstance(steps, For) and operand is not None
-    return steps, operand.indices[:-1], operand.buffer
-
-
-def _asking(sums: Allocate, requests: Sequence[Prefetch]) -> Allocate:
-    """The sums of a tile with requests in each step."""
-    assert isinstance(sums.body, Seq)
-    *before, steps = sums.body.stmts
-    assert isinstance(steps, For)
-    return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
+    def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
+        line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
+        row, most = rows(step * self.is_on), range(-(-self.lines // LEAST_BLOCKS))
+        return [Prefetch(operand, (*row, start + smin(self.begin + k, self.end) * line)) for k in most]
 
 
 def panel_operand(update: Stmt, column: SymVar) -> Load | None:
