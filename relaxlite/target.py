@@ -198,10 +198,10 @@ class Target:
 
     @property
     def asks_for_next_row(self) -> bool:
-        """Whether softmax, norms and the like ask for the next row while they compute one.
+        """Whether softmax, norms and the like ask for the next row, and for the result's, while they compute one.
 
         Measured on a Granite Rapids, 1024 rows of 1024: softmax 0.35 -> 0.30 ms, where copying takes 0.28; 512 rows of
-        384: layer norm 0.046 -> 0.041 ms.
+        384: layer norm 0.046 -> 0.041 ms; 32768 rows of 1024: layer norm 25 -> 19 ms, copying 18.
         """
         return self._is_wide_intel
 

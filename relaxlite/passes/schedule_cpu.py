@@ -204,10 +204,8 @@ class _Rules:
         if block is not None:
             return self.reduction(block)
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
-        scheduled = None
-        if rows is not None:
-            rows = replace(rows, asks=self.target.asks_for_next_row)
-            scheduled = schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
+        rows = None if rows is None else replace(rows, asks=self.target.asks_for_next_row)
+        scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             out = rows.result.buffer

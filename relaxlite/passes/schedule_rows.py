@@ -27,6 +27,7 @@ from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Prefet
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, smax, smin, substitute, sym
 from relaxlite.passes.access import accesses, coefficient, offset, stride
+from relaxlite.passes.panel_requests import LINE
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.rows import Rows
 from relaxlite.passes.schedule import collect, fill, less, past_caches, when_positive, with_variant
@@ -298,8 +299,8 @@ def _of_next_row(rows: Rows, first: For, place: SymVar) -> list[Load]:
 
 
 def _over_row(loop: For, pieces: Sequence[_Piece], lanes: int, later: Sequence[Load] = ()) -> Stmt:
-    """A loop over a row by vectors; its totals have partial results in the lanes of up to PARTS vectors. Each vector
-    asks for what is loaded `later`."""
+    """A loop over a row by vectors; its totals have partial results in the lanes of up to PARTS vectors. Its steps ask
+    for what is loaded `later`, line by line."""
     totals = [s for s in _stores_of(loop) if s.combine is not None]
     parts = min(PARTS, max((p.vectors for p in pieces), default=0))
     if all(p.masked and p.vectors == 1 for p in pieces):
@@ -331,7 +332,11 @@ def _step(loop: For, piece: _Piece, partials: dict[Store, Buffer], lanes: int, l
         body = IfThenElse(less(at, loop.extent), body)
     inner: Stmt = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")
     starts = [] if piece.masked else [substitute(at, {part: sym(u), lane: sym(0)}) for u in range(piece.vectors)]
-    asked = [Prefetch(x.buffer, Substitute({loop.var: k}).indices(x.indices), 1) for k in starts for x in later]
+    asked = [
+        Prefetch(x.buffer, Substitute({loop.var: k}).indices(x.indices), 1)
+        for x in later
+        for k in starts[:: max(1, LINE // (lanes * dtypes.itemsize(x.dtype)))]
+    ]
     inner = seq(*asked, inner)
     return For(outer, piece.count, inner) if is_loop else inner
 
