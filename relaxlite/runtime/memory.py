@@ -19,13 +19,14 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import OutOfMemoryError
+from relaxlite.runtime.threadpool import default_num_threads
 
 ALIGNMENT = 64  # a cache line, and the widest vector register
 _HUGE_PAGE = 2 << 20
 _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _HUGE_FROM = 4 << 20
 _SHARED_FROM = 64 << 20  # bytes that several threads copy
-_COPIERS = min(4, os.cpu_count() or 1)
+_MOST_COPIERS = 4
 _MAX_BYTES = (1 << 63) - 1
 POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
 
@@ -132,7 +133,7 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     if sum(sizes) < _SHARED_FROM:
         list(map(_copy, arrays, made))
     else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
-        with ThreadPoolExecutor(_COPIERS) as threads:
+        with ThreadPoolExecutor(min(_MOST_COPIERS, default_num_threads())) as threads:
             list(threads.map(_copy, arrays, made))
     for copy in made:
         copy.flags.writeable = False
