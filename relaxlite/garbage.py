@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def without_collections(function: Callable[P, T]) -> Callable[P, T]:
     """The function, with the collector off while it runs. For what makes many objects, nearly all of which stay until
-    its end: importing and compiling MiniLM-L6 takes 15 % less time, and more beside a program with many objects."""
+    its end: importing and compiling MiniLM-L6 takes 10 to 15 % less time, and more in a process with many objects."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
