@@ -6,29 +6,43 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.ir import ops
-from relaxlite.ir.program import For
-from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.program import For, TensorProgram
+from relaxlite.ir.program_visitor import loads, walk_stmts
+from relaxlite.ir.symbolic import sym
+from relaxlite.passes.access import stride
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import PASSES
 from relaxlite.target import Target
 
 
-def loop_kinds(hidden: int) -> set[str]:
-    """The kinds of the loops inside the loop over time of a scheduled RNN."""
+def scheduled_rnn(hidden: int, steps: int | None = None, batch: int | None = None) -> TensorProgram:
+    """An RNN's loop over time as the host runs it; None: a symbol."""
     bb = rl.BlockBuilder()
-    t, b = bb.symbol("t"), bb.symbol("b")
+    t, b = (bb.symbol(name) if size is None else sym(size) for name, size in (("t", steps), ("b", batch)))
     shapes = {"gates": (t, b, hidden), "r": (hidden, hidden), "h": (b, hidden)}
     with bb.function("main", **{name: rl.TensorType.of(shape, "float32") for name, shape in shapes.items()}) as xs:
         bb.result(ops.rnn_scan(*xs, activations="tanh", alphas=(0.0,), betas=(0.0,)))
     module = run_passes(bb.module(), [PASSES["legalize"], PASSES["schedule"]], PassContext(Target.host()))
     (program,) = module.programs().values()
-    (step,) = (s for s in walk_stmts(program.body) if isinstance(s, For) and s.extent is t)
-    assert step.kind == "serial"
-    return {s.kind for s in walk_stmts(step.body) if isinstance(s, For)}
+    return program
 
 
 @pytest.mark.parametrize(("hidden", "threads"), [(96, False), (512, True)])
 def test_the_product_of_a_step_is_tiled_and_a_large_one_is_shared_out(hidden: int, threads: bool) -> None:
-    kinds = loop_kinds(hidden)
+    program = scheduled_rnn(hidden)
+    t = program.inputs[0].shape[0]
+    (step,) = (s for s in walk_stmts(program.body) if isinstance(s, For) and s.extent is t)
+    assert step.kind == "serial"
+    kinds = {s.kind for s in walk_stmts(step.body) if isinstance(s, For)}
     assert {"vectorized", "unrolled"} <= kinds
     assert ("parallel" in kinds) == threads
+
+
+@pytest.mark.parametrize("batch", [1, 3, None])
+def test_a_single_step_reads_its_weights_along_their_rows(batch: int | None) -> None:
+    """It read them down their columns, and streaming LSTMs took ten times as long."""
+    program = scheduled_rnn(96, steps=1, batch=batch)
+    weights = program.inputs[1]
+    vectors = [s for s in walk_stmts(program.body) if isinstance(s, For) and s.kind == "vectorized"]
+    moved = [(load, loop.var) for loop in vectors for load in loads(loop.body) if load.buffer is weights]
+    assert moved and all(stride(load, var) == 1 for load, var in moved)

@@ -259,12 +259,12 @@ class _Rules:
         return stmt
 
     def inner(self, stmt: Stmt) -> Stmt:
-        """Vectorize innermost loops; tile the reductions inside a serial loop, such as the steps of a recurrence."""
+        """Vectorize innermost loops; tile the reductions among them, such as those of a recurrence and of its steps."""
         if _never_runs(stmt):
             return seq()
         if isinstance(stmt, For) and not any(isinstance(s, For) for s in walk_stmts(stmt.body)):
             return self.vectorized(stmt)
-        block = reduction_block(stmt) if isinstance(stmt, For) and stmt.kind == "serial" else None
+        block = reduction_block(stmt) if isinstance(stmt, For) else None
         if block is not None:
             return self.step_reduction(block)
         if isinstance(stmt, Seq):
@@ -378,8 +378,8 @@ class _Rules:
             self.ahead.update(asked_ahead((b for b in read if b in self.panels), self.target.stream_ahead))
 
     def step_reduction(self, block: Block) -> Stmt:
-        """A reduction that runs many times in a row: starting threads has to be worth its while each time. Its operands
-        are not packed, as other reductions of the step may read other parts of them."""
+        """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
+        while each time. Its operands are not packed, as other reductions of the stage may read other parts of them."""
         tiles = self.reduction(block, packs=False)
         sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
         return tiles if math.prod(size or 1 for size in sizes) >= ENOUGH_WORK else serial(tiles)
