@@ -2,11 +2,10 @@
 
     matmul(x, w),  w = what constants compute    =>    matmul(x, dequantize_linear(unpack_integers(words), scale, zero))
 
-A weight counts as quantized if its values, whatever ops compute them, are integers times a scale that many rows share:
-DequantizeLinear in all its forms, or plain casts, shifts, subtractions and a multiplication. The integers are
-evaluated, and stored in as few bits as their values need: 2 or 4 in words of 32, or bytes. Where no such width holds
-all of them, but a zero point for each column of a group of rows makes it do, they get one. The values stay the same to
-the last bit. Weights in half precision stay as they are, too.
+A weight counts as quantized if its values, whatever ops compute them, are integers times a scale that many rows share
+(known_weights.py). The integers are stored in as few bits as their values need: 2 or 4 in words of 32, or bytes. Where
+no such width holds all of them, but a zero point for each column of a group of rows makes it do, they get one. The
+values stay the same to the last bit. Weights in half precision stay as they are, too.
 
 Weights that as float32 fit into the L2 cache become float32: they are read from there, and there is nothing to unpack.
 For half precision, which one conversion widens, all weights of the function have to fit: where many follow each other,
@@ -16,52 +15,23 @@ as in a decoder, none is still there when its turn comes again, and only the byt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.errors import RelaxliteError
-from relaxlite.ir.expr import Array, Call, Constant, Expr, Function, Let, ShapeValue, Var
+from relaxlite.ir.expr import Array, Call, Constant, Expr, Function, Let, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.quantize import pack_integers
 from relaxlite.ir.symbolic import as_int, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies, map_functions
+from relaxlite.passes.known_weights import Half, Known, Scaled
 from relaxlite.passes.manager import PassContext
 
 LEAST_GROUP = 16  # rows that share a scale: with fewer, the scales take as much room as the numbers
-_LARGEST = 1 << 15  # magnitude of integers whose differences and float32 values are exact
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """integers * scale as float32; the scale broadcasts, None: 1."""
-
-    integers: Array
-    scale: Array | None = None
-
-    def moved(self, move: Callable[[Array], Array]) -> Scaled:
-        """After an op that only moves elements."""
-        scale = None if self.scale is None else move(np.broadcast_to(self.scale, self.integers.shape))
-        return Scaled(move(self.integers), scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Half:
-    """Half-precision numbers as float32."""
-
-    values: Array
-
-    def moved(self, move: Callable[[Array], Array]) -> Half:
-        """After an op that only moves elements."""
-        return Half(move(self.values))
-
-
-Known: TypeAlias = "Array | tuple[int, ...] | Scaled | Half"
 
 
 def keep_quantized(module: IRModule, context: PassContext) -> IRModule:
@@ -86,13 +56,12 @@ class _KeepQuantized(Rewriter):
     def __init__(self, context: PassContext, together: int) -> None:
         super().__init__()
         self._context, self._together = context, together
-        self._bound: dict[Var, Expr] = {}
-        self._known: dict[Var, Known | None] = {}
+        self._known = Known()
         self._weights: dict[Var, Expr | None] = {}
 
     def bind(self, var: Var, value: Expr) -> None:
         super().bind(var, value)
-        self._bound[var] = value
+        self._known.bind(var, value)
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
@@ -106,7 +75,7 @@ class _KeepQuantized(Rewriter):
         return None if weight is None else replace(value, args=(x, weight))
 
     def _weight(self, w: Var) -> Expr | None:
-        found = self._evaluate(w)
+        found = self._known.evaluate(w)
         if not isinstance(found, Scaled | Half):
             return None
         integers = found.integers if isinstance(found, Scaled) else found.values
@@ -117,7 +86,7 @@ class _KeepQuantized(Rewriter):
             what = "all weights together fit" if isinstance(found, Half) else "it fits"
             reason = f"as float32 {what} into the L2 cache of {l2} bytes"
             self._context.decide("keep_quantized", w.name, False, reason, bytes_widened=sym(widened))
-            return Constant.of(_as_floats(found), name=w.name)
+            return Constant.of(found.floats(), name=w.name)
         stored = _stored(found) if integers.ndim == 2 else None
         if stored is None:
             reason = "its scales follow no groups of rows, or it is no matrix of at most 8 bits"
@@ -127,134 +96,6 @@ class _KeepQuantized(Rewriter):
         figures = {"bytes_stored": sym(size), "bytes_widened": sym(widened)}
         self._context.decide("keep_quantized", w.name, True, f"it is kept as {form}", **figures)
         return expr
-
-    def _evaluate(self, expr: Expr) -> Known | None:
-        if isinstance(expr, Constant):
-            return expr.value
-        if isinstance(expr, ShapeValue):
-            values = [as_int(v) for v in expr.values]
-            return None if None in values else tuple(v for v in values if v is not None)
-        if not isinstance(expr, Var) or expr not in self._bound:
-            return None
-        if expr not in self._known:
-            value = self._bound[expr]
-            self._known[expr] = self._call(value) if isinstance(value, Call) else self._evaluate(value)
-        return self._known[expr]
-
-    def _call(self, call: Call) -> Known | None:
-        if not isinstance(call.callee, Op) or not call.callee.is_pure or not isinstance(call.ty, TensorType):
-            return None
-        operands = [self._evaluate(arg) for arg in call.args]
-        if any(o is None for o in operands) or not operands:
-            return None
-        rule = _RULES.get(call.callee.name)
-        found = None if rule is None else rule(call.attrs, *operands)
-        if found is not None:
-            return found
-        if any(isinstance(o, Scaled | Half) for o in operands):
-            return None
-        given = [o for o in operands if isinstance(o, np.ndarray)]
-        widens = dtypes.is_float(call.ty.dtype) and any(o.dtype.kind in "iub" for o in given)
-        if widens or type(call.callee).reference is Op.reference:
-            return None
-        try:
-            with np.errstate(all="ignore"):
-                result = np.asarray(call.callee.reference(*operands, **call.attrs))
-        except (RelaxliteError, IndexError, ValueError, ArithmeticError):  # an error of run time, if this is ever run
-            return None
-        return result.astype(dtypes.to_numpy(call.ty.dtype), copy=False)
-
-
-def _cast(attrs: Mapping[str, Any], x: Known) -> Known | None:
-    if attrs["dtype"] != "float32" or not isinstance(x, np.ndarray):
-        return None
-    if x.dtype.kind in "iu" and _is_exact(x):
-        return Scaled(x)
-    return Half(x) if dtypes.from_numpy(x.dtype) in ("float16", "bfloat16") else None
-
-
-def _dequantize(attrs: Mapping[str, Any], x: Known, scale: Known, zero: Known | None = None) -> Known | None:
-    if not isinstance(x, np.ndarray) or not isinstance(scale, np.ndarray) or scale.dtype != np.float32:
-        return None
-    if not isinstance(zero, np.ndarray | None) or not _is_exact(x):
-        return None
-    axis, block = int(attrs["axis"]) % max(x.ndim, 1), int(attrs["block_size"])
-    integers: Array = x.astype(np.int32)
-    if zero is not None:
-        integers = np.subtract(integers, _spread(zero.astype(np.int32), x.shape, axis, block))
-    return Scaled(integers, _spread(scale, x.shape, axis, block))
-
-
-def _spread(scale: Array, shape: tuple[int, ...], axis: int, block: int) -> Array:
-    """One per element, by broadcasting."""
-    if scale.size == 1:
-        return np.broadcast_to(scale.reshape(()), shape)
-    if not block:
-        return np.broadcast_to(scale.reshape(-1, *(1,) * (len(shape) - 1 - axis)), shape)
-    return np.take(np.repeat(scale, block, axis), np.arange(shape[axis]), axis)
-
-
-def _multiply(attrs: Mapping[str, Any], a: Known, b: Known) -> Known | None:
-    for x, scale in ((a, b), (b, a)):
-        if isinstance(x, Scaled) and x.scale is None and isinstance(scale, np.ndarray) and scale.dtype == np.float32:
-            shape = np.broadcast_shapes(x.integers.shape, scale.shape)
-            return Scaled(np.broadcast_to(x.integers, shape), np.broadcast_to(scale, shape))
-    return None
-
-
-def _subtract(attrs: Mapping[str, Any], a: Known, b: Known) -> Known | None:
-    """A zero point that is a whole number, as a float or widened like the numbers."""
-    if isinstance(b, Scaled) and b.scale is None:
-        b = b.integers
-    if not isinstance(a, Scaled) or a.scale is not None or not isinstance(b, np.ndarray):
-        return None
-    with np.errstate(all="ignore"):
-        zero = b.astype(np.int32)
-    return Scaled(a.integers.astype(np.int32) - zero) if np.array_equal(zero, b) and _is_exact(zero) else None
-
-
-def _add(attrs: Mapping[str, Any], a: Known, b: Known) -> Known | None:
-    """integers * scale + offset, where the offset is a whole number of scales and nothing is rounded."""
-    for x, offset in ((a, b), (b, a)):
-        if not isinstance(x, Scaled) or x.scale is None or not isinstance(offset, np.ndarray):
-            continue
-        with np.errstate(all="ignore"):
-            zero = np.broadcast_to(np.nan_to_num(np.rint(np.divide(offset, x.scale))), x.integers.shape)
-        integers: Array = np.add(x.integers, zero.clip(-_LARGEST, _LARGEST).astype(np.int32))
-        found = Scaled(integers, x.scale)
-        if _is_exact(integers) and np.array_equal(_as_floats(found), np.add(_as_floats(x), offset)):
-            return found
-    return None
-
-
-def _transpose(attrs: Mapping[str, Any], x: Known) -> Known | None:
-    return x.moved(lambda v: np.transpose(v, attrs["axes"])) if isinstance(x, Scaled | Half) else None
-
-
-def _reshape(attrs: Mapping[str, Any], x: Known, shape: Known) -> Known | None:
-    return x.moved(lambda v: np.reshape(v, shape)) if isinstance(x, Scaled | Half) else None  # type: ignore[arg-type]
-
-
-_RULES: Mapping[str, Callable[..., Known | None]] = {
-    "cast": _cast,
-    "dequantize_linear": _dequantize,
-    "multiply": _multiply,
-    "subtract": _subtract,
-    "add": _add,
-    "transpose": _transpose,
-    "reshape": _reshape,
-}
-
-
-def _is_exact(integers: Array) -> bool:
-    return bool(integers.size == 0 or (integers.min() > -_LARGEST and integers.max() < _LARGEST))
-
-
-def _as_floats(found: Scaled | Half) -> Array:
-    if isinstance(found, Half):
-        return found.values.astype(np.float32)
-    wide: Array = found.integers.astype(np.float32)
-    return np.ascontiguousarray(wide if found.scale is None else np.multiply(wide, found.scale))
 
 
 @dataclass(frozen=True, slots=True)
