@@ -32,6 +32,16 @@ def test_a_bound_of_a_symbol_decides() -> None:
     assert found.taken and found.reason == "one kernel is faster at all sizes tried"
 
 
+def test_sizes_at_which_a_tensor_would_have_less_than_no_elements_are_not_tried() -> None:
+    """Frames of sound: a cast was not merged into the sum that reads it, as that is slower for -2 frames."""
+    for step in (384, 16000):
+        frames = SymVar("n", lower=0) // step - 2
+        apart = [work(frames * 10**5, frames * 50_000, frames), work(frames * 10**5, frames * 40_400, frames)]
+        found = weigh(apart, work(frames * 2 * 10**5, frames * 10_400, frames), {})
+        assert found.taken and found.reason == "one kernel is faster at all sizes tried"
+        assert not weigh(apart, work(frames * 2 * 10**5, frames * 140_400, frames), {}).taken
+
+
 def test_threads_that_are_lost_count() -> None:
     """A million operations side by side do not move into a kernel of one iteration to save 4 bytes each."""
     many = 1 << 20

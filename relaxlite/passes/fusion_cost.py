@@ -25,6 +25,7 @@ BYTES_PER_NS = 50
 CALL_NS = 50
 THREADS = 4  # what a kernel of independent iterations can count on anywhere
 SIZES = (1, 16, 128, 1024)  # that stand for all values of a symbol
+LARGER = (1 << 14, 1 << 17, 1 << 20)  # where none of those gives every tensor a size: samples of sound
 MOST_ALONE = 4  # symbols that are also tried at the largest size while the others are at the least
 
 
@@ -36,9 +37,11 @@ class Work:
     bytes: SymExpr
     parallel: SymExpr
 
-    def time(self, values: Mapping[SymVar, int]) -> float:
-        """Nanoseconds at these sizes."""
+    def time(self, values: Mapping[SymVar, int]) -> float | None:
+        """Nanoseconds at these sizes; None: tensors have no elements there, or fewer, and nobody minds the time."""
         flops, moved, parallel = (evaluate(e, values) for e in (self.flops, self.bytes, self.parallel))
+        if moved <= 0 or flops < 0 or parallel < 0:
+            return None
         threads = min(THREADS, max(parallel, 1))
         return (flops / FLOPS_PER_NS + moved / BYTES_PER_NS) / threads + CALL_NS
 
@@ -72,13 +75,7 @@ def _by_sizes(apart: Sequence[Work], merged: Work, figures: Mapping[str, SymExpr
     symbols = dict.fromkeys(
         v for w in (*apart, merged) for e in (w.flops, w.bytes, w.parallel) for v in e.free_vars()
     )  # fmt: skip
-    gains: list[tuple[str, float]] = []
-    for values in representative_sizes(tuple(symbols)):
-        try:
-            gain = sum(w.time(values) for w in apart) - merged.time(values)
-        except ZeroDivisionError:
-            continue
-        gains.append((", ".join(f"{v.name} = {n}" for v, n in values.items()), gain))
+    gains = next(filter(None, (_gains(apart, merged, tuple(symbols), sizes) for sizes in (SIZES, LARGER))), [])
     taken = sum(gain for _, gain in gains) >= 0
     against = [where for where, gain in gains if (gain >= 0) != taken and where]
     word = "faster" if taken else "slower"
@@ -89,12 +86,28 @@ def _by_sizes(apart: Sequence[Work], merged: Work, figures: Mapping[str, SymExpr
     return Verdict(taken, f"one kernel is {word} on the whole, but not at {against[0]}", figures)
 
 
-def representative_sizes(symbols: Sequence[SymVar]) -> list[dict[SymVar, int]]:
+def _gains(
+    apart: Sequence[Work], merged: Work, symbols: tuple[SymVar, ...], sizes: tuple[int, ...]
+) -> list[tuple[str, float]]:
+    """Where merging was tried, and the nanoseconds that it saves there."""
+    gains: list[tuple[str, float]] = []
+    for values in representative_sizes(symbols, sizes):
+        try:
+            after, *before = (w.time(values) for w in (merged, *apart))
+        except ZeroDivisionError:
+            continue
+        if after is not None and None not in before:
+            gain = sum(time for time in before if time is not None) - after
+            gains.append((", ".join(f"{v.name} = {n}" for v, n in values.items()), gain))
+    return gains
+
+
+def representative_sizes(symbols: Sequence[SymVar], sizes: tuple[int, ...] = SIZES) -> list[dict[SymVar, int]]:
     """Assignments that stand for all: every symbol small, middling, large, and each large alone, within bounds."""
-    found = [{v: _within(v, size) for v in symbols} for size in SIZES]
+    found = [{v: _within(v, size) for v in symbols} for size in sizes]
     if len(symbols) > 1:
         least = found[0]
-        found += [{**least, v: _within(v, SIZES[-1])} for v in symbols[:MOST_ALONE]]
+        found += [{**least, v: _within(v, sizes[-1])} for v in symbols[:MOST_ALONE]]
     return list({tuple(values.items()): values for values in found}.values())
 
 
