@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relaxlite.ir.module import IRModule
+from relaxlite.passes.byte_products import byte_products
 from relaxlite.passes.channels_last import channels_last
 from relaxlite.passes.cost import estimate_costs
 from relaxlite.passes.decompose import decompose
@@ -69,6 +70,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("fold_shapes", fold_shapes, "graph"),
         _pure("decompose", decompose, "graph"),
         Pass("integer_products", integer_products, "graph", rounds=True),
+        Pass("byte_products", byte_products, "graph"),
         Pass("keep_quantized", keep_quantized, "graph"),
         _pure("fold_constants", fold_constants, "graph"),
         _pure("simplify_algebra", simplify_algebra, "graph"),

@@ -8,6 +8,7 @@ The terms of `a` lie beside each other in memory; those of `b`, a constant, are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from relaxlite.ir.intrinsics import DOT_PRODUCTS
@@ -21,7 +22,10 @@ from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.scheduling.tensorize import tensorize
 from relaxlite.target import Target
 
-_FEATURES = {"dot2_bf16": "avx512bf16"}  # of x86 processors
+_AVAILABLE: Mapping[str, Callable[[Target], bool]] = {
+    "dot2_bf16": lambda target: target.has("avx512bf16"),
+    "dot4_u8s8": lambda target: target.has_byte_products,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,11 @@ def _dot_product(block: Block, column: For, target: Target) -> Dots | None:
         is_matrix = len(b.indices) > 1 and b.indices[-1] is column.var and b.indices[-2] is loop.var
         if not is_matrix or stride(a, loop.var) != 1 or stride(a, column.var) != 0:
             continue
-        for name, feature in _FEATURES.items():
+        for name, is_available in _AVAILABLE.items():
             dot = DOT_PRODUCTS[name]
             length = as_int(loop.extent)
             kinds = (a.dtype, b.dtype, update.buffer.dtype) == (dot.a, dot.b, dot.total)
-            if kinds and length and length % dot.length == 0 and target.has(feature):
+            if kinds and length and length % dot.length == 0 and is_available(target):
                 return Dots(_tensorized(block, loop, name, dot.length), (b.buffer,), dot.length)
     return None
 

@@ -1,0 +1,167 @@
+"""Products of quantized activations with quantized weights, as sums of products of bytes.
+
+    matmul(dequantize_linear(a, s, p), w * t)   =>   cast(total) * (s * t)
+    matmul_integer(a, b, p, q)                  =>   total
+        total = matmul_integer(a, w) - p * sum of each column of w
+
+of activations in uint8 and constant weights in int8, which processors multiply and add four at a time (dot4_u8s8). The
+sums are exact, whatever the zero point p of the activations is; one of the weights is part of them, where they then fit
+into int8. Columns in which they do not, as weights of uint8 may not, are moved by an offset o, and their sums get
+o * (sum of the row of a - p * rows of w) back. Activations in int8 are moved by 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relaxlite.ir.expr import Array, Call, Constant, Expr, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.ops.linalg import emit_op
+from relaxlite.ir.symbolic import as_int
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, map_functions
+from relaxlite.passes.known_weights import Known, Scaled
+from relaxlite.passes.manager import PassContext
+
+MOST_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: the sums fit int32, with the zero points in them
+GROUP = 4  # products that one instruction sums
+
+
+def byte_products(module: IRModule, context: PassContext) -> IRModule:
+    """Multiply quantized activations with quantized weights in bytes, where the target has dot products of them."""
+    if not context.target.has_byte_products:
+        return module
+    return map_functions(module, lambda f: _ByteProducts(context).function(f))
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    codes: Expr  # uint8 (..., k)
+    zero: Expr | None  # one element of uint8
+    scale: Expr | None = None  # one element
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """A weight less what was taken from each column (n,), in int8 (k, n)."""
+
+    values: Array
+    offset: Array
+
+
+class _ByteProducts(Rewriter):
+    def __init__(self, context: PassContext) -> None:
+        super().__init__()
+        self._context = context
+        self._known = Known()
+
+    def bind(self, var: Var, value: Expr) -> None:
+        super().bind(var, value)
+        self._known.bind(var, value)
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op):
+            return None
+        rule = {"matmul": self._matmul, "matmul_integer": self._matmul_integer}.get(value.callee.name)
+        if rule is None or (found := rule(value)) is None:
+            return None
+        reason = "its operands are bytes, and sums of their products are exact"
+        self._context.decide("byte_products", var.name, True, reason)
+        return found
+
+    def _matmul(self, call: Call) -> Expr | None:
+        x, w = call.args
+        weight = self._known.evaluate(w) if _dtype(call) == "float32" else None
+        if not isinstance(weight, Scaled) or not _has_rows(x, weight.integers):
+            return None
+        scale = np.broadcast_to(np.float32(1) if weight.scale is None else weight.scale, weight.integers.shape)
+        given, narrow = self._dequantized(x), _narrowed(weight.integers)
+        if given is None or given.scale is None or narrow is None or not (scale == scale[:1]).all():
+            return None  # rows with scales of their own have no sum to share
+        factor = emit_op(self.bb, "multiply", given.scale, Constant.of(np.ascontiguousarray(scale[0])))
+        total = self.bb.emit(self._total(self._unsigned(given), narrow))
+        return get_op("multiply")(emit_op(self.bb, "cast", total, dtype="float32"), factor)
+
+    def _matmul_integer(self, call: Call) -> Expr | None:
+        a, b, *zeros = call.args
+        weight = self._known.evaluate(b)
+        if not isinstance(weight, np.ndarray) or not _has_rows(a, weight):
+            return None
+        if not zeros and (_dtype(a), _dtype(b)) == ("uint8", "int8"):
+            return None  # it is what it would become
+        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
+        if not isinstance(zero, np.ndarray) or (zeros and not _is_one(zeros[0])):
+            return None
+        narrow = _narrowed(np.subtract(weight, zero, dtype=np.int32))
+        if narrow is None:
+            return None
+        return self._total(self._unsigned(_Activations(a, zeros[0] if zeros else None)), narrow)
+
+    def _dequantized(self, x: Expr) -> _Activations | None:
+        """What x was before dequantize_linear, if all of it has one scale and one zero point."""
+        call = self._known.value(x)
+        if not isinstance(call, Call) or not isinstance(call.callee, Op) or call.callee.name != "dequantize_linear":
+            return None
+        codes, scale, *zero = call.args
+        if _dtype(codes) not in ("int8", "uint8") or not all(map(_is_one, call.args[1:])):
+            return None
+        return _Activations(codes, zero[0] if zero else None, scale)
+
+    def _unsigned(self, x: _Activations) -> _Activations:
+        """int8 as uint8, 128 above."""
+        if _dtype(x.codes) == "uint8":
+            return x
+        zero = Constant.of(np.zeros((), np.int8)) if x.zero is None else x.zero
+        return _Activations(self._moved(x.codes), self._moved(zero), x.scale)
+
+    def _moved(self, x: Expr) -> Expr:
+        call = self._known.value(x)
+        if isinstance(call, Call) and isinstance(call.callee, Op) and call.callee.name == "quantize_linear":
+            given, scale, *zero = call.args
+            if zero:  # which is rounded and cut off in the same places
+                attrs: Any = {**call.attrs, "dtype": "uint8"}
+                return self.bb.emit(get_op("quantize_linear")(given, scale, self._moved(zero[0]), **attrs))
+        wide = emit_op(self.bb, "cast", x, dtype="int16")
+        return emit_op(self.bb, "cast", emit_op(self.bb, "add", wide, np.asarray(128, np.int16)), dtype="uint8")
+
+    def _total(self, x: _Activations, weight: _Narrow) -> Expr:
+        """(codes - zero) @ weight in int32."""
+        total, offset = get_op("matmul_integer")(x.codes, Constant.of(weight.values)), weight.offset
+        if offset.any():
+            codes = emit_op(self.bb, "cast", x.codes, dtype="int32")
+            rows = emit_op(self.bb, "sum", codes, axes=(-1,), keepdims=True)
+            total = get_op("add")(self.bb.emit(total), emit_op(self.bb, "multiply", rows, offset))
+        if x.zero is None:
+            return total
+        zero = emit_op(self.bb, "cast", x.zero, dtype="int32")
+        sums = np.add(weight.values.sum(axis=0, dtype=np.int32), len(weight.values) * offset)
+        return get_op("subtract")(self.bb.emit(total), emit_op(self.bb, "multiply", zero, sums))
+
+
+def _narrowed(weight: Array) -> _Narrow | None:
+    """The weight in int8, columns moved only where they have to be; None: they would not fit."""
+    low, high = weight.min(axis=0, initial=0), weight.max(axis=0, initial=0)
+    offset: Array = np.clip(0, high - 127, low + 128).astype(np.int32)
+    if (low - offset < -128).any() or (high - offset > 127).any():
+        return None
+    return _Narrow(np.ascontiguousarray(np.subtract(weight, offset).astype(np.int8)), offset)
+
+
+def _has_rows(x: Expr, weight: Array) -> bool:
+    """Whether x is known to have rows as long as the weight is high, and their length suits the instruction."""
+    if not isinstance(x.ty, TensorType) or x.ty.shape is None or len(x.ty.shape) < 2 or weight.ndim != 2:
+        return False
+    return as_int(x.ty.shape[-1]) == len(weight) and 0 < len(weight) <= MOST_ROWS and len(weight) % GROUP == 0
+
+
+def _is_one(x: Expr) -> bool:
+    return isinstance(x.ty, TensorType) and x.ty.shape is not None and all(as_int(d) == 1 for d in x.ty.shape)
+
+
+def _dtype(x: Expr) -> str:
+    assert isinstance(x.ty, TensorType)
+    return x.ty.dtype
