@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relaxlite.frontend.onnx.convert_linalg import emit_matmul, gemm, scaled
-from relaxlite.frontend.onnx.convert_nn import conv
+from relaxlite.frontend.onnx.convert_nn import conv, pool
 from relaxlite.frontend.onnx.convert_norm import layer_norm
 from relaxlite.frontend.onnx.convert_quantization import (
     dequantize_linear,
@@ -280,6 +280,32 @@ def qlinear_global_average_pool(n: Node) -> Result:
     first = 1 if n.flag("channels_last") else 2
     axes = tuple(range(first, first + n.rank() - 2))
     return _quantized(n, n.emit(ops.mean(n.emit(_dequantized(n, 0)), axes=axes, keepdims=True)), 3)
+
+
+@onnx_op("QLinearAveragePool", domain=MICROSOFT)
+def qlinear_average_pool(n: Node) -> Result:
+    x = n.emit(_dequantized(n, 0))
+    if n.flag("channels_last"):
+        n.fail("QLinearAveragePool with channels last is not supported")
+    pads, attrs = pool(n)
+    made = ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs)
+    return _quantized(n, n.emit(made), 3)
+
+
+@onnx_op("QGemm", domain=MICROSOFT)
+def qgemm(n: Node) -> Result:
+    """alpha * a @ b in 8 bits, plus a bias in int32 of the product's scale: a, its scale and zero point, the same of b,
+    the bias, the result's scale and zero point, without which it is float32."""
+    alpha, bias, operands = n.float("alpha", 1.0), n.optional(6), []
+    for name, k in (("transA", 0), ("transB", 3)):
+        x = n.emit(ops.transpose(n.input(k), axes=(1, 0))) if n.flag(name) else n.input(k)
+        operands.append(n.emit(ops.dequantize_linear(x, n.input(k + 1), n.optional(k + 2), axis=1)))
+    made = emit_matmul(n, *operands)
+    if bias is not None:
+        scale = n.emit(ops.multiply(n.input(1), n.input(4)))
+        made = n.emit(ops.add(made, n.emit(ops.dequantize_linear(bias, scale, axis=-1))))
+    made = made if alpha == 1.0 else n.emit(scaled(n, made, alpha))
+    return made if n.optional(7) is None else _quantized(n, made, 7)
 
 
 @onnx_op("QLinearConcat", domain=MICROSOFT)

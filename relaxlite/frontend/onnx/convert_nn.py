@@ -103,7 +103,7 @@ def conv_transpose(n: Node) -> Result:
 # Pools
 
 
-def _pool(n: Node) -> tuple[Shape, dict[str, Any]]:
+def pool(n: Node) -> tuple[Shape, dict[str, Any]]:
     """(pads, attributes) that all pools share.
 
     at_least_one: by the formula of ONNX an input smaller than the window has no result. It has one in onnxruntime and
@@ -120,7 +120,7 @@ def _pool(n: Node) -> tuple[Shape, dict[str, Any]]:
 
 @onnx_op("MaxPool")
 def max_pool(n: Node) -> Result:
-    pads, attrs = _pool(n)
+    pads, attrs = pool(n)
     order = n.int("storage_order", 0)
     if n.wants(1):
         return n.fields(ops.max_pool_with_indices(n.input(0), pads, storage_order=order, **attrs))
@@ -129,13 +129,13 @@ def max_pool(n: Node) -> Result:
 
 @onnx_op("AveragePool")
 def average_pool(n: Node) -> Result:
-    pads, attrs = _pool(n)
+    pads, attrs = pool(n)
     return ops.avg_pool(n.input(0), pads, count_include_pad=n.flag("count_include_pad"), **attrs)
 
 
 @onnx_op("LpPool")
 def lp_pool(n: Node) -> Result:
-    pads, attrs = _pool(n)
+    pads, attrs = pool(n)
     return ops.lp_pool(n.input(0), pads, p=_norm_order(n), **attrs)
 
 

@@ -17,7 +17,8 @@ from relaxlite.ir.expr import Constant, Expr
 
 
 def _axis(n: Node) -> int:
-    return n.int("axis", 1) if n.opset >= 13 else 0
+    """Before opset 13 there is none, but onnxruntime's quantization writes it and means it."""
+    return n.int("axis", 1 if n.opset >= 13 else 0)
 
 
 def _alike(n: Node, scale: Expr, zero: Expr | None) -> tuple[Expr, Expr | None]:
