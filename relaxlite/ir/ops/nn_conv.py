@@ -118,17 +118,13 @@ class Convolution(Op):
         return (xs[0], ws[0], *dims)
 
 
-@register
-class Conv(Convolution):
-    """The convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
+class LaidOut(Convolution):
+    """A convolution in any of LAYOUTS.
 
-    pads: begins then ends of the spatial dimensions. Half-precision floats are summed in float32.
-    layout: "first" as above; "last" takes and gives (n, spatial..., c) and filters (kernel..., c / groups, oc);
-    "first_to_last" differs from that in its x, which is (n, c, spatial...).
+    layout: "first" is x (n, c, spatial...) and w (oc, c / groups, kernel...); "last" takes and gives (n, spatial..., c)
+    and filters (kernel..., c / groups, oc); "first_to_last" differs from that in its x, which is (n, c, spatial...).
     """
 
-    name = "conv"
-    operands = ("x", "w", "pads")
     attrs: ClassVar[Mapping[str, Attr]] = {**Convolution.attrs, "layout": Attr("str", "first", LAYOUTS)}
 
     def shapes(self, x: Expr, w: Expr, pads: Expr, layout: str = "first") -> tuple[Shape, Shape, Shape]:
@@ -138,9 +134,32 @@ class Conv(Convolution):
             return xs, ws, padding
         return to_first(xs) if layout == "last" else xs, filters_to_first(ws), padding
 
-    def infer(self, x: Expr, w: Expr, pads: Expr, *, layout: str, **window: Any) -> Type:
+    def result(self, dtype: str, x: Expr, w: Expr, pads: Expr, *, layout: str, **window: Any) -> TensorType:
         shape = self.result_shape(x, w, pads, layout=layout, **window)
-        return TensorType.of(shape if layout == "first" else to_last(shape), self.common_dtype(x, w))
+        return TensorType.of(shape if layout == "first" else to_last(shape), dtype)
+
+    def correlated(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
+        """The convolution in NumPy, in the dtype of x."""
+        if layout == "last":
+            x = np.moveaxis(x, -1, 1)
+        if layout != "first":
+            w = np.moveaxis(w, (-1, -2), (0, 1))
+        result = correlate(x, w, pads, **window)
+        return result if layout == "first" else np.ascontiguousarray(np.moveaxis(result, 1, -1))
+
+
+@register
+class Conv(LaidOut):
+    """The convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
+
+    pads: begins then ends of the spatial dimensions. Half-precision floats are summed in float32. `layout`: LaidOut.
+    """
+
+    name = "conv"
+    operands = ("x", "w", "pads")
+
+    def infer(self, x: Expr, w: Expr, pads: Expr, **attrs: Any) -> Type:
+        return self.result(self.common_dtype(x, w), x, w, pads, **attrs)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads = call.args
@@ -159,14 +178,8 @@ class Conv(Convolution):
 
         return lower_windows(self.name, x, w, out, window, term, layout, pads)
 
-    def reference(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
-        wide, filters = in_accumulator(x), in_accumulator(w)
-        if layout == "last":
-            wide = np.moveaxis(wide, -1, 1)
-        if layout != "first":
-            filters = np.moveaxis(filters, (-1, -2), (0, 1))
-        result = correlate(wide, filters, pads, **window).astype(x.dtype)
-        return result if layout == "first" else np.ascontiguousarray(np.moveaxis(result, 1, -1))
+    def reference(self, x: Any, w: Any, pads: Ints, **attrs: Any) -> Any:
+        return self.correlated(in_accumulator(x), in_accumulator(w), pads, **attrs).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         shape = ("float32", "float32", "shape")
@@ -196,8 +209,8 @@ class Conv(Convolution):
 
 
 @register
-class ConvInteger(Convolution):
-    """conv(x - x_zero, w - w_zero) of 8-bit integers, in int32. Padding stands for x_zero.
+class ConvInteger(LaidOut):
+    """conv(x - x_zero, w - w_zero) of 8-bit integers, in int32. Padding stands for x_zero. `layout`: LaidOut.
 
     x_zero is a scalar, w_zero a scalar or one value per channel of the result; w_zero needs x_zero before it.
     """
@@ -213,7 +226,7 @@ class ConvInteger(Convolution):
             ty, like = self.tensor(zero, name), self.tensor(operand)
             if ty.dtype != like.dtype or len(ty.shape or ()) > 1:
                 self.fail(f"{name} must be a scalar or a vector of {like.dtype}, got {ty}")
-        return TensorType.of(self.result_shape(x, w, pads, **window), "int32")
+        return self.result("int32", x, w, pads, **window)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads, *zeros = call.args
@@ -222,9 +235,10 @@ class ConvInteger(Convolution):
             return None
         attrs: dict[str, Any] = dict(call.attrs)
         value = emit_reshape(bb, zeros[0], ()) if zeros else None
-        return self(pad_spatial(bb, x, values, value), w, (0,) * len(values), *zeros, **attrs)
+        padded = pad_spatial(bb, x, values, value, last=attrs["layout"] == "last")
+        return self(padded, w, (0,) * len(values), *zeros, **attrs)
 
-    def lower(self, x: Buffer, w: Buffer, pads: Shape, *zeros: Buffer, out: Buffer, **window: Any) -> Stmt:
+    def lower(self, x: Buffer, w: Buffer, pads: Shape, *zeros: Buffer, out: Buffer, layout: str, **window: Any) -> Stmt:
         def centered(value: Scalar, zero: Buffer, oc: SymExpr) -> Scalar:
             is_one = not zero.shape or as_int(zero.shape[0]) == 1
             at = (sym(0) if is_one else oc,) * len(zero.shape)
@@ -236,17 +250,23 @@ class ConvInteger(Convolution):
                 pair[k] = centered(pair[k], zero, oc)
             return pair[0] * pair[1]
 
-        return lower_windows(self.name, x, w, out, window, term)
+        return lower_windows(self.name, x, w, out, window, term, layout)
 
-    def reference(self, x: Any, w: Any, pads: Ints, x_zero: Any = 0, w_zero: Any = 0, **window: Any) -> Any:
-        filters = w.astype(np.int32) - np.asarray(w_zero, np.int32).reshape(-1, *(1,) * (w.ndim - 1))
-        return correlate(x.astype(np.int32) - np.int32(np.reshape(x_zero, ())), filters, pads, **window)
+    def reference(self, x: Any, w: Any, pads: Ints, x_zero: Any = 0, w_zero: Any = 0, **attrs: Any) -> Any:
+        zeros = np.asarray(w_zero, np.int32)
+        if attrs["layout"] == "first":
+            zeros = zeros.reshape(-1, *(1,) * (w.ndim - 1))
+        return self.correlated(x.astype(np.int32) - np.int32(np.reshape(x_zero, ())), w - zeros, pads, **attrs)
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("uint8", "int8", "shape", "uint8", "int8")
         yield Sample((("n", 2, "h", "w"), (3, 2, 3, 3), (1, 1, 1, 1)), dtypes=kinds[:3])
         yield Sample((("n", 2, "h"), (4, 1, 3), (1, 1), ()), {"groups": 2, "strides": (2,)}, kinds[:4])
         yield Sample((("n", 2, "h"), (4, 2, 1), (0, 0), (1,), (4,)), dtypes=kinds)
+        last: dict[str, AttrValue] = {"layout": "last"}
+        yield Sample((("n", "h", "w", 4), (3, 3, 4, 20), (1, 1, 1, 1)), {**last, "strides": (2, 1)}, kinds[:3])
+        yield Sample((("n", "h", "w", 8), (1, 1, 8, 70), (0, 0, 0, 0), (), (70,)), last, kinds)
+        yield Sample((("n", "l", 12), (3, 12, 9), (2, 2), ()), {**last, "dilations": (2,)}, kinds[:4])
 
 
 def window_extents(w: Shape, dilations: Ints) -> list[SymExpr]:

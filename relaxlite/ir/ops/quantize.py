@@ -351,7 +351,7 @@ class QlinearConv(Convolution):
     ) -> Type:  # fmt: skip
         if bias is not None and self.tensor(bias, "bias").dtype != "int32":
             self.fail(f"bias must be int32, got {bias.ty}")
-        product = get_op("conv_integer").infer(x, w, pads, xz, wz, **window)
+        product = get_op("conv_integer").infer(x, w, pads, xz, wz, layout="first", **window)
         assert isinstance(product, TensorType)
         return TensorType(product.shape, self.tensor(yz, "y_zero").dtype, product.rank)
 
@@ -374,7 +374,7 @@ class QlinearConv(Convolution):
         **window: Any,
     ) -> Any:  # fmt: skip
         ones = (1,) * (x.ndim - 2)
-        total = get_op("conv_integer").reference(x, w, pads, xz, wz, **window)
+        total = get_op("conv_integer").reference(x, w, pads, xz, wz, layout="first", **window)
         total = (total if bias is None else total + bias.reshape(-1, *ones)).astype(np.float32)
         scaled = total * (xs.reshape(()) * ws.reshape(-1, *ones))
         return get_op("quantize_linear").reference(scaled, ys, yz, axis=1, block_size=0, dtype=None)
