@@ -12,6 +12,8 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.ops.nn_conv import correlate
 from relaxlite.ir.program import Intrinsic
 from relaxlite.ir.program_visitor import all_values
 from relaxlite.ir.types import TensorType
@@ -54,7 +56,7 @@ def counts(module: IRModule, target: Target = VNNI) -> list[int]:
     """Dot products of bytes in each program of the scheduled module that has a product of integers."""
     end = [step.name for step in default_pipeline()].index("schedule")
     scheduled = run_passes(module, default_pipeline()[: end + 1], PassContext(target))
-    names = [name for name in scheduled.programs() if "matmul" in name]
+    names = [name for name in scheduled.programs() if "matmul" in name or "conv" in name]
     assert names
     values = [all_values(scheduled.programs()[name].body) for name in names]
     return [sum(isinstance(v, Intrinsic) and v.name == "dot4_u8s8" for v in found) for found in values]
@@ -160,3 +162,127 @@ def test_scales_of_groups_of_rows_stay_floats() -> None:
 
     made = module((24,), "float32", make)
     assert run_passes(made, [PASSES["byte_products"]], PassContext(VNNI)) is made
+
+
+# Convolutions
+
+CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, object], tuple[int, ...]]] = {
+    # shape of the filters, attributes, pads
+    "1x1": ((20, 8, 1, 1), {}, (0, 0, 0, 0)),
+    "1x1 of many": ((70, 36, 1, 1), {"strides": (2, 1)}, (0, 0, 0, 0)),
+    "3x3": ((24, 8, 3, 3), {}, (1, 1, 1, 1)),
+    "3x3 with steps": ((9, 16, 3, 3), {"strides": (2, 2), "dilations": (1, 2)}, (1, 2, 0, 1)),
+    "of three channels": ((16, 3, 3, 5), {"strides": (2, 2)}, (1, 2, 1, 2)),
+    "of one channel": ((8, 1, 3, 3), {}, (0, 0, 0, 0)),
+    "over time": ((12, 6, 3), {"strides": (2,)}, (1, 1)),
+}
+SIZES = ((1, 5), (1, 9), (2, 16), (3, 33))
+
+
+def convolution_of_integers(
+    filters: np.ndarray, zeros: list[np.ndarray], x: str, pads: tuple[int, ...], **attrs: object
+) -> IRModule:
+    bb = BlockBuilder()
+    n, spatial = bb.symbol("n"), [bb.symbol(name) for name in "hw"[: filters.ndim - 2]]
+    channels = filters.shape[1] * int(attrs.get("groups", 1))  # type: ignore[call-overload]
+    with bb.function("main", x=TensorType.of((n, channels, *spatial), x)) as (given,):
+        constants = [Constant.of(z) for z in zeros]
+        bb.result(bb.emit(ops.conv_integer(given, Constant.of(filters), pads, *constants, **attrs)))
+    return bb.module()
+
+
+def assert_exact(module: IRModule, filters: np.ndarray, x: str, *operands: object, **attrs: object) -> None:
+    exe, channels = rl.compile(module), filters.shape[1] * int(attrs.get("groups", 1))  # type: ignore[call-overload]
+    for n, size in SIZES:
+        given = integers((n, channels, *range(size, size + filters.ndim - 2)), x)
+        wanted = get_op("conv_integer").reference(
+            given, filters, *operands, **{"strides": None, "dilations": None, "groups": 1, "layout": "first", **attrs}
+        )
+        np.testing.assert_array_equal(exe(given), wanted)
+
+
+@pytest.mark.parametrize(("x", "w"), [("uint8", "int8"), ("int8", "int8"), ("uint8", "uint8")])
+@pytest.mark.parametrize("kind", list(CONVOLUTIONS))
+def test_integers_are_convolved_exactly(kind: str, x: str, w: str) -> None:
+    shape, attrs, pads = CONVOLUTIONS[kind]
+    filters = integers(shape, w)
+    zeros = [np.asarray(77, x), np.asarray(128 if w == "uint8" else 0, w)]
+    made = convolution_of_integers(filters, zeros, x, pads, **attrs)
+    assert all(counts(made))
+    assert_exact(made, filters, x, pads, *zeros, **attrs)
+
+
+def test_filters_with_zero_points_of_their_own() -> None:
+    filters = RNG.integers(-60, 60, (10, 8, 3, 3)).astype(np.int8)
+    zeros = [np.asarray(200, np.uint8), RNG.integers(-60, 60, 10).astype(np.int8)]
+    made = convolution_of_integers(filters, zeros, "uint8", (1, 1, 1, 1))
+    assert all(counts(made))
+    assert_exact(made, filters, "uint8", (1, 1, 1, 1), *zeros)
+
+
+def test_filters_that_do_not_fit_bytes_stay_exact() -> None:
+    filters = integers((10, 8, 3, 3), "uint8")
+    zeros = [np.asarray(200, np.uint8), np.asarray(20, np.uint8)]
+    made = convolution_of_integers(filters, zeros, "uint8", (1, 1, 1, 1))
+    assert counts(made) == [0]
+    assert_exact(made, filters, "uint8", (1, 1, 1, 1), *zeros)
+
+
+@pytest.mark.parametrize("target", ["llvm -mcpu=znver4", "llvm -mcpu=haswell"])
+@pytest.mark.parametrize("zero", [0, 130])
+def test_convolutions_of_each_channel_are_summed_in_floats(zero: int, target: str) -> None:
+    filters, attrs, pads = integers((24, 1, 3, 3), "int8"), {"groups": 24, "strides": (2, 1)}, (1, 1, 1, 1)
+    zeros = [np.asarray(zero, np.uint8), np.asarray(-3, np.int8)]
+    made = convolution_of_integers(filters, zeros, "uint8", pads, **attrs)
+    changed = run_passes(made, [PASSES["decompose"], PASSES["byte_products"]], PassContext(Target.parse(target)))
+    names = [b.value.callee.name for b in changed["main"].body.bindings() if isinstance(b.value.callee, Op)]
+    assert "conv" in names and "conv_integer" not in names
+    assert_exact(made, filters, "uint8", pads, *zeros, **attrs)
+
+
+@pytest.mark.parametrize("x", ["uint8", "int8"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_chain_of_statically_quantized_convolutions_stays_in_one_layout(padded: bool, x: str) -> None:
+    """Two convolutions between QuantizeLinear and DequantizeLinear, an addition and one scale per channel."""
+    pads, attrs = ((1, 1, 1, 1) if padded else (0, 0, 0, 0)), {"axis": 1, "block_size": 0}
+    zero, shape = np.asarray(110 if x == "uint8" else -9, x), (16, 16, 3, 3)
+    filters = [integers(shape, "int8"), integers(shape, "int8")]
+    scales = [RNG.uniform(0.001, 0.002, 16).astype(np.float32), np.float32(0.0015).reshape(())]
+    of_channels = RNG.uniform(0.03, 0.05, 16).astype(np.float32)
+    bb = BlockBuilder()
+    dims = (bb.symbol("n"), 16, bb.symbol("h"), bb.symbol("w"))
+
+    def rounded(value: Expr, scale: np.ndarray, zero: np.ndarray) -> Expr:
+        codes = bb.emit(ops.quantize_linear(value, Constant.of(scale), Constant.of(zero), dtype=x, **attrs))
+        return bb.emit(ops.dequantize_linear(codes, Constant.of(scale), Constant.of(zero), **attrs))
+
+    with bb.function("main", x=TensorType.of(dims, "float32")) as (given,):
+        value: Expr = given
+        for w, scale in zip(filters, scales, strict=True):
+            weight = bb.emit(ops.dequantize_linear(Constant.of(w), Constant.of(scale), axis=0, block_size=0))
+            value = bb.emit(ops.conv(rounded(value, np.float32(0.04).reshape(()), zero), weight, pads))
+            value = bb.emit(ops.relu(rounded(value, of_channels, np.full(16, zero))))
+        bb.result(value)
+    made = bb.module()
+    assert all(counts(made))
+    end = [step.name for step in default_pipeline()].index("legalize")
+    graph = run_passes(made, default_pipeline()[:end], PassContext(VNNI))
+    names = [b.value.callee.name for b in graph["main"].body.bindings() if isinstance(b.value.callee, Op)]
+    assert names.count("conv_integer") == 2 and names.count("transpose") == 2  # where they begin and end
+    low, high = np.iinfo(x).min, np.iinfo(x).max
+
+    def rounded_array(value: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        spread = scale.reshape(-1, 1, 1) if scale.ndim else scale
+        return (np.clip(np.rint(value.astype(np.float32) / spread) + zero, low, high) - zero) * spread
+
+    exe = rl.compile(made)
+    for n, size in SIZES[1:]:
+        x_value = RNG.standard_normal((n, 16, size, size + 1), np.float32)
+        value_array = x_value
+        for w, scale in zip(filters, scales, strict=True):
+            weight_array = w.astype(np.float64) * np.float64(scale.reshape(-1, 1, 1, 1))
+            source = rounded_array(value_array, np.float32(0.04)).astype(np.float64)
+            done = correlate(source, weight_array, pads, strides=None, dilations=None, groups=1)
+            value_array = np.maximum(rounded_array(done, of_channels), 0)
+        difference = np.abs(exe(x_value) - value_array)
+        assert (difference > 1e-5).mean() < 0.01 and difference.max() < 0.3  # a value between two codes goes either way

@@ -12,14 +12,16 @@ o * (sum of the row of a - p * rows of w) back. Activations in int8 are moved by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from relaxlite.ir.expr import Array, Call, Constant, Expr, Var
+from relaxlite import dtypes
+from relaxlite.ir.expr import Array, Call, Constant, Expr, ShapeValue, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.op import Op, get_op, shape_value
 from relaxlite.ir.ops.linalg import emit_op
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
@@ -29,12 +31,13 @@ from relaxlite.passes.manager import PassContext
 
 MOST_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: the sums fit int32, with the zero points in them
 GROUP = 4  # products that one instruction sums
+MOST_TERMS = 2**24 // (255 * 255)  # of a sum of products of 8-bit integers that float32 holds exactly
+LEAST_FILTERS = 8  # of a convolution whose channels are worth vectors
 
 
 def byte_products(module: IRModule, context: PassContext) -> IRModule:
-    """Multiply quantized activations with quantized weights in bytes, where the target has dot products of them."""
-    if not context.target.has_byte_products:
-        return module
+    """Multiply quantized activations with quantized weights in bytes, where the target has dot products of them, and
+    sum few products of integers in floats."""
     return map_functions(module, lambda f: _ByteProducts(context).function(f))
 
 
@@ -66,11 +69,17 @@ class _ByteProducts(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
-        rule = {"matmul": self._matmul, "matmul_integer": self._matmul_integer}.get(value.callee.name)
-        if rule is None or (found := rule(value)) is None:
-            return None
+        rules = {
+            "matmul": self._matmul, "matmul_integer": self._matmul_integer,
+            "conv": self._conv, "conv_integer": self._conv_integer,
+        }  # fmt: skip
+        rule = rules.get(value.callee.name) if self._context.target.has_byte_products else None
+        found = None if rule is None else rule(value)
         reason = "its operands are bytes, and sums of their products are exact"
-        self._context.decide("byte_products", var.name, True, reason)
+        if found is None and value.callee.name == "conv_integer":
+            found, reason = self._in_floats(value), "floats hold the sums of so few products exactly"
+        if found is not None:
+            self._context.decide("byte_products", var.name, True, reason)
         return found
 
     def _matmul(self, call: Call) -> Expr | None:
@@ -100,6 +109,105 @@ class _ByteProducts(Rewriter):
         if narrow is None:
             return None
         return self._total(self._unsigned(_Activations(a, zeros[0] if zeros else None)), narrow)
+
+    def _conv(self, call: Call) -> Expr | None:
+        x, w = call.args[:2]
+        weight = self._known.evaluate(w) if _dtype(call) == "float32" else None
+        if not isinstance(weight, Scaled) or not _is_worth_bytes(call, weight.integers):
+            return None
+        flat = (len(weight.integers), -1)
+        scale = np.broadcast_to(np.float32(1) if weight.scale is None else weight.scale, weight.integers.shape)
+        scale = scale.reshape(flat)
+        given, fits = self._padded(x), _narrowed(weight.integers.reshape(flat).T)
+        if given is None or given.scale is None or fits is None or fits.offset.any() or (scale != scale[:, :1]).any():
+            return None
+        total = self.bb.emit(self._windows(call, self._unsigned(given), weight.integers))
+        factor = emit_op(self.bb, "multiply", given.scale, Constant.of(_per_channel(scale[:, 0], weight.integers)))
+        return get_op("multiply")(emit_op(self.bb, "cast", total, dtype="float32"), factor)
+
+    def _conv_integer(self, call: Call) -> Expr | None:
+        x, w, _, *zeros = call.args
+        weight = self._known.evaluate(w)
+        if not isinstance(weight, np.ndarray) or not _is_worth_bytes(call, weight):
+            return None
+        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
+        if not isinstance(zero, np.ndarray) or (not zeros and (_dtype(x), _dtype(w)) == ("uint8", "int8")):
+            return None
+        integers: Array = np.subtract(weight, zero.reshape(-1, *(1,) * (weight.ndim - 1)), dtype=np.int32)
+        fits = _narrowed(integers.reshape(len(integers), -1).T)
+        if fits is None or fits.offset.any():
+            return None
+        return self._windows(call, self._unsigned(_Activations(x, zeros[0] if zeros else None)), integers)
+
+    def _in_floats(self, call: Call) -> Expr | None:
+        """A convolution of integers, such as one of each channel apart, as one of float32, which have schedules."""
+        x, w, pads, *zeros = call.args
+        weight = self._known.evaluate(w)
+        if not isinstance(weight, np.ndarray) or math.prod(weight.shape[1:]) > MOST_TERMS:
+            return None
+        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
+        if not isinstance(zero, np.ndarray) or call.attrs["layout"] != "first":
+            return None
+        filters: Array = np.subtract(weight, zero.reshape(-1, *(1,) * (weight.ndim - 1)), dtype=np.int32)
+        x, pads = self._without_pad(x, pads, zeros[0] if zeros else None)
+        wide = emit_op(self.bb, "cast", x, dtype="float32")
+        if zeros:
+            zero_of_x = emit_op(self.bb, "reshape", zeros[0], shape_value(()))
+            wide = emit_op(self.bb, "subtract", wide, emit_op(self.bb, "cast", zero_of_x, dtype="float32"))
+        attrs: Any = call.attrs
+        made = emit_op(self.bb, "conv", wide, Constant.of(filters.astype(np.float32)), pads, **attrs)
+        return get_op("cast")(made, dtype="int32")
+
+    def _without_pad(self, x: Expr, pads: Expr, zero: Expr | None) -> tuple[Expr, Expr]:
+        """x before it was padded with its zero point, and pads that do the same in floats, where 0 is what is added."""
+        pad = self._known.value(x)
+        if not isinstance(pad, Call) or not isinstance(pad.callee, Op) or pad.callee.name != "pad":
+            return x, pads
+        source, before, after, *value = pad.args
+        filled, point = self._number(value[0] if value else None), self._number(zero)
+        if filled is None or filled != point or pad.attrs["mode"] != "constant":
+            return x, pads
+        if not isinstance(before, ShapeValue) or not isinstance(after, ShapeValue):
+            return x, pads
+        if any(as_int(d) != 0 for sides in (before, after) for d in sides.values[:2]):
+            return x, pads
+        return source, ShapeValue((*before.values[2:], *after.values[2:]))
+
+    def _number(self, x: Expr | None) -> int | None:
+        """The value of a constant of one element; 0 for None."""
+        found = np.zeros(()) if x is None else self._known.evaluate(x)
+        return int(found.item()) if isinstance(found, np.ndarray) and found.size == 1 else None
+
+    def _padded(self, x: Expr) -> _Activations | None:
+        """What x was before dequantize_linear, and perhaps padded with zeros, which are the zero point there."""
+        pad = self._known.value(x)
+        if not isinstance(pad, Call) or not isinstance(pad.callee, Op) or pad.callee.name != "pad":
+            return self._dequantized(x)
+        source, before, after, *value = pad.args
+        given = self._dequantized(source)
+        if given is None or value or pad.attrs["mode"] != "constant":
+            return None
+        zero = np.zeros((), dtypes.to_numpy(_dtype(given.codes))) if given.zero is None else given.zero
+        if not isinstance(zero, np.ndarray):
+            zero = emit_op(self.bb, "reshape", zero, shape_value(()))
+        return replace(given, codes=emit_op(self.bb, "pad", given.codes, before, after, zero))
+
+    def _windows(self, call: Call, x: _Activations, weight: Array) -> Expr:
+        """The convolution of codes - zero with weight, which fits int8, in int32."""
+        channels, rank = weight.shape[1], weight.ndim
+        missing = -channels % GROUP
+        narrow, codes = weight.astype(np.int8), x.codes
+        if missing:  # channels of zeros, which add nothing
+            narrow = np.pad(narrow, [(0, 0), (0, missing), *[(0, 0)] * (rank - 2)])
+            codes = emit_op(self.bb, "pad", codes, (0,) * rank, (0, missing, *(0,) * (rank - 2)))
+        attrs: Any = call.attrs
+        total = get_op("conv_integer")(codes, Constant.of(np.ascontiguousarray(narrow)), call.args[2], **attrs)
+        if x.zero is None:
+            return total
+        sums = weight.sum(axis=tuple(range(1, rank)), dtype=np.int32)
+        zero = emit_op(self.bb, "cast", x.zero, dtype="int32")
+        moved = emit_op(self.bb, "multiply", zero, Constant.of(_per_channel(sums, weight)))
+        return get_op("subtract")(self.bb.emit(total), moved)
 
     def _dequantized(self, x: Expr) -> _Activations | None:
         """What x was before dequantize_linear, if all of it has one scale and one zero point."""
@@ -149,6 +257,18 @@ def _narrowed(weight: Array) -> _Narrow | None:
     if (low - offset < -128).any() or (high - offset > 127).any():
         return None
     return _Narrow(np.ascontiguousarray(np.subtract(weight, offset).astype(np.int8)), offset)
+
+
+def _per_channel(values: Array, weight: Array) -> Array:
+    """One number for each filter (oc,), to broadcast to the result (n, oc, spatial...)."""
+    return np.ascontiguousarray(values.reshape(-1, *(1,) * (weight.ndim - 2)))
+
+
+def _is_worth_bytes(call: Call, weight: Array) -> bool:
+    """Whether a convolution sums over enough channels, and makes enough of them, for dot products of bytes."""
+    if call.attrs["groups"] != 1 or call.attrs["layout"] != "first" or len(weight) < LEAST_FILTERS:
+        return False
+    return 0 < math.prod(weight.shape[1:]) <= MOST_ROWS
 
 
 def _has_rows(x: Expr, weight: Array) -> bool:

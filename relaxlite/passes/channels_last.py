@@ -192,6 +192,15 @@ def _conv(state: _ChannelsLast, call: Call) -> Expr | None:
     return _again(call, state.to_last(x), filters, pads, layout="last")
 
 
+def _conv_integer(state: _ChannelsLast, call: Call) -> Expr | None:
+    """Of bytes without zero points (byte_products.py): dot products of neighbouring channels want them last."""
+    x, w, *rest = call.args
+    if len(rest) > 1 or not isinstance(w, Constant) or call.attrs["layout"] != "first" or call.attrs["groups"] != 1:
+        return None
+    filters = Constant.of(np.ascontiguousarray(np.moveaxis(w.value, (0, 1), (-1, -2))), name=w.name)
+    return _again(call, state.to_last(x), filters, *rest, layout="last")
+
+
 def _without_pad(state: _ChannelsLast, x: Expr, pads: Expr) -> tuple[Expr, Expr]:
     """conv(pad(x), pads) = conv(x, pads + those of the pad): a depthwise convolution is not worth a padded copy."""
     pad = state.values.get(x) if isinstance(x, Var) else None
@@ -248,6 +257,16 @@ def _broadcast_operand(state: _ChannelsLast, x: Expr, rank: int) -> Expr:
         else:
             x = state.emit(get_op("reshape")(x, wide))
     return state.to_last(x)
+
+
+def _quantization(state: _ChannelsLast, call: Call) -> Expr | None:
+    """With one scale for all elements, or one for each channel."""
+    x, *scales = call.args
+    if not state.is_last(x) or call.attrs["block_size"]:
+        return None
+    rank, axis = len(shape_of(x)), call.attrs["axis"]
+    assert isinstance(axis, int)
+    return _again(call, state.to_last(x), *scales, axis=_axis_last(axis, rank) if -rank <= axis < rank else axis)
 
 
 def _pool(state: _ChannelsLast, call: Call) -> Expr | None:
@@ -336,7 +355,9 @@ def _transpose(state: _ChannelsLast, call: Call) -> Expr | None:
 
 
 RULES: Mapping[str, Rule] = {
-    "conv": _conv, "phase_interleave": _phase_interleave, "max_pool": _pool, "avg_pool": _pool, "lp_pool": _pool,
+    "conv": _conv, "conv_integer": _conv_integer, "quantize_linear": _quantization,
+    "dequantize_linear": _quantization, "phase_interleave": _phase_interleave,
+    "max_pool": _pool, "avg_pool": _pool, "lp_pool": _pool,
     "pad": _pad, "resize": _resize, "concat": _concat, "slice": _slice, "broadcast_to": _broadcast_to,
     "reshape": _reshape, "transpose": _transpose,
 }  # fmt: skip

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from relaxlite import dtypes
 from relaxlite.ir.program import (
     Allocate,
     Binary,
@@ -230,13 +231,15 @@ def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
 
 
 def _in_parts(tile: Allocate, reduced: int) -> Allocate | None:
-    """Long sums as sums of shorter ones, which rounds less; None where they are short already.
+    """Long sums as sums of shorter ones, which rounds less; None where they are short already, or of integers.
 
     e = 0; for k: e += v(k); f(e)   =>   t = 0; for ko: { e = 0; for ki: e += v(ko, ki); t += e }; f(t)
 
     The totals stay in memory, so that the registers are free for the parts.
     """
     assert isinstance(tile.body, Seq)
+    if not dtypes.is_float(tile.buffer.dtype):
+        return None
     init, update, *final = tile.body.stmts
     loops = perfect_nest(update).loops[:reduced]
     depths = [as_int(loop.extent) for loop in loops]

@@ -68,8 +68,8 @@ from relaxlite.passes.schedule import (
 from relaxlite.passes.schedule_bf16_tiles import bf16_tiles
 from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
-from relaxlite.passes.schedule_conv import filter_tile, tiled_filters
-from relaxlite.passes.schedule_dots import dot_products
+from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
+from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_reduction import (
     Block,
     asked_ahead,
@@ -303,7 +303,7 @@ class _Rules:
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
-        block = block.fused()
+        unfused, block = block, block.fused()
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
             if packs:
@@ -315,10 +315,15 @@ class _Rules:
             return tiled_blocks(blocks, lanes, streams, by_tiles if self.target.has("amx-int8") else None)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
+            of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
+            tile, dots = (tile, None) if of_bytes is None else of_bytes
             if packs:
                 self.panels.update(tile.panels)
             sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
             self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
+            if dots is not None:
+                self.panels[tile.filters] = tile.width
+                self._group(dots)
             return tiled_filters(tile, self.choice)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
@@ -329,10 +334,8 @@ class _Rules:
             if packs:
                 self.panels.update(panel_widths(block, column, lanes, registers, choice))
             if dots is not None:
-                for operand in dots.operands:
-                    self.panels[operand] = panel_width(block, column, lanes, registers, choice)
-                    self.groups[operand] = dots.group
-                    self.note("dot_products", operand.name, length=dots.group)
+                self.panels.update(dict.fromkeys(dots.operands, panel_width(block, column, lanes, registers, choice)))
+                self._group(dots)
             row, rows, vectors = tile_size(block, column, lanes, registers, choice)
             down = None if row is None else row.var.name
             self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
@@ -369,6 +372,19 @@ class _Rules:
         choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
         asks = Asks(self.target.panel_steps_ahead, width is not None)
         return choice, asks if asks.ahead or asks.for_next else None
+
+    def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
+        """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""
+        tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
+        dots = None if tile is None else dot_products(tile.block, tile.column, self.target)
+        if tile is None or dots is None:
+            return None
+        return replace(tile, block=replace(tile.block, body=dots.body)), dots
+
+    def _group(self, dots: Dots) -> None:
+        for operand in dots.operands:
+            self.groups[operand] = dots.group
+            self.note("dot_products", operand.name, length=dots.group)
 
     def ask_ahead(self, operand: Value) -> None:
         """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by

@@ -251,7 +251,7 @@ class Block:
         elements = {update.buffer for update in self.updates}
         return (load for update in self.updates for load in loads(update) if load.buffer not in elements)
 
-    def fused(self) -> Block:
+    def fused(self, *, reduced: bool = True) -> Block:
         """Fuse adjacent spatial loops, and adjacent reduced loops, whose accesses stay linear."""
         spatial, body = list(self.spatial), self.body
         k = len(spatial) - 2
@@ -263,7 +263,7 @@ class Block:
                 assert isinstance(merged.body, Allocate)
                 body = merged.body
             k -= 1
-        return Block(tuple(spatial), replace(body, body=_fuse_reduced(body.body)))
+        return Block(tuple(spatial), replace(body, body=_fuse_reduced(body.body)) if reduced else body)
 
     def vector_loop(self) -> For | None:
         """The spatial loop to vectorize: the last along which the output and some operand are contiguous and no operand
