@@ -143,6 +143,25 @@ def _resnet(options: Options) -> Iterator[Workload]:
     yield Workload("resnet50", "open-nsfw-resnet50", path, cases, MODEL_PEERS, options.threads)
 
 
+def _int8(options: Options) -> Iterator[Workload]:
+    """Static quantization (QDQ), and dynamic; results differ by codes that go either way, and more once they do."""
+    models_of: dict[str, list[Case]] = {
+        "smart-turn-qdq": [Case(f"{n}x80x800", (Input("input_features", (n, 80, 800)),)) for n in (1, 2)],
+        "moonshine-tiny-encoder": [Case(f"1x{n}", (Input("input_values", (1, n)),)) for n in (16_000, 40_000)],
+    }
+    for name, cases in models_of.items():
+        peers = ("relaxlite", "onnxruntime", "openvino-default")
+        path, kept = models.fetch(name, progress=False), tuple(cases[: 2 - options.quick])
+        yield Workload("int8", name, path, kept, peers, options.threads)
+
+
+def _stream(options: Options) -> Iterator[Workload]:
+    """Models of sound that take one step per call and hand their state on."""
+    case = Case("1 step", (Input("input_2", (1, 1, 257)), Input("input_3", (1, 2, 128, 2))))
+    path = models.fetch("dtln-denoise-1", progress=False)
+    yield Workload("stream", "dtln-denoise-1", path, (case,), ("relaxlite", "onnxruntime", "openvino"), options.threads)
+
+
 # Single kernels
 
 KN = ((384, 384), (384, 1536), (1536, 384), (768, 3072), (2048, 2048), (2048, 5632))
@@ -244,6 +263,8 @@ GROUPS: dict[str, Group] = {
     "det": partial(_pictures, "det", "ppocrv4-det", [(1, 320, 480), (1, 640, 640), (1, 96, 96)]),
     "rec": partial(_pictures, "rec", "ppocrv4-rec", [(1, 48, 320), (1, 48, 100), (1, 48, 640)]),
     "resnet50": _resnet,
+    "int8": _int8,
+    "stream": _stream,
     "matmul": _matmul,
     "quantized": _quantized,
     "rows": _rows,
