@@ -46,3 +46,11 @@ def test_a_single_step_reads_its_weights_along_their_rows(batch: int | None) -> 
     vectors = [s for s in walk_stmts(program.body) if isinstance(s, For) and s.kind == "vectorized"]
     moved = [(load, loop.var) for loop in vectors for load in loads(loop.body) if load.buffer is weights]
     assert moved and all(stride(load, var) == 1 for load, var in moved)
+
+
+@pytest.mark.parametrize(("batch", "shared"), [(3, False), (None, True)])
+def test_a_product_beside_other_statements_is_shared_out_unless_it_is_small(batch: int | None, shared: bool) -> None:
+    program = scheduled_rnn(96, steps=1, batch=batch)
+    weights = program.inputs[1]
+    parallel = [s for s in walk_stmts(program.body) if isinstance(s, For) and s.kind == "parallel"]
+    assert any(load.buffer is weights for loop in parallel for load in loads(loop)) == shared

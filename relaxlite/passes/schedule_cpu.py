@@ -266,7 +266,8 @@ class _Rules:
             return self.vectorized(stmt)
         block = reduction_block(stmt) if isinstance(stmt, For) else None
         if block is not None:
-            return self.step_reduction(block)
+            assert isinstance(stmt, For)
+            return self.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
         if isinstance(stmt, Seq):
             return seq(*(self.inner(s) for s in stmt.stmts))
         if isinstance(stmt, For | LetIndex | Allocate):
@@ -393,12 +394,14 @@ class _Rules:
         if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
             self.ahead.update(asked_ahead((b for b in read if b in self.panels), self.target.stream_ahead))
 
-    def step_reduction(self, block: Block) -> Stmt:
+    def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
         """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
-        while each time. Its operands are not packed, as other reductions of the stage may read other parts of them."""
+        while each time, where loops of unknown extent count as `unknown`. Its operands are not packed, as other
+        reductions of the stage may read other parts of them."""
         tiles = self.reduction(block, packs=False)
         sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
-        return tiles if math.prod(size or 1 for size in sizes) >= ENOUGH_WORK else serial(tiles)
+        work = math.prod(unknown if size is None else size for size in sizes)
+        return tiles if work >= ENOUGH_WORK else serial(tiles)
 
     def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
         """Partial results in vector lanes, if the innermost reduced loop is contiguous."""

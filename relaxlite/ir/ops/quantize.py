@@ -265,17 +265,21 @@ class DynamicQuantizeLinear(Op):
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer]) -> Stmt:
         y, scale, zero = out
         low, high = (Buffer(name, (), "float32") for name in ("low", "high"))
-        start = literal(0.0, "float32")
+        ends = ((low, "min"), (high, "max"))
+        start, rows = literal(0.0, "float32"), x.shape[:-1]
+        of_rows = {end: Buffer(f"{end.name}s", rows, "float32") for end, _ in ends}  # found side by side
         factor = (Scalar(high[()]) - Scalar(low[()])) / 255.0
         offset = (-Scalar(low[()]) / Scalar(scale[()])).minimum(255.0).maximum(0.0).unary("round")
         stages = seq(
-            reduce(low, x.shape, "min", start, lambda *i: x[i]),
-            reduce(high, x.shape, "max", start, lambda *i: x[i]),
+            *(reduce(of_rows[end], x.shape[-1:], how, start, lambda *i: x[i]) for end, how in ends),
+            *(reduce(end, rows, how, start, lambda *i, end=end: of_rows[end][i]) for end, how in ends),
             Store(scale, (), select(factor.equals(0.0), 1.0, factor).value),
             Store(zero, (), offset.cast("uint8").value),
             compute(y, lambda *i: _quantized(Scalar(x[i]), Scalar(scale[()]), Scalar(zero[()]), "uint8").value),
         )
-        return Allocate(low, Allocate(high, stages))
+        for buffer in (low, high, *of_rows.values()):
+            stages = Allocate(buffer, stages)
+        return stages
 
     def reference(self, x: Any) -> Any:
         low, high = np.min(x, initial=0.0), np.max(x, initial=0.0)
