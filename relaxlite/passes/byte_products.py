@@ -7,7 +7,8 @@
 of activations in uint8 and constant weights in int8, which processors multiply and add four at a time (dot4_u8s8). The
 sums are exact, whatever the zero point p of the activations is; one of the weights is part of them, where they then fit
 into int8. Columns in which they do not, as weights of uint8 may not, are moved by an offset o, and their sums get
-o * (sum of the row of a - p * rows of w) back. Activations in int8 are moved by 128.
+o * (sum of the row of a - p * rows of w) back. Activations in int8 are moved by 128. In convolutions the row is what a
+window holds.
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ class _ByteProducts(Rewriter):
         scale = np.broadcast_to(np.float32(1) if weight.scale is None else weight.scale, weight.integers.shape)
         scale = scale.reshape(flat)
         given, fits = self._padded(x), _narrowed(weight.integers.reshape(flat).T)
-        if given is None or given.scale is None or fits is None or fits.offset.any() or (scale != scale[:, :1]).any():
+        if given is None or given.scale is None or fits is None or (scale != scale[:, :1]).any():
             return None
-        total = self.bb.emit(self._windows(call, self._unsigned(given), weight.integers))
+        total = self.bb.emit(self._windows(call, self._unsigned(given), weight.integers, fits))
         factor = emit_op(self.bb, "multiply", given.scale, Constant.of(_per_channel(scale[:, 0], weight.integers)))
         return get_op("multiply")(emit_op(self.bb, "cast", total, dtype="float32"), factor)
 
@@ -135,9 +136,9 @@ class _ByteProducts(Rewriter):
             return None
         integers: Array = np.subtract(weight, zero.reshape(-1, *(1,) * (weight.ndim - 1)), dtype=np.int32)
         fits = _narrowed(integers.reshape(len(integers), -1).T)
-        if fits is None or fits.offset.any():
+        if fits is None:
             return None
-        return self._windows(call, self._unsigned(_Activations(x, zeros[0] if zeros else None)), integers)
+        return self._windows(call, self._unsigned(_Activations(x, zeros[0] if zeros else None)), integers, fits)
 
     def _in_floats(self, call: Call) -> Expr | None:
         """A convolution of integers, such as one of each channel apart, as one of float32, which have schedules."""
@@ -192,22 +193,28 @@ class _ByteProducts(Rewriter):
             zero = emit_op(self.bb, "reshape", zero, shape_value(()))
         return replace(given, codes=emit_op(self.bb, "pad", given.codes, before, after, zero))
 
-    def _windows(self, call: Call, x: _Activations, weight: Array) -> Expr:
-        """The convolution of codes - zero with weight, which fits int8, in int32."""
+    def _windows(self, call: Call, x: _Activations, weight: Array, fits: _Narrow) -> Expr:
+        """The convolution of codes - zero with weight, in int32. `fits`: the weight, a filter in each column."""
         channels, rank = weight.shape[1], weight.ndim
         missing = -channels % GROUP
-        narrow, codes = weight.astype(np.int8), x.codes
+        narrow, codes = fits.values.T.reshape(weight.shape), x.codes
         if missing:  # channels of zeros, which add nothing
             narrow = np.pad(narrow, [(0, 0), (0, missing), *[(0, 0)] * (rank - 2)])
             codes = emit_op(self.bb, "pad", codes, (0,) * rank, (0, missing, *(0,) * (rank - 2)))
         attrs: Any = call.attrs
         total = get_op("conv_integer")(codes, Constant.of(np.ascontiguousarray(narrow)), call.args[2], **attrs)
+        if fits.offset.any():
+            wide = emit_op(self.bb, "cast", x.codes, dtype="int32")
+            sums = emit_op(self.bb, "sum", wide, axes=(1,), keepdims=True)
+            ones = Constant.of(np.ones((1, 1, *weight.shape[2:]), np.int32))
+            sums = emit_op(self.bb, "conv", sums, ones, call.args[2], **attrs)
+            back = emit_op(self.bb, "multiply", sums, Constant.of(_per_channel(fits.offset, weight)))
+            total = get_op("add")(self.bb.emit(total), back)
         if x.zero is None:
             return total
-        sums = weight.sum(axis=tuple(range(1, rank)), dtype=np.int32)
         zero = emit_op(self.bb, "cast", x.zero, dtype="int32")
-        moved = emit_op(self.bb, "multiply", zero, Constant.of(_per_channel(sums, weight)))
-        return get_op("subtract")(self.bb.emit(total), moved)
+        of_filters = Constant.of(_per_channel(weight.sum(axis=tuple(range(1, rank)), dtype=np.int32), weight))
+        return get_op("subtract")(self.bb.emit(total), emit_op(self.bb, "multiply", zero, of_filters))
 
     def _dequantized(self, x: Expr) -> _Activations | None:
         """What x was before dequantize_linear, if all of it has one scale and one zero point."""

@@ -321,13 +321,13 @@ def _broadcast_to(state: _ChannelsLast, call: Call) -> Expr | None:
 
 
 def _reduction(state: _ChannelsLast, call: Call) -> Expr | None:
-    """Over spatial dimensions. Without `keepdims`, (n, c) is the same in both layouts."""
+    """Over spatial dimensions, or any if `keepdims`. Without, (n, c) is the same in both layouts."""
     x, axes = call.args[0], call.attrs["axes"]
     rank = len(shape_of(x))
     if not state.is_last(x) or not isinstance(axes, tuple):
         return None
     over = {a % rank for a in _ints(axes)}
-    if over & {0, 1}:
+    if over & {0, 1} and not call.attrs["keepdims"]:
         return None
     return _again(call, state.to_last(x), axes=tuple(sorted(_axis_last(a, rank) for a in over)))
 

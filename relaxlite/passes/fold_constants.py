@@ -1,11 +1,13 @@
 """Evaluate calls of pure ops whose operands are all constants, by their NumPy references.
 
 Weights that are kept in few bits (quantized_weights.py) stay so: what only widens the right operand of matrix products.
+Filters of convolutions become constants however much they grow, for only constants can be laid out for their tiles.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Constant, Expr, Function, Let, ShapeValue, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
+from relaxlite.ir.ops.nn_conv import Convolution
 from relaxlite.ir.ops.scalars import HALF
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
@@ -26,7 +29,21 @@ GROWTH = 2  # larger ones only if they are at most this many times the operands:
 
 
 def fold_constants(module: IRModule) -> IRModule:
-    return map_functions(module, lambda f: _FoldConstants(_widened_weights(f)).function(f))
+    return map_functions(module, lambda f: _FoldConstants(_widened_weights(f), _filters(f)).function(f))
+
+
+def _calls(function: Function) -> Iterator[tuple[Call, Op]]:
+    for body in bodies(function):
+        for binding in body.bindings():
+            value = binding.value if isinstance(binding, Let) else binding.source
+            if isinstance(value, Call) and isinstance(value.callee, Op):
+                yield value, value.callee
+
+
+def _filters(function: Function) -> set[Var]:
+    """What convolutions read as their filters."""
+    read = (call.args[1] for call, op in _calls(function) if isinstance(op, Convolution))
+    return {w for w in read if isinstance(w, Var)}
 
 
 def _widened_weights(function: Function) -> set[Var]:
@@ -49,9 +66,9 @@ def _widened_weights(function: Function) -> set[Var]:
 
 
 class _FoldConstants(Rewriter):
-    def __init__(self, kept: set[Var]) -> None:
+    def __init__(self, kept: set[Var], filters: set[Var]) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._filters = kept, filters
         self._tuples: dict[Var, tuple[Constant, ...]] = {}
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
@@ -62,7 +79,7 @@ class _FoldConstants(Rewriter):
         if var in self._kept or value.callee.name in _KEPT:
             return None
         operands = [_concrete(arg) for arg in value.args]
-        if any(o is None for o in operands) or not _is_worth(value, operands):
+        if any(o is None for o in operands) or not _is_worth(value, operands, any_growth=var in self._filters):
             return None
         try:
             with np.errstate(all="ignore"):
@@ -89,7 +106,7 @@ def _constant(result: Any, ty: object) -> Constant:
     return Constant.of(np.asarray(result).astype(dtypes.to_numpy(ty.dtype), copy=False))
 
 
-def _is_worth(call: Call, operands: list[Any]) -> bool:
+def _is_worth(call: Call, operands: list[Any], *, any_growth: bool) -> bool:
     if not isinstance(call.callee, Op) or type(call.callee).reference is Op.reference:
         return False
     types: list[Any] = list(result_types(call.ty))
@@ -97,4 +114,4 @@ def _is_worth(call: Call, operands: list[Any]) -> bool:
         return False
     size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)
     given = sum(o.nbytes for o in operands if isinstance(o, np.ndarray))
-    return bool(size <= max(SMALL_BYTES, GROWTH * given))
+    return any_growth or bool(size <= max(SMALL_BYTES, GROWTH * given))
