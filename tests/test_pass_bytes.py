@@ -235,7 +235,7 @@ def test_filters_that_do_not_fit_bytes_are_moved(kind: str, x: str) -> None:
 
 
 def test_filters_become_constants_without_dot_products_of_bytes() -> None:
-    """Those that are larger than their bytes were widened at each run, and convolved channels first: 25 ms, not 9."""
+    """Those that are larger than their bytes were widened at each run, and convolved channels first: 25 ms, not 11."""
     w, attrs = integers((64, 64, 3, 3), "int8"), {"axis": 1, "block_size": 0}
     bb = BlockBuilder()
     with bb.function("main", x=TensorType.of((bb.symbol("n"), 64, bb.symbol("h"), 9), "float32")) as (given,):
