@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import numpy as np
 import pytest
 
+import relaxlite as rl
 from relaxlite.runtime import scratch
 
 ADDRESSES = scratch.symbols()
@@ -90,3 +92,83 @@ def test_threads_never_share_a_block() -> None:
         thread.join()
     assert not wrong
     assert scratch.trim() <= 256 * MIB and scratch.trim() == 0
+
+
+# Results of a model
+
+
+def twice(rows: int) -> np.ndarray:
+    """2x of x (rows, 1024), where x[i] = i."""
+    return _DOUBLE(np.repeat(np.arange(rows, dtype=np.float32)[:, None], 1024, axis=1))
+
+
+def _double() -> rl.Executable:
+    bb = rl.BlockBuilder()
+    with bb.function("main", x=rl.TensorType.of((bb.symbol("n"), 1024), "float32")) as (x,):
+        bb.result(bb.emit(rl.ops.multiply(x, np.float32(2))))
+    return rl.compile(bb.module())
+
+
+_DOUBLE = _double()
+LARGE, SMALL = 9000, 100  # rows: 35 MiB, 400 KiB
+
+
+def test_memory_of_a_large_result_serves_the_next() -> None:
+    """Fresh pages took longer than the work: 16 ms for 128 MB in and out, and 7 with the same pages again."""
+    first = twice(LARGE)
+    place = first.ctypes.data
+    del first
+    assert scratch_waits(LARGE)
+    second = twice(LARGE)
+    assert second.ctypes.data == place and second[-1, 0] == 2 * (LARGE - 1)
+
+
+def scratch_waits(rows: int) -> bool:
+    """Whether a result of so many rows waits; it is still there afterwards."""
+    held = scratch.array(rows * 4096 + (2 << 20))
+    nothing_else = scratch.trim() == 0
+    del held
+    return nothing_else
+
+
+def test_a_large_result_stays_while_a_view_of_it_lives() -> None:
+    view = twice(LARGE)[::1000, 7]
+    other = twice(LARGE)
+    other[...] = -1
+    np.testing.assert_array_equal(view, np.arange(0, LARGE, 1000) * 2)
+
+
+def test_large_results_that_wait_are_given_back_when_asked() -> None:
+    result = twice(LARGE)
+    _DOUBLE.release_memory()
+    assert result[5, 0] == 10  # it is in use
+    del result
+    assert _DOUBLE.release_memory() >= LARGE * 4096
+    assert scratch.trim() == 0
+
+
+def test_small_results_are_left_to_the_c_library() -> None:
+    twice(SMALL)
+    assert scratch.trim() == 0
+
+
+def test_results_that_cannot_be_had() -> None:
+    with pytest.raises(MemoryError):
+        scratch.array(1 << 60)
+
+
+def test_threads_take_and_drop_large_results() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            found = twice(LARGE + number)
+            if not np.array_equal(found[:, 3], np.arange(LARGE + number) * 2):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -19,12 +19,14 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import OutOfMemoryError
+from relaxlite.runtime import scratch
 from relaxlite.runtime.threadpool import default_num_threads
 
 ALIGNMENT = 64  # a cache line, and the widest vector register
 _HUGE_PAGE = 2 << 20
 _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _HUGE_FROM = 4 << 20
+_WAITS_FROM = 32 << 20  # bytes; what is smaller, C libraries keep themselves when NumPy frees it
 _SHARED_FROM = 64 << 20  # bytes that several threads copy
 _MOST_COPIERS = 4
 _MAX_BYTES = (1 << 63) - 1
@@ -32,13 +34,15 @@ POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
 
 
 class Memory:
-    """A block of bytes, aligned to ALIGNMENT; freed with the last reference to it or to its `raw` array."""
+    """A block of bytes, aligned to ALIGNMENT; freed with the last reference to it or to its `raw` array. If it `waits`
+    and is large, it is kept then for the next that does (scratch.py)."""
 
     __slots__ = ("base", "nbytes", "pooled", "ptr", "raw")
 
-    def __init__(self, nbytes: int, *, pooled: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pooled: bool = False, waits: bool = False) -> None:
         alignment = _HUGE_PAGE if nbytes >= _HUGE_FROM else ALIGNMENT
-        self.raw = np.empty(nbytes + alignment, np.uint8)
+        size = nbytes + alignment
+        self.raw = scratch.array(size) if waits and nbytes >= _WAITS_FROM else np.empty(size, np.uint8)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.raw.data))
         self.ptr = -(-self.base // alignment) * alignment
         self.nbytes = nbytes
@@ -83,7 +87,7 @@ def tensor_bytes(shape: Sequence[int], dtype: str, what: str) -> int:
     return nbytes
 
 
-def allocate(nbytes: int, what: str, *, pooled: bool = False, poison: bool = False) -> Memory:
+def allocate(nbytes: int, what: str, *, pooled: bool = False, waits: bool = False, poison: bool = False) -> Memory:
     """A fresh block. OutOfMemoryError, which begins with `what`, when the size cannot be had."""
     if nbytes < 0 or nbytes > _MAX_BYTES:
         raise OutOfMemoryError(f"{what}: a size of {nbytes} bytes is negative or overflows 64 bits")
@@ -92,7 +96,7 @@ def allocate(nbytes: int, what: str, *, pooled: bool = False, poison: bool = Fal
             f"{what}: needs {size_text(nbytes)}, more than the {size_text(MEMORY_LIMIT)} of memory of this machine"
         )
     try:
-        memory = Memory(nbytes, pooled=pooled)
+        memory = Memory(nbytes, pooled=pooled, waits=waits)
     except MemoryError as error:
         raise OutOfMemoryError(f"{what}: the system has no {size_text(nbytes)} of memory left") from error
     if poison:

@@ -112,7 +112,8 @@ class Executable:
     def release_memory(self) -> int:
         """Give memory that waits for the next call back to the system; says how many bytes that were.
 
-        It is the arenas of this model, and blocks of data-dependent size that all models share.
+        It is the arenas of this model, and what all models share: blocks of data-dependent size, and those of large
+        results that nobody refers to any more.
         """
         arenas = self._vm.release_memory() + (self._host.release_memory() if self._host is not None else 0)
         return arenas + scratch.trim()

@@ -1,4 +1,4 @@
-"""Memory that native code allocates itself: workspaces of kernels, and tensors of host functions.
+"""Memory that native code allocates itself: workspaces of kernels, and tensors of host functions; and large results.
 
     ptr  relaxlite_scratch_alloc(i64 bytes)    64-byte aligned, null when there is none
     void relaxlite_scratch_free(ptr)
@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from functools import cache
 from string import Template
 from typing import Any
+
+import numpy as np
 
 from relaxlite.runtime import support
 from relaxlite.runtime.support import SupportCode
@@ -204,6 +207,19 @@ _TRIM = "relaxlite_scratch_trim"
 def symbols() -> dict[str, int]:
     """Names and addresses of the two functions for native code to import."""
     return {name: _functions()[name] for name in _SYMBOLS}
+
+
+def array(nbytes: int) -> np.ndarray:
+    """Bytes of unknown contents. Their block waits for the next request when nothing refers to them any more.
+    MemoryError where there is no such block."""
+    functions = _functions()
+    address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)(functions[_SYMBOLS[0]])(nbytes)
+    if not address:
+        raise MemoryError
+    block: Any = (ctypes.c_char * nbytes).from_address(address)
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(functions[_SYMBOLS[1]])
+    weakref.finalize(block, free, address).atexit = False
+    return np.frombuffer(block, np.uint8)
 
 
 def trim() -> int:

@@ -186,7 +186,7 @@ def new_tensor(shape: tuple[int, ...], dtype: str, what: str, *, poison: bool = 
     """Fresh memory of unknown (or poisoned) contents. OutOfMemoryError names `what`, the type and the size."""
     nbytes = tensor_bytes(shape, dtype, what)
     try:
-        memory = allocate(nbytes, what, poison=poison)
+        memory = allocate(nbytes, what, waits=True, poison=poison)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{error}; its type is {dtype}{list(shape)}") from error
     return Tensor(memory.ptr, shape, dtype, memory)
