@@ -234,6 +234,29 @@ def test_filters_that_do_not_fit_bytes_are_moved(kind: str, x: str) -> None:
         assert_exact(made, filters, x, pads, *zeros, **attrs)
 
 
+@pytest.mark.parametrize(("filled", "found"), [(None, True), (0.0, True), (0.5, False)])
+def test_zeros_around_a_picture_are_its_zero_point(filled: float | None, found: bool) -> None:
+    """An op of its own pads what is dequantized; other numbers have no code that is known to stand for them."""
+    w, attrs = integers((16, 8, 3, 3), "int8"), {"axis": 1, "block_size": 0}
+    zero = np.asarray(90, np.uint8)
+    bb = BlockBuilder()
+    dims = (bb.symbol("n"), 8, bb.symbol("h"), 9)
+    with bb.function("main", x=TensorType.of(dims, "uint8")) as (given,):
+        value = bb.emit(ops.dequantize_linear(given, np.float32(0.02), zero, **attrs))
+        around = [] if filled is None else [np.float32(filled)]
+        value = bb.emit(ops.pad(value, (0, 0, 1, 1), (0, 0, 1, 1), *around))
+        weight = bb.emit(ops.dequantize_linear(Constant.of(w), np.float32(0.01), axis=0, block_size=0))
+        bb.result(bb.emit(ops.conv(value, weight, (0, 0, 0, 0))))
+    made = bb.module()
+    assert all(counts(made)) == found
+    x = integers((2, 8, 6, 9), "uint8")
+    wide = (x.astype(np.float64) - 90) * np.float64(np.float32(0.02))
+    padded = np.pad(wide, [(0, 0), (0, 0), (1, 1), (1, 1)], constant_values=filled or 0)
+    filters = w * np.float64(np.float32(0.01))
+    wanted = correlate(padded, filters, (0, 0, 0, 0), strides=None, dilations=None, groups=1)
+    np.testing.assert_allclose(rl.compile(made)(x), wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_filters_become_constants_without_dot_products_of_bytes() -> None:
     """Those that are larger than their bytes were widened at each run, and convolved channels first: 25 ms, not 11."""
     w, attrs = integers((64, 64, 3, 3), "int8"), {"axis": 1, "block_size": 0}

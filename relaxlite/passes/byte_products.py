@@ -24,6 +24,7 @@ from relaxlite.ir.expr import Array, Call, Constant, Expr, ShapeValue, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op, shape_value
 from relaxlite.ir.ops.linalg import emit_op
+from relaxlite.ir.ops.nn_conv import is_zero
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
@@ -174,10 +175,10 @@ class _ByteProducts(Rewriter):
             return x, pads
         return source, ShapeValue((*before.values[2:], *after.values[2:]))
 
-    def _number(self, x: Expr | None) -> int | None:
+    def _number(self, x: Expr | None) -> float | None:
         """The value of a constant of one element; 0 for None."""
         found = np.zeros(()) if x is None else self._known.evaluate(x)
-        return int(found.item()) if isinstance(found, np.ndarray) and found.size == 1 else None
+        return float(found.item()) if isinstance(found, np.ndarray) and found.size == 1 else None
 
     def _padded(self, x: Expr) -> _Activations | None:
         """What x was before dequantize_linear, and perhaps padded with zeros, which are the zero point there."""
@@ -186,7 +187,7 @@ class _ByteProducts(Rewriter):
             return self._dequantized(x)
         source, before, after, *value = pad.args
         given = self._dequantized(source)
-        if given is None or value or pad.attrs["mode"] != "constant":
+        if given is None or pad.attrs["mode"] != "constant" or self._number(value[0] if value else None) != 0:
             return None
         zero = np.zeros((), dtypes.to_numpy(_dtype(given.codes))) if given.zero is None else given.zero
         if not isinstance(zero, np.ndarray):
@@ -272,7 +273,11 @@ def _per_channel(values: Array, weight: Array) -> Array:
 
 
 def _is_worth_bytes(call: Call, weight: Array) -> bool:
-    """Whether a convolution sums over enough channels, and makes enough of them, for dot products of bytes."""
+    """Whether a convolution, its padding an op of its own, sums over few enough products to fit, and makes enough
+    channels for vectors of them."""
+    pads = call.args[2]
+    if not isinstance(pads, ShapeValue) or not is_zero(pads.values):
+        return False
     if call.attrs["groups"] != 1 or call.attrs["layout"] != "first" or len(weight) < LEAST_FILTERS:
         return False
     return 0 < math.prod(weight.shape[1:]) <= MOST_ROWS
