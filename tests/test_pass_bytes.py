@@ -212,6 +212,15 @@ def test_integers_are_convolved_exactly(kind: str, x: str, w: str) -> None:
     assert_exact(made, filters, x, pads, *zeros, **attrs)
 
 
+@pytest.mark.parametrize("channels", [3, 8])
+def test_convolutions_without_zero_points(channels: int) -> None:
+    """They were summed in floats, or stayed products of int32, as if they had been changed already."""
+    filters = integers((16, channels, 3, 3), "int8")
+    made = convolution_of_integers(filters, [], "uint8", (1, 1, 1, 1))
+    assert all(counts(made))
+    assert_exact(made, filters, "uint8", (1, 1, 1, 1))
+
+
 def test_filters_with_zero_points_of_their_own() -> None:
     filters = RNG.integers(-60, 60, (10, 8, 3, 3)).astype(np.int8)
     zeros = [np.asarray(200, np.uint8), RNG.integers(-60, 60, 10).astype(np.int8)]

@@ -116,19 +116,14 @@ LARGE, SMALL = 9000, 100  # rows: 35 MiB, 400 KiB
 def test_memory_of_a_large_result_serves_the_next() -> None:
     """Fresh pages took longer than the work: 16 ms for 128 MB in and out, and 7 with the same pages again."""
     first = twice(LARGE)
-    place = first.ctypes.data
+    place, nbytes = first.ctypes.data, first.nbytes
     del first
-    assert scratch_waits(LARGE)
-    second = twice(LARGE)
-    assert second.ctypes.data == place and second[-1, 0] == 2 * (LARGE - 1)
-
-
-def scratch_waits(rows: int) -> bool:
-    """Whether a result of so many rows waits; it is still there afterwards."""
-    held = scratch.array(rows * 4096 + (2 << 20))
-    nothing_else = scratch.trim() == 0
-    del held
-    return nothing_else
+    held = scratch.array(nbytes + (2 << 20))  # as large as the block of such a result
+    start = place - held.ctypes.data
+    rows = held[start : start + nbytes].view(np.float32).reshape(LARGE, 1024)
+    np.testing.assert_array_equal(rows[:, 5], np.arange(LARGE) * 2)  # of fresh pages these would be zeros
+    del held, rows
+    assert twice(LARGE).ctypes.data == place
 
 
 def test_a_large_result_stays_while_a_view_of_it_lives() -> None:

@@ -86,12 +86,13 @@ class _ByteProducts(Rewriter):
 
     def _matmul(self, call: Call) -> Expr | None:
         x, w = call.args
-        weight = self._known.evaluate(w) if _dtype(call) == "float32" else None
-        if not isinstance(weight, Scaled) or not _has_rows(x, weight.integers):
+        given = self._dequantized(x) if _dtype(call) == "float32" else None
+        weight = None if given is None else self._known.evaluate(w)
+        if given is None or given.scale is None or not isinstance(weight, Scaled) or not _has_rows(x, weight.integers):
             return None
         scale = np.broadcast_to(np.float32(1) if weight.scale is None else weight.scale, weight.integers.shape)
-        given, narrow = self._dequantized(x), _narrowed(weight.integers)
-        if given is None or given.scale is None or narrow is None or not (scale == scale[:1]).all():
+        narrow = _narrowed(weight.integers)
+        if narrow is None or not (scale == scale[:1]).all():
             return None  # rows with scales of their own have no sum to share
         factor = emit_op(self.bb, "multiply", given.scale, Constant.of(np.ascontiguousarray(scale[0])))
         total = self.bb.emit(self._total(self._unsigned(given), narrow))
@@ -128,29 +129,31 @@ class _ByteProducts(Rewriter):
         return get_op("multiply")(emit_op(self.bb, "cast", total, dtype="float32"), factor)
 
     def _conv_integer(self, call: Call) -> Expr | None:
-        x, w, _, *zeros = call.args
-        weight = self._known.evaluate(w)
-        if not isinstance(weight, np.ndarray) or not _is_worth_bytes(call, weight):
+        x, _, _, *zeros = call.args
+        integers = self._centered(call)
+        if integers is None or not _is_worth_bytes(call, integers):
             return None
-        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
-        if not isinstance(zero, np.ndarray) or (not zeros and (_dtype(x), _dtype(w)) == ("uint8", "int8")):
-            return None
-        integers: Array = np.subtract(weight, zero.reshape(-1, *(1,) * (weight.ndim - 1)), dtype=np.int32)
         fits = _narrowed(integers.reshape(len(integers), -1).T)
         if fits is None:
             return None
         return self._windows(call, self._unsigned(_Activations(x, zeros[0] if zeros else None)), integers, fits)
 
+    def _centered(self, call: Call) -> Array | None:
+        """The constant filters (oc, c, kernel...) of a convolution of integers, less their zero points, in int32."""
+        _, w, _, *zeros = call.args
+        weight = self._known.evaluate(w)
+        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
+        if not isinstance(weight, np.ndarray) or not isinstance(zero, np.ndarray):
+            return None
+        centered: Array = np.subtract(weight, zero.reshape(-1, *(1,) * (weight.ndim - 1)), dtype=np.int32)
+        return centered
+
     def _in_floats(self, call: Call) -> Expr | None:
         """A convolution of integers, such as one of each channel apart, as one of float32, which have schedules."""
-        x, w, pads, *zeros = call.args
-        weight = self._known.evaluate(w)
-        if not isinstance(weight, np.ndarray) or math.prod(weight.shape[1:]) > MOST_TERMS:
+        x, _, pads, *zeros = call.args
+        filters = self._centered(call)
+        if filters is None or math.prod(filters.shape[1:]) > MOST_TERMS or call.attrs["layout"] != "first":
             return None
-        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
-        if not isinstance(zero, np.ndarray) or call.attrs["layout"] != "first":
-            return None
-        filters: Array = np.subtract(weight, zero.reshape(-1, *(1,) * (weight.ndim - 1)), dtype=np.int32)
         x, pads = self._without_pad(x, pads, zeros[0] if zeros else None)
         wide = emit_op(self.bb, "cast", x, dtype="float32")
         if zeros:
@@ -238,7 +241,7 @@ class _ByteProducts(Rewriter):
         call = self._known.value(x)
         if isinstance(call, Call) and isinstance(call.callee, Op) and call.callee.name == "quantize_linear":
             given, scale, *zero = call.args
-            if zero:  # which is rounded and cut off in the same places
+            if zero:  # which is rounded and cut off in the same places; NaN, which has no code, is the least one then
                 attrs: Any = {**call.attrs, "dtype": "uint8"}
                 return self.bb.emit(get_op("quantize_linear")(given, scale, self._moved(zero[0]), **attrs))
         wide = emit_op(self.bb, "cast", x, dtype="int16")

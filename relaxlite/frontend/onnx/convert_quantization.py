@@ -17,7 +17,7 @@ from relaxlite.ir.expr import Constant, Expr
 
 
 def _axis(n: Node) -> int:
-    """Before opset 13 there is none, but onnxruntime's quantization writes it and means it."""
+    """Before opset 13 the standard has none, but onnxruntime's quantization tool writes it for scales of channels."""
     return n.int("axis", 1 if n.opset >= 13 else 0)
 
 
