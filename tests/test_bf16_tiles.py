@@ -138,7 +138,8 @@ def test_rows_may_have_any_leading_dimensions(dims: tuple[int | str, ...]) -> No
         (WITH_TILES, 384, 384, True),
         (WITH_TILES, 64, 80, True),
         (WITH_DOTS, 384, 384, False),
-        (WITH_TILES, 48, 384, False),  # no whole number of steps of 32
+        (WITH_TILES, 48, 384, True),  # in steps of 24
+        (WITH_TILES, 34, 384, False),  # no whole number of steps
         (WITH_TILES, 384, 16, False),  # panels of one vector
     ],
 )

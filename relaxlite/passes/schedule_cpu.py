@@ -65,7 +65,6 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
-from relaxlite.passes.schedule_bf16_tiles import bf16_tiles
 from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
@@ -81,6 +80,7 @@ from relaxlite.passes.schedule_reduction import (
     tiled,
 )
 from relaxlite.passes.schedule_rows import reads_in_time, schedule_rows
+from relaxlite.passes.schedule_squares import tile_squares
 from relaxlite.passes.schedule_tiles import by_tiles
 from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
 from relaxlite.passes.schedule_turned import find_turned, tiled_turned
@@ -347,11 +347,12 @@ class _Rules:
             body = None if dots is None else dots.body
             made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
             larger = None
-            if dots is not None and self.target.has("amx-bf16"):
-                larger = bf16_tiles(block, column, lanes, panel_width(block, column, lanes, registers, choice))
+            if dots is not None:
+                width = panel_width(block, column, lanes, registers, choice)
+                larger = tile_squares(block, column, lanes, width, self.target)
             if larger is None:
                 return made
-            self.note("bf16_tile", column.var.name, row=down)
+            self.note("tile_squares", column.var.name, row=down)
             return IfThenElse(*larger, made)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)

@@ -53,7 +53,8 @@ BLOCKS = (
 )
 
 _TURNS = 4  # tiles of products
-_CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "dot": 16, "dot_unsigned": 16, "keep": 16}  # the others: 1
+_DOTS = ("dot", "dot_unsigned", "dot_of_unsigned", "dot_bf16")
+_CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys(_DOTS, 16)}  # the others: 1
 
 
 def by_tiles(tile: ManyRows, vectors: int) -> tuple[Value, ManyRows] | None:

@@ -5,11 +5,12 @@
     clear(products)                          the same with zeros
     take_x(x, from, stride)                  x[16, depth], in tile 0 or 1 of its kind, comes from memory
     take_quads(quads, from, stride)          so does quads[depth / 4, 16, 4]
-    dot(products, x, quads)                  products += x @ quads, of bytes; dot_bf16: of bfloat16, quads are pairs
+    dot(products, x, quads)                  products += x @ quads, of signed bytes
     keep(products, to, stride)               products go to memory
     release()
 
-Numbers are signed, those of quads unsigned in `dot_unsigned`; strides in bytes. A thread that computes with tiles
+Bytes are unsigned in the quads of `dot_unsigned` and in the x of `dot_of_unsigned`; `dot_bf16` multiplies bfloat16, of
+which quads hold pairs. Strides are in bytes. A thread that computes with tiles
 configures them first and releases them afterwards, as switching threads saves 8 KB of tiles that are in use.
 """
 
@@ -92,6 +93,7 @@ _ROUTINES: Mapping[str, Callable[..., None]] = {
     "take_quads": _take(_QUADS),
     "dot": _dot("tdpbssd"),
     "dot_unsigned": _dot("tdpbsud"),
+    "dot_of_unsigned": _dot("tdpbusd"),
     "dot_bf16": _dot("tdpbf16ps"),
     "keep": _keep,
     "release": _release,
