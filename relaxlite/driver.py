@@ -66,7 +66,8 @@ def compile(
     sums in float32: about twice the speed on processors with such instructions, results within some 1 % of the largest.
     What weights in blocks of few bits are multiplied by, as in language models, is rounded to integers in blocks:
     `precision="int8"` to 8 bits, as llama.cpp does, `"int12"` to 12 (logits move by some 3e-3 of the largest),
-    `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies bytes.
+    `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies
+    bytes faster than floats (passes/integer_products.py).
     `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, at
     constant offsets. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING

@@ -161,6 +161,11 @@ class Target:
         return self.is_x86 and (self.has("avx512vnni") or self.has("avxvnni"))
 
     @property
+    def has_byte_pairs(self) -> bool:
+        """Whether one instruction sums the products of two bytes in 16 bits, for vectors of 256 bits and more."""
+        return self.is_x86 and self.has("avx2")
+
+    @property
     def stream_ahead(self) -> int:
         """How many bytes ahead of a long stream of weights its lines should be asked for; 0: not at all.
 

@@ -44,6 +44,8 @@ LOW_BITS = {"int8": 0, "int12": 4, "int16": 8}
 PORTABLE = "llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu"
 NARROW = "llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu"
 WITH_DOTS = "llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu"
+WIDE = "llvm -mcpu=skylake-avx512 -mtriple=x86_64-unknown-linux-gnu"  # 512 bits without such an instruction
+OLD = "llvm -mcpu=x86-64-v2 -mtriple=x86_64-unknown-linux-gnu"
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -83,7 +85,9 @@ WEIGHTS: dict[str, tuple[int, int, int | None, str, tuple[int, ...]]] = {
     "8 bits, offsets": (8, 16, None, "float16", (33,)),
 }
 CASES = [(name, columns, "llvm") for name, (*_, widths) in WEIGHTS.items() for columns in widths]
-CASES += [(name, widths[-1], target) for target in (PORTABLE, NARROW) for name, (*_, widths) in WEIGHTS.items()]
+CASES += [
+    (name, widths[-1], target) for target in (PORTABLE, WIDE, OLD, NARROW) for name, (*_, widths) in WEIGHTS.items()
+]
 
 
 def weight_of(name: str, columns: int) -> BlockWeight:
@@ -426,7 +430,7 @@ def test_weights_that_are_arguments_are_not_asked_for_ahead() -> None:
     assert set(prefetches(program)) == {program.params[4].name}
 
 
-@pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (PORTABLE, "auto")])
+@pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (OLD, "auto")])
 def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, precision: str) -> None:
     module, context = lowered(product(block_weight(DEPTH, COLUMNS)), target, precision)
     assert not programs_with(module, "quantize_blocks") and not programs_with(module, "matmul_blocks")
@@ -435,6 +439,18 @@ def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, pr
         weight, x = block_weight(DEPTH, COLUMNS), some_rows(17, DEPTH)
         found = rl.compile(product(weight), target, precision=precision)(x)
         np.testing.assert_allclose(found, x @ weight.values, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("target", "bits", "rounds"),
+    [(WITH_DOTS, 8, True), (PORTABLE, 4, True), (PORTABLE, 6, True), (PORTABLE, 8, False), (WIDE, 8, False)],
+)
+def test_activations_are_rounded_where_that_is_faster(target: str, bits: int, rounds: bool) -> None:
+    weight = block_weight(DEPTH, COLUMNS, bits=bits, zero=1 << (bits - 1))
+    module, context = lowered(product(weight), target, "auto")
+    assert bool(programs_with(module, "quantize_blocks")) == rounds
+    if not rounds:
+        assert reasons(context) == [(False, "this processor multiplies codes of 8 bits faster as floats")]
 
 
 @pytest.mark.parametrize("dims", [("m",), ("b", "m")])
@@ -535,8 +551,8 @@ class WrongBytes(ProgramRewriter):
         value = super().value(value)
         if not isinstance(value, Intrinsic) or value.name != "dot4_words":
             return value
-        total, a, b = value.args
-        return replace(value, args=(total, b, a))
+        total, a, b, most = value.args
+        return replace(value, args=(total, b, a, most))
 
 
 WRONG: dict[str, tuple[str, Callable[[IRModule], IRModule]]] = {

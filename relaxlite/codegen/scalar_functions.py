@@ -196,7 +196,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
     if name == WORDS:
-        a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:], (np.uint8, np.int8), strict=True))
+        a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:3], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))
     dot = DOT_PRODUCTS[name]
     total, wide = args[0], dtypes.to_numpy(dot.total)

@@ -2,9 +2,12 @@
 
     fma(a, b, c) = a*b + c                                                  floats; one rounding or two
     dot4_u8s8(c, a0..a3, b0..b3) = c + a0*b0 + a1*b1 + a2*b2 + a3*b3        int32 of uint8 and int8; wraps, exact
-    dot4_words(c, a, b)                                                     the same, of the bytes of two int32
+    dot4_words(c, a, b, most)                                               the same, of the bytes of two int32
     word(b0, b1, b2, b3) = b0 | b1 << 8 | b2 << 16 | b3 << 24                int32 of the bits of four int8
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
+
+`most` is a literal, which no byte of the word a exceeds: processors without an instruction for such products have
+faster ones for small numbers.
 
 dot2_bf16 adds a1*b1 and then a0*b0, each product exact and each of the two sums rounded to float32, to nearest even.
 vdpbf16ps does just this (found on Zen 4), but takes numbers below 2**-126, operands and sums, as zeros of their sign,
@@ -52,7 +55,7 @@ WORD = "word"
 
 INTRINSICS: Mapping[str, IntrinsicType] = {
     "fma": IntrinsicType((None, None, None), None),
-    WORDS: IntrinsicType(("int32", "int32", "int32"), "int32"),
+    WORDS: IntrinsicType(("int32", "int32", "int32", "int32"), "int32"),
     WORD: IntrinsicType(("int8", "int8", "int8", "int8"), "int32"),
     **{
         name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)

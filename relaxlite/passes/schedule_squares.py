@@ -98,7 +98,8 @@ def tile_squares(block: Block, column: For, lanes: int, width: int, target: Targ
     if not tile.starts_neutral():
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, row.extent))
-    return enough, tile.everywhere([(o.var, o.extent) for o in block.spatial if o is not column and o is not row], found)
+    others = [(o.var, o.extent) for o in block.spatial if o is not column and o is not row]
+    return enough, tile.everywhere(others, found)
 
 
 def _operands(block: Block, row: For, column: For, width: int, target: Target) -> _Operands | None:
@@ -125,11 +126,7 @@ class _Squares(Tile):
 
     __slots__ = ()
 
-    def everywhere(
-        self,
-        others: Sequence[tuple[SymVar, SymExpr]],
-        given: _Operands,
-    ) -> Stmt:
+    def everywhere(self, others: Sequence[tuple[SymVar, SymExpr]], given: _Operands) -> Stmt:
         """All of them in one parallel loop."""
         row, side = self._row, SIDE * ROWS
         across, down, inner = (SymVar(name, lower=0) for name in ("jo", "io", "ii"))
@@ -138,7 +135,8 @@ class _Squares(Tile):
         top = SymVar("top", lower=0)
         square = self._square(across, top, given, inner)
         square = LetIndex(top, IndexValue(down * some + inner * side), square)
-        body = seq(call_tiles("configure", given.step * given.kind.bytes), For(inner, count, square), call_tiles("release"))
+        configure = call_tiles("configure", given.step * given.kind.bytes)
+        body = seq(configure, For(inner, count, square), call_tiles("release"))
         axes = [*others, (across, ceildiv(self.column.extent, side)), (down, ceildiv(row.extent, some))]
         return Substitute(fresh=True).stmt(grid(axes, body))
 
@@ -155,9 +153,7 @@ class _Squares(Tile):
             )
 
         tiles = [(down, side) for down in range(SIDE) for side in range(SIDE)]
-        taken = [
-            call_tiles("take_x", t, place(x, {self._row.var: starts[t]}), sym(given.x_apart)) for t in range(SIDE)
-        ]
+        taken = [call_tiles("take_x", t, place(x, {self._row.var: starts[t]}), sym(given.x_apart)) for t in range(SIDE)]
         taken += [
             call_tiles("take_quads", u, place(weight, {self.column.var: first + u * ROWS}), sym(given.weight_apart))
             for u in range(SIDE)

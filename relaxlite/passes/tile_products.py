@@ -181,7 +181,7 @@ def _chain(value: Value) -> tuple[Value, list[tuple[Value, Load]]]:
     """What a chain of dot products starts from, and its terms: quads, and the first byte of their words of x."""
     terms: list[tuple[Value, Load]] = []
     while isinstance(value, Intrinsic) and value.name == WORDS:
-        total, code, word = value.args
+        total, code, word, _ = value.args
         if not isinstance(word, Intrinsic) or word.name != WORD or not isinstance(word.args[0], Load):
             return value, []
         terms.append((code, word.args[0]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from relaxlite.codegen.llvm import memory
+from relaxlite.codegen.llvm.byte_pairs import emit_dots_by_pairs, pair_lanes
 from relaxlite.codegen.llvm.context import Access, Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const, mangle
 from relaxlite.codegen.llvm.types import convert, from_memory
@@ -44,8 +45,11 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
     )
 
 
-def emit_dot_of_words(k: Kernel, c: Val, a: Val, b: Val) -> Val:
+def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
     """The same of operands that are words already."""
+    if width := pair_lanes(k.e.target, k.lanes):
+        return emit_dots_by_pairs(k, value, emit_value, width)
+    c, a, b, _ = (emit_value(k, x) for x in value.args)
     name = "dot4_u8s8"
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
     if width and (a.lanes or b.lanes):

@@ -82,7 +82,7 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
     if value.name == WORDS:
-        return emit_dot_of_words(k, *(emit_value(k, arg) for arg in value.args))
+        return emit_dot_of_words(k, value, emit_value)
     if value.name == WORD:
         return emit_word(k, value, emit_value)
     a, b, c = (emit_value(k, arg) for arg in value.args)

@@ -405,8 +405,9 @@ def _local(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
     return body
 
 
-def _dot(total: Value, a: Value, b: Value) -> Intrinsic:
-    return Intrinsic(WORDS, (total, a, b), "int32")
+def _dot(total: Value, a: Value, b: Value, bits: int) -> Intrinsic:
+    """total + a . b, the bytes of a having so many bits."""
+    return Intrinsic(WORDS, (total, a, b, literal((1 << bits) - 1, "int32")), "int32")
 
 
 @register
@@ -454,9 +455,9 @@ class MatmulBlocks(_Blocks):
             codes = _quads(words, g, j, block, bits)
             start = literal(0, "int32")
             correction = (Scalar(start) - Scalar(x_sums[g, i]) * zero).value if zero else start
-            high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)])
+            high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], bits)
             if low_bits:
-                low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)])
+                low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)], bits)
                 total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
             else:
                 total = Scalar(high)
@@ -524,11 +525,11 @@ class MatmulBlocks(_Blocks):
             yield Sample((*given, (4 * block * bits // 32, "n"), *scales), attrs, factored, made, 1e-4)
 
 
-def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value]) -> Value:
+def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], bits: int) -> Value:
     """start + codes . numbers, in two chains, as each dot product waits for the one before."""
     chains = [start, literal(0, "int32")]
     for q, (code, number) in enumerate(zip(codes, numbers, strict=True)):
-        chains[q % 2] = _dot(chains[q % 2], code, number)
+        chains[q % 2] = _dot(chains[q % 2], code, number, bits)
     return (Scalar(chains[0]) + Scalar(chains[1])).value
 
 

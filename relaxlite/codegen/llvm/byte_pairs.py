@@ -1,0 +1,109 @@
+"""Dot products of bytes where there is no instruction for four of them: by products of pairs, as SSSE3 and AVX2 have.
+
+    pairs  = pmaddubsw(a, b)     16 bits: a0*b0 + a1*b1, which must not leave them, as it would be cut off
+    total += pmaddwd(pairs, 1)   32 bits: pairs0 + pairs1
+
+With b of -128..127 a sum of pairs stays below 2**15 while the greatest values of its a add up to no more than 127; so
+the pairs of several products with small a are summed in 16 bits. Bytes above 127 are cut in two,
+a = (a & 127) + 128 * (a >> 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
+from relaxlite.ir.intrinsics import WORDS
+from relaxlite.ir.program import Intrinsic, Literal, Value
+from relaxlite.target import Target
+
+_MOST = 127  # that the greatest values of a in one sum of pairs add up to: 2 * 127 * 128 < 2**15
+_ONES = 0x01010101
+
+
+@dataclass(frozen=True, slots=True)
+class _Instructions:
+    feature: str
+    pairs: str  # of bytes
+    sums: str  # of neighbouring 16-bit numbers, times others
+
+
+_BY_BITS: Mapping[int, _Instructions] = {  # widest first
+    512: _Instructions("avx512bw", "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    256: _Instructions("avx2", "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+    128: _Instructions("ssse3", "llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
+}
+
+
+def pair_lanes(target: Target, lanes: int) -> int:
+    """How many 32-bit lanes the instructions for pairs take, the most that divide `lanes`; 0: the target has none, or
+    has better ones."""
+    if not target.is_x86 or not lanes or target.has_byte_products:
+        return 0
+    fits = (bits // 32 for bits, found in _BY_BITS.items() if bits <= target.vector_bits and target.has(found.feature))
+    return next((width for width in fits if lanes % width == 0), 0)
+
+
+def emit_dots_by_pairs(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], width: int) -> Val:
+    """A chain of dot products of words, `width` lanes at a time."""
+    mosts: list[int] = []
+    words: list[tuple[Value, Value]] = []
+    start: Value = value
+    while isinstance(start, Intrinsic) and start.name == WORDS:
+        start, a, b, most = start.args
+        words.append((a, b))
+        mosts.append(int(most.value) if isinstance(most, Literal) else 0xFF)
+    operands = [emit_value(k, x) for x in (start, *(a for a, _ in words), *(b for _, b in words))]
+
+    def chain(total: Val, *factors: Val) -> Val:
+        sums = _Sums(k.e, total)
+        for a, b, most in zip(factors[: len(words)], factors[len(words) :], mosts, strict=True):
+            sums.add(a, b, most)
+        return sums.total()
+
+    return k.e.by_parts([k.e.splat(x, k.lanes) for x in operands], width, chain)
+
+
+class _Sums:
+    """A total in 32 bits, and sums of pairs in 16 bits that are still to be added, each some times."""
+
+    def __init__(self, e: Emitter, total: Val) -> None:
+        self._e, self._total = e, total
+        self._instructions = _BY_BITS[32 * total.lanes]
+        self._waiting: dict[int, tuple[Val, int]] = {}  # times -> pairs, and what the greatest a add up to
+
+    def add(self, a: Val, b: Val, most: int) -> None:
+        """The products of the bytes of a, at most `most`, with those of b."""
+        if most <= _MOST:
+            self._wait(a, b, most, 1)
+            return
+        self._wait(self._e.binary("and", a, self._all(_MOST)), b, _MOST, 1)
+        high = self._e.binary("lshr", a, int_const(7, "i32"))
+        self._wait(self._e.binary("and", high, self._all(1)), b, 1, _MOST + 1)
+
+    def total(self) -> Val:
+        for times in list(self._waiting):
+            self._flush(times)
+        return self._total
+
+    def _wait(self, a: Val, b: Val, most: int, times: int) -> None:
+        e, lanes = self._e, a.lanes
+        if times in self._waiting and self._waiting[times][1] + most > _MOST:
+            self._flush(times)
+        bytes_of = [e.op(f"bitcast {x} to <{4 * lanes} x i8>", "i8", 4 * lanes) for x in (a, b)]
+        pairs = e.call(self._instructions.pairs, bytes_of, "i16", 2 * lanes, "pairs")
+        if times in self._waiting:
+            others, others_most = self._waiting[times]
+            pairs, most = e.binary("add", others, pairs), others_most + most
+        self._waiting[times] = pairs, most
+
+    def _flush(self, times: int) -> None:
+        pairs, _ = self._waiting.pop(times)
+        by = self._e.splat(int_const(times, "i16"), pairs.lanes)
+        products = self._e.call(self._instructions.sums, [pairs, by], "i32", self._total.lanes, "sums")
+        self._total = self._e.binary("add", self._total, products)
+
+    def _all(self, byte: int) -> Val:
+        return int_const(_ONES * byte, "i32")
