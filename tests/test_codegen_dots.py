@@ -63,7 +63,7 @@ def dot_program(name: str, lanes: int, kind: LoopKind, *, layout: str, is_masked
 
 def numbers(buffer: Buffer) -> Any:
     rng, shape = np.random.default_rng(len(buffer.name)), tuple(int(d) for d in buffer.shape)
-    if buffer.dtype in ("uint8", "int8", "int32"):
+    if buffer.dtype in ("uint8", "int8", "int16", "int32"):
         info = np.iinfo(buffer.dtype)
         return rng.integers(info.min, info.max, shape, buffer.dtype, endpoint=True)
     return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if buffer.dtype == "bfloat16" else np.float32)
@@ -234,7 +234,7 @@ def test_unknown_intrinsics_are_named() -> None:
     out = Buffer.of("out", (1,), "float32")
     value = Intrinsic("sad", (Literal(0.0, "float32"),), "float32")
     with pytest.raises(
-        CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, word, dot4_u8s8, dot2_bf16"
+        CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, word, dot4_u8s8, dot2_i16, dot2_bf16"
     ):
         emit_program("p", TensorProgram((out,), (), Store(out, (sym(0),), value)), HOST)
     with pytest.raises(TypeError, match="unknown intrinsic 'sad'"):

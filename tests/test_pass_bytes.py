@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +24,8 @@ from relaxlite.target import Target
 
 ROWS = (0, 1, 2, 3, 7, 16, 33, 130)
 VNNI = Target.parse("llvm -mcpu=znver4")
+PAIRS = Target.parse("llvm -mcpu=x86-64-v3")  # AVX2, which has no instruction for four bytes
+HERE = [target for target in (Target.host(), PAIRS) if target.runs_here]
 RNG = np.random.default_rng(0)
 
 
@@ -52,14 +55,14 @@ def product_of_integers(
     return module((*batch, len(w)), a, make, **({"zero": TensorType.of((), a)} if a_zero else {}))
 
 
-def counts(module: IRModule, target: Target = VNNI) -> list[int]:
-    """Dot products of bytes in each program of the scheduled module that has a product of integers."""
+def counts(module: IRModule, target: Target = VNNI, instruction: str = "dot4_u8s8") -> list[int]:
+    """Dot products in each program of the scheduled module that has a product of integers."""
     end = [step.name for step in default_pipeline()].index("schedule")
     scheduled = run_passes(module, default_pipeline()[: end + 1], PassContext(target))
     names = [name for name in scheduled.programs() if "matmul" in name or "conv" in name]
     assert names
     values = [all_values(scheduled.programs()[name].body) for name in names]
-    return [sum(isinstance(v, Intrinsic) and v.name == "dot4_u8s8" for v in found) for found in values]
+    return [sum(isinstance(v, Intrinsic) and v.name == instruction for v in found) for found in values]
 
 
 WEIGHTS = {
@@ -79,8 +82,7 @@ def test_integers_are_multiplied_exactly(kind: str, dtype: str, batch: tuple[int
     w, w_zero = WEIGHTS[kind]
     with_zero = w_zero is not None or dtype == "uint8"
     made = product_of_integers(dtype, w, a_zero=with_zero, w_zero=w_zero, batch=batch)
-    exe = rl.compile(made)
-    for m in ROWS:
+    for exe, m in itertools.product([rl.compile(made, target) for target in HERE], ROWS):
         x, zero = integers((*batch, m, len(w)), dtype), integers((), dtype)
         wide = x.astype(np.int32) - (zero.astype(np.int32) if with_zero else 0)
         wanted = wide @ (w.astype(np.int32) - (0 if w_zero is None else w_zero.astype(np.int32)))
@@ -98,12 +100,14 @@ def test_the_largest_sums_fit() -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_the_sums_are_made_by_dot_products_of_bytes(kind: str, dtype: str) -> None:
     w, w_zero = WEIGHTS[kind]
-    found = counts(product_of_integers(dtype, w, a_zero=True, w_zero=w_zero))
-    assert all(found)
+    made = product_of_integers(dtype, w, a_zero=True, w_zero=w_zero)
+    assert all(counts(made)) and all(counts(made, PAIRS, "dot2_i16"))
 
 
 @pytest.mark.parametrize(
-    ("target", "depth"), [("llvm -mcpu=haswell", 24), ("llvm -mcpu=znver4", 25)], ids=["no instruction", "odd rows"]
+    ("target", "depth"),
+    [("llvm -mcpu=x86-64-v2", 24), ("llvm -mcpu=haswell", 25), ("llvm -mcpu=znver4", 26)],
+    ids=["no instruction", "odd rows", "no fours"],
 )
 def test_other_products_stay_what_they_are(target: str, depth: int) -> None:
     w = integers((depth, 40), "int8")
@@ -192,8 +196,8 @@ def convolution_of_integers(
 
 
 def assert_exact(module: IRModule, filters: np.ndarray, x: str, *operands: object, **attrs: object) -> None:
-    exe, channels = rl.compile(module), filters.shape[1] * int(attrs.get("groups", 1))  # type: ignore[call-overload]
-    for n, size in SIZES:
+    channels = filters.shape[1] * int(attrs.get("groups", 1))  # type: ignore[call-overload]
+    for exe, (n, size) in itertools.product([rl.compile(module, target) for target in HERE], SIZES):
         given = integers((n, channels, *range(size, size + filters.ndim - 2)), x)
         wanted = get_op("conv_integer").reference(
             given, filters, *operands, **{"strides": None, "dilations": None, "groups": 1, "layout": "first", **attrs}
@@ -208,7 +212,7 @@ def test_integers_are_convolved_exactly(kind: str, x: str, w: str) -> None:
     filters = integers(shape, w)
     zeros = [np.asarray(77, x), np.asarray(128 if w == "uint8" else 0, w)]
     made = convolution_of_integers(filters, zeros, x, pads, **attrs)
-    assert all(counts(made))
+    assert all(counts(made)) and all(counts(made, PAIRS, "dot2_i16"))
     assert_exact(made, filters, x, pads, *zeros, **attrs)
 
 

@@ -4,6 +4,7 @@
     dot4_u8s8(c, a0..a3, b0..b3) = c + a0*b0 + a1*b1 + a2*b2 + a3*b3        int32 of uint8 and int8; wraps, exact
     dot4_words(c, a, b, most)                                               the same, of the bytes of two int32
     word(b0, b1, b2, b3) = b0 | b1 << 8 | b2 << 16 | b3 << 24                int32 of the bits of four int8
+    dot2_i16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                         int32 of int16; wraps
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
 
 `most` is a literal, which no byte of the word a exceeds: processors without an instruction for such products have
@@ -45,6 +46,7 @@ class DotProduct:
 
 DOT_PRODUCTS: Mapping[str, DotProduct] = {
     "dot4_u8s8": DotProduct(4, "uint8", "int8", "int32"),
+    "dot2_i16": DotProduct(2, "int16", "int16", "int32"),
     "dot2_bf16": DotProduct(2, "bfloat16", "bfloat16", "float32"),
 }
 

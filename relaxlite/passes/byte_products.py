@@ -9,6 +9,12 @@ sums are exact, whatever the zero point p of the activations is; one of the weig
 into int8. Columns in which they do not, as weights of uint8 may not, are moved by an offset o, and their sums get
 o * (sum of the row of a - p * rows of w) back. Activations in int8 are moved by 128. In convolutions the row is what a
 window holds.
+
+Where four bytes are no instruction, two numbers of 16 bits are one (dot2_i16), and hold what is left of a zero point:
+
+    matmul_integer(a, b, p, q)                  =>   matmul_integer(int16(a) - p, int16(b) - q)
+
+That is as fast as float32 with AVX2, and so is only done to what is integers already.
 """
 
 from __future__ import annotations
@@ -32,7 +38,8 @@ from relaxlite.passes.known_weights import Known, Scaled
 from relaxlite.passes.manager import PassContext
 
 MOST_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: the sums fit int32, with the zero points in them
-GROUP = 4  # products that one instruction sums
+GROUP, PAIR = 4, 2  # products that one instruction sums, of bytes and of 16 bits
+BYTES = ("uint8", "int8")
 MOST_TERMS = 2**24 // (255 * 255)  # of a sum of products of 8-bit integers that float32 holds exactly
 LEAST_FILTERS = 8  # of a convolution whose channels are worth vectors
 
@@ -71,18 +78,25 @@ class _ByteProducts(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
-        rules = {
-            "matmul": self._matmul, "matmul_integer": self._matmul_integer,
-            "conv": self._conv, "conv_integer": self._conv_integer,
-        }  # fmt: skip
-        rule = rules.get(value.callee.name) if self._context.target.has_byte_products else None
-        found = None if rule is None else rule(value)
-        reason = "its operands are bytes, and sums of their products are exact"
-        if found is None and value.callee.name == "conv_integer":
+        found, reason = self._multiplied(value.callee.name, value)
+        if found is None and value.callee.name == "conv_integer" and _dtype(value.args[0]) in BYTES:
             found, reason = self._in_floats(value), "floats hold the sums of so few products exactly"
         if found is not None:
             self._context.decide("byte_products", var.name, True, reason)
         return found
+
+    def _multiplied(self, name: str, call: Call) -> tuple[Expr | None, str]:
+        """What the target's instructions make of the products of an op, and why."""
+        target, rules = self._context.target, {"matmul_integer": self._matmul_pairs, "conv_integer": self._conv_pairs}
+        reason = "two products of 16 bits are one instruction, and their sums are exact"
+        if target.has_byte_products:
+            rules = {
+                "matmul": self._matmul, "matmul_integer": self._matmul_integer,
+                "conv": self._conv, "conv_integer": self._conv_integer,
+            }  # fmt: skip
+            reason = "its operands are bytes, and sums of their products are exact"
+        rule = rules.get(name) if target.has_byte_products or target.has_byte_pairs else None
+        return (None if rule is None else rule(call)), reason
 
     def _matmul(self, call: Call) -> Expr | None:
         x, w = call.args
@@ -112,6 +126,35 @@ class _ByteProducts(Rewriter):
         if narrow is None:
             return None
         return self._total(self._unsigned(_Activations(a, zeros[0] if zeros else None)), narrow)
+
+    def _matmul_pairs(self, call: Call) -> Expr | None:
+        a, b, *zeros = call.args
+        weight = self._known.evaluate(b)
+        zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
+        if not isinstance(weight, np.ndarray) or not isinstance(zero, np.ndarray) or _dtype(a) not in BYTES:
+            return None
+        if not _has_rows(a, weight, PAIR) or (zeros and not _is_one(zeros[0])):
+            return None
+        centered = np.subtract(weight, zero, dtype=np.int16)
+        return get_op("matmul_integer")(self._wide(_Activations(a, zeros[0] if zeros else None)), Constant.of(centered))
+
+    def _conv_pairs(self, call: Call) -> Expr | None:
+        x, _, _, *zeros = call.args
+        filters = self._centered(call)
+        if filters is None or _dtype(x) not in BYTES or not _is_worth_bytes(call, filters):
+            return None
+        centered = self._wide(_Activations(x, zeros[0] if zeros else None))
+        wide, weight = self._filled(centered, filters.astype(np.int16), PAIR)
+        attrs: Any = call.attrs
+        return get_op("conv_integer")(wide, Constant.of(weight), call.args[2], **attrs)
+
+    def _wide(self, x: _Activations) -> Expr:
+        """codes - zero in int16."""
+        wide = emit_op(self.bb, "cast", x.codes, dtype="int16")
+        if x.zero is None:
+            return wide
+        zero = emit_op(self.bb, "cast", emit_op(self.bb, "reshape", x.zero, shape_value(())), dtype="int16")
+        return emit_op(self.bb, "subtract", wide, zero)
 
     def _conv(self, call: Call) -> Expr | None:
         x, w = call.args[:2]
@@ -199,14 +242,10 @@ class _ByteProducts(Rewriter):
 
     def _windows(self, call: Call, x: _Activations, weight: Array, fits: _Narrow) -> Expr:
         """The convolution of codes - zero with weight, in int32. `fits`: the weight, a filter in each column."""
-        channels, rank = weight.shape[1], weight.ndim
-        missing = -channels % GROUP
-        narrow, codes = fits.values.T.reshape(weight.shape), x.codes
-        if missing:  # channels of zeros, which add nothing
-            narrow = np.pad(narrow, [(0, 0), (0, missing), *[(0, 0)] * (rank - 2)])
-            codes = emit_op(self.bb, "pad", codes, (0,) * rank, (0, missing, *(0,) * (rank - 2)))
+        rank = weight.ndim
+        codes, narrow = self._filled(x.codes, fits.values.T.reshape(weight.shape), GROUP)
         attrs: Any = call.attrs
-        total = get_op("conv_integer")(codes, Constant.of(np.ascontiguousarray(narrow)), call.args[2], **attrs)
+        total = get_op("conv_integer")(codes, Constant.of(narrow), call.args[2], **attrs)
         if fits.offset.any():
             wide = emit_op(self.bb, "cast", x.codes, dtype="int32")
             sums = emit_op(self.bb, "sum", wide, axes=(1,), keepdims=True)
@@ -220,13 +259,21 @@ class _ByteProducts(Rewriter):
         of_filters = Constant.of(_per_channel(weight.sum(axis=tuple(range(1, rank)), dtype=np.int32), weight))
         return get_op("subtract")(self.bb.emit(total), emit_op(self.bb, "multiply", zero, of_filters))
 
+    def _filled(self, x: Expr, filters: Array, group: int) -> tuple[Expr, Array]:
+        """Both with channels of zeros, which add nothing, up to a multiple of `group`."""
+        missing, rank = -filters.shape[1] % group, filters.ndim
+        if missing:
+            filters = np.pad(filters, [(0, 0), (0, missing), *[(0, 0)] * (rank - 2)])
+            x = emit_op(self.bb, "pad", x, (0,) * rank, (0, missing, *(0,) * (rank - 2)))
+        return x, np.ascontiguousarray(filters)
+
     def _dequantized(self, x: Expr) -> _Activations | None:
         """What x was before dequantize_linear, if all of it has one scale and one zero point."""
         call = self._known.value(x)
         if not isinstance(call, Call) or not isinstance(call.callee, Op) or call.callee.name != "dequantize_linear":
             return None
         codes, scale, *zero = call.args
-        if _dtype(codes) not in ("int8", "uint8") or not all(map(_is_one, call.args[1:])):
+        if _dtype(codes) not in BYTES or not all(map(_is_one, call.args[1:])):
             return None
         return _Activations(codes, zero[0] if zero else None, scale)
 
@@ -286,11 +333,11 @@ def _is_worth_bytes(call: Call, weight: Array) -> bool:
     return 0 < math.prod(weight.shape[1:]) <= MOST_ROWS
 
 
-def _has_rows(x: Expr, weight: Array) -> bool:
-    """Whether x is known to have rows as long as the weight is high, and their length suits the instruction."""
+def _has_rows(x: Expr, weight: Array, group: int = GROUP) -> bool:
+    """Whether x is known to have rows as long as the weight is high, a length that suits the instruction."""
     if not isinstance(x.ty, TensorType) or x.ty.shape is None or len(x.ty.shape) < 2 or weight.ndim != 2:
         return False
-    return as_int(x.ty.shape[-1]) == len(weight) and 0 < len(weight) <= MOST_ROWS and len(weight) % GROUP == 0
+    return as_int(x.ty.shape[-1]) == len(weight) and 0 < len(weight) <= MOST_ROWS and len(weight) % group == 0
 
 
 def _is_one(x: Expr) -> bool:

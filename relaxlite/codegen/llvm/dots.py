@@ -6,7 +6,7 @@ element: a vector of them for an operand that moves with the lanes, one that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from relaxlite.codegen.llvm import memory
 from relaxlite.codegen.llvm.byte_pairs import emit_dots_by_pairs, pair_lanes
@@ -140,17 +140,16 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
         return 0
     if name == "dot2_bf16":
         has_wide = target.has("avx512bf16")
-        has_narrow = has_wide and target.has("avx512vl")
-    elif not target.has_byte_products:
-        return 0
+        has = {512: has_wide, 256: has_wide and target.has("avx512vl")}
+        has[128] = has[256]
+    elif name == "dot2_i16":
+        has = {bits: target.has(feature) for bits, (feature, _) in _SUMS_OF_PAIRS.items()}
     else:
         has_wide = target.has("avx512vnni")
-        has_narrow = (has_wide and target.has("avx512vl")) or target.has("avxvnni")
-    for bits in _WIDTHS:
-        fits = lanes % (bits // 32) == 0 and bits <= target.vector_bits
-        if fits and (has_wide if bits == 512 else has_narrow):
-            return bits // 32
-    return 0
+        has = {512: has_wide, 256: (has_wide and target.has("avx512vl")) or target.has("avxvnni")}
+        has[128] = has[256]
+    fits = (bits for bits in _WIDTHS if has[bits] and lanes % (bits // 32) == 0 and bits <= target.vector_bits)
+    return next(fits, 0) // 32
 
 
 def _vpdpbusd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
@@ -165,4 +164,18 @@ def _vdpbf16ps(e: Emitter, c: Val, a: Val, b: Val) -> Val:
     return e.cast("bitcast", sums, "i32")
 
 
-_INSTRUCTIONS: dict[str, Callable[..., Val]] = {"dot4_u8s8": _vpdpbusd, "dot2_bf16": _vdpbf16ps}
+def _pmaddwd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
+    pairs = [e.op(f"bitcast {x} to <{2 * x.lanes} x i16>", "i16", 2 * x.lanes) for x in (a, b)]
+    return e.binary("add", c, e.call(_SUMS_OF_PAIRS[32 * c.lanes][1], pairs, "i32", c.lanes, "dot"))
+
+
+_SUMS_OF_PAIRS: Mapping[int, tuple[str, str]] = {  # bits of a vector -> the feature and the instruction
+    512: ("avx512bw", "llvm.x86.avx512.pmaddw.d.512"),
+    256: ("avx2", "llvm.x86.avx2.pmadd.wd"),
+    128: ("sse2", "llvm.x86.sse2.pmadd.wd"),
+}
+_INSTRUCTIONS: Mapping[str, Callable[..., Val]] = {
+    "dot4_u8s8": _vpdpbusd,
+    "dot2_i16": _pmaddwd,
+    "dot2_bf16": _vdpbf16ps,
+}

@@ -146,12 +146,12 @@ class Matmul(_Product):
         yield Sample((("m", 3), (3, "n")), dtypes=("int32", "int32"))
 
 
-BYTES = ("int8", "uint8")
+FACTORS = ("int8", "uint8", "int16")  # that integer products take
 
 
 @register
 class MatmulInteger(_Product):
-    """(a - a_zero) @ (b - b_zero) of 8-bit integers, in int32.
+    """(a - a_zero) @ (b - b_zero) of integers of 8 or 16 bits, in int32, where sums wrap.
 
     a_zero is a scalar or one value per row of a (m,), b_zero a scalar or one value per column of b (n,); both may also
     have the rank of their operand, with 1 in the contracted dimension. b_zero needs a_zero before it.
@@ -162,8 +162,8 @@ class MatmulInteger(_Product):
 
     def infer(self, a: Expr, b: Expr, a_zero: Expr | None = None, b_zero: Expr | None = None) -> Type:
         x, y = self.tensor(a, "a"), self.tensor(b, "b")
-        if x.dtype not in BYTES or y.dtype not in BYTES:
-            self.fail(f"operands must be int8 or uint8, got {x.dtype} and {y.dtype}")
+        if x.dtype not in FACTORS or y.dtype not in FACTORS:
+            self.fail(f"operands must be int8, uint8 or int16, got {x.dtype} and {y.dtype}")
         for operand, zero, what in ((x, a_zero, "a_zero"), (y, b_zero, "b_zero")):
             if zero is not None and self.tensor(zero, what).dtype != operand.dtype:
                 self.fail(f"{what} must have the dtype of its operand, {operand.dtype}, got {zero.ty}")
@@ -194,6 +194,7 @@ class MatmulInteger(_Product):
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", "k"), ("k", "n")), dtypes=("uint8", "int8"))
+        yield Sample((("m", "k"), ("k", "n")), dtypes=("int16", "int16"))
         yield Sample((("m", "k"), ("k", "n"), (), ()), dtypes=("uint8", "int8", "uint8", "int8"))
         yield Sample((("b", 5, "k"), ("k", 4), (5,), (4,)), dtypes=("int8", "uint8", "int8", "uint8"))
         yield Sample(((2, 3, "k"), (2, "k", 4), (2, 3, 1), (2, 1, 4)), dtypes=("uint8",) * 4)

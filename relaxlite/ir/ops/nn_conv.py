@@ -17,7 +17,7 @@ from relaxlite.ir.expr import AttrValue, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import (
-    BYTES,
+    FACTORS,
     accumulate,
     accumulator,
     emit_op,
@@ -210,7 +210,8 @@ class Conv(LaidOut):
 
 @register
 class ConvInteger(LaidOut):
-    """conv(x - x_zero, w - w_zero) of 8-bit integers, in int32. Padding stands for x_zero. `layout`: LaidOut.
+    """conv(x - x_zero, w - w_zero) of integers of 8 or 16 bits, in int32, where sums wrap. Padding stands for x_zero.
+    `layout`: LaidOut.
 
     x_zero is a scalar, w_zero a scalar or one value per channel of the result; w_zero needs x_zero before it.
     """
@@ -220,8 +221,8 @@ class ConvInteger(LaidOut):
 
     def infer(self, x: Expr, w: Expr, pads: Expr, *zeros: Expr, **window: Any) -> Type:
         for operand, name in ((x, "x"), (w, "w")):
-            if self.tensor(operand, name).dtype not in BYTES:
-                self.fail(f"{name} must be int8 or uint8, got {operand.ty}")
+            if self.tensor(operand, name).dtype not in FACTORS:
+                self.fail(f"{name} must be int8, uint8 or int16, got {operand.ty}")
         for zero, operand, name in zip(zeros, (x, w), ("x_zero", "w_zero"), strict=False):
             ty, like = self.tensor(zero, name), self.tensor(operand)
             if ty.dtype != like.dtype or len(ty.shape or ()) > 1:
@@ -267,6 +268,7 @@ class ConvInteger(LaidOut):
         yield Sample((("n", "h", "w", 4), (3, 3, 4, 20), (1, 1, 1, 1)), {**last, "strides": (2, 1)}, kinds[:3])
         yield Sample((("n", "h", "w", 8), (1, 1, 8, 70), (0, 0, 0, 0), (), (70,)), last, kinds)
         yield Sample((("n", "l", 12), (3, 12, 9), (2, 2), ()), {**last, "dilations": (2,)}, kinds[:4])
+        yield Sample((("n", "l", 6), (3, 6, 9), (2, 2)), last, ("int16", "int16", "shape"))
 
 
 def window_extents(w: Shape, dilations: Ints) -> list[SymExpr]:
