@@ -162,8 +162,8 @@ class Target:
 
     @property
     def has_byte_pairs(self) -> bool:
-        """Whether one instruction sums the products of two bytes in 16 bits, for vectors of 256 bits and more."""
-        return self.is_x86 and self.has("avx2")
+        """Whether one instruction sums the products of two bytes in each 16 bits."""
+        return self.is_x86 and self.has("ssse3")
 
     @property
     def stream_ahead(self) -> int:

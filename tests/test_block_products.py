@@ -45,7 +45,8 @@ PORTABLE = "llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu"
 NARROW = "llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu"
 WITH_DOTS = "llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu"
 WIDE = "llvm -mcpu=skylake-avx512 -mtriple=x86_64-unknown-linux-gnu"  # 512 bits without such an instruction
-OLD = "llvm -mcpu=x86-64-v2 -mtriple=x86_64-unknown-linux-gnu"
+OLD = "llvm -mcpu=x86-64-v2 -mtriple=x86_64-unknown-linux-gnu"  # of 128 bits
+OLDEST = "llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu"
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -430,7 +431,7 @@ def test_weights_that_are_arguments_are_not_asked_for_ahead() -> None:
     assert set(prefetches(program)) == {program.params[4].name}
 
 
-@pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (OLD, "auto")])
+@pytest.mark.parametrize(("target", "precision"), [(WITH_DOTS, "float32"), (PORTABLE, "float32"), (OLDEST, "auto")])
 def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, precision: str) -> None:
     module, context = lowered(product(block_weight(DEPTH, COLUMNS)), target, precision)
     assert not programs_with(module, "quantize_blocks") and not programs_with(module, "matmul_blocks")
@@ -443,7 +444,7 @@ def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, pr
 
 @pytest.mark.parametrize(
     ("target", "bits", "rounds"),
-    [(WITH_DOTS, 8, True), (PORTABLE, 4, True), (PORTABLE, 6, True), (PORTABLE, 8, False), (WIDE, 8, False)],
+    [(WITH_DOTS, 8, True), (OLD, 4, True), (PORTABLE, 6, True), (PORTABLE, 8, False), (WIDE, 8, False)],
 )
 def test_activations_are_rounded_where_that_is_faster(target: str, bits: int, rounds: bool) -> None:
     weight = block_weight(DEPTH, COLUMNS, bits=bits, zero=1 << (bits - 1))

@@ -10,7 +10,7 @@ for 96.9, 99.7 and 100 % of the tokens, logits move by up to 0.12, 3e-3 and 2e-4
 
 "auto" is 12 bits where that is faster than float32 products: with dot products of bytes, and by sums of pairs for codes
 of less than 8 bits. Measured with AVX2 alone on a Zen 4, 2048 x 5632 in 4 bits: 1, 4, 16 rows are 1.7 times as fast,
-128 rows as fast; with 8 bits half as fast.
+128 rows as fast; with 8 bits half as fast. With SSSE3 alone SmolLM2-135M makes tokens 2.3 times as fast.
 """
 
 from __future__ import annotations
