@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 from relaxlite.errors import PassError
 from relaxlite.ir.equality import structural_hash
@@ -11,7 +12,8 @@ from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import Buffer, Literal, Load, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter, program_symbols
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.ir.text import attrs_key
 from relaxlite.ir.types import ShapeType, TensorType, TupleType
 from relaxlite.ir.visitor import Rewriter
 
@@ -26,10 +28,13 @@ class ProgramTable:
 
     def __init__(self, definitions: dict[str, Definition]) -> None:
         self._definitions = definitions
-        self._by_hash: dict[str, tuple[str, TensorProgram]] = {}
-        for name, definition in definitions.items():
-            if isinstance(definition, TensorProgram):
-                self._by_hash.setdefault(structural_hash(definition), (name, definition))
+        self._given = dict(definitions)
+
+    @cached_property
+    def _by_hash(self) -> dict[str, tuple[str, TensorProgram]]:
+        """Many tables are never added to, so nothing is hashed before."""
+        given = [(name, found) for name, found in self._given.items() if isinstance(found, TensorProgram)]
+        return {structural_hash(program): (name, program) for name, program in reversed(given)}
 
     def add(self, hint: str, program: TensorProgram) -> GlobalVar:
         digest = structural_hash(program)
@@ -57,6 +62,7 @@ class _Legalize(Rewriter):
     def __init__(self, table: ProgramTable) -> None:
         super().__init__()
         self._table = table
+        self._known: dict[tuple[object, ...], tuple[GlobalVar, tuple[SymVar, ...]]] = {}  # by what lowering depends on
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
@@ -66,9 +72,12 @@ class _Legalize(Rewriter):
             return value
         if not op.has_lowering:
             raise PassError(f"op {op.name} (at {value.loc}) has neither a lowering nor a decomposition")
-        program, args = lower_call(value)
-        callee = self._table.add(op.name, program)
-        return Call(callee, args, sym_args=program.symbols, ty=value.ty, loc=value.loc)
+        key = (op.name, attrs_key(value.attrs), value.ty, *_signature(value))
+        if key not in self._known:
+            program, _ = lower_call(value)
+            self._known[key] = self._table.add(op.name, program), program.symbols
+        callee, symbols = self._known[key]
+        return Call(callee, _tensors(value), sym_args=symbols, ty=value.ty, loc=value.loc)
 
 
 def _with_known_shapes(call: Call) -> Call:
@@ -78,6 +87,26 @@ def _with_known_shapes(call: Call) -> Call:
         for a in call.args
     )
     return call if args == call.args else replace(call, args=args)
+
+
+def _signature(call: Call) -> list[object]:
+    """What a call's program depends on of each operand: its type, the values of shapes and constants of one element,
+    and which operands are one."""
+    places: dict[Expr, int] = {}
+    signature: list[object] = []
+    for k, arg in enumerate(call.args):
+        if isinstance(arg, ShapeValue):
+            signature.append(arg.values)
+        else:
+            number = arg.value.tobytes() if isinstance(arg, Constant) and arg.value.size == 1 else None
+            signature.append((places.setdefault(arg, k), arg.ty, number))
+    return signature
+
+
+def _tensors(call: Call) -> tuple[Expr, ...]:
+    """The operands of a call that its program has parameters for."""
+    args = dict.fromkeys(arg for arg in call.args if not isinstance(arg, ShapeValue))
+    return tuple(arg for arg in args if not (isinstance(arg, Constant) and arg.value.size == 1))
 
 
 def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:
@@ -103,7 +132,7 @@ def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:
     body = op.lower(*operands, out=outs if isinstance(call.ty, TupleType) else outs[0], **call.attrs)
     if literals:
         body = _InlineLiterals(literals).stmt(body)
-    kept = tuple(arg for arg, buffer in by_arg.items() if buffer not in literals)
+    kept = _tensors(call)
     params = (*(by_arg[arg] for arg in kept), *outs)
     return TensorProgram(params, program_symbols(params, body), body, len(outs)), kept
 
