@@ -21,7 +21,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import LibraryFound
 from relaxlite.ir.program_visitor import all_values
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, to_text
+from relaxlite.ir.symbolic import Division, SymExpr, SymVar, to_text
 from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
 from relaxlite.library import rules_for
@@ -203,7 +203,7 @@ def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
 
 def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
     text = to_text(dim, names.__getitem__)
-    return text[1:-1] if isinstance(dim, FloorDiv | FloorMod) else text  # an atom brings its own parentheses
+    return text[1:-1] if isinstance(dim, Division) else text  # an atom brings its own parentheses
 
 
 def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...]:

@@ -16,6 +16,7 @@ from relaxlite.ir.expr import (
     Body,
     Call,
     Constant,
+    ControlFlow,
     Expr,
     ExternFunction,
     Function,
@@ -110,7 +111,7 @@ class _Drawing:
             self._define(var, self._add(node))
             return
         value = binding.value
-        if isinstance(value, If | Loop):
+        if isinstance(value, ControlFlow):
             self._control(var, value, inside)
         elif isinstance(value, Call):
             self._call(var, value, inside)

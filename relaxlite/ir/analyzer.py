@@ -46,6 +46,9 @@ from relaxlite.ir.samples import has_counterexample
 from relaxlite.ir.samples import sample_values as sample_values
 from relaxlite.ir.simplify import Residue, apply_rules, without_mod
 from relaxlite.ir.symbolic import (
+    Atom,
+    Division,
+    Extremum,
     FloorDiv,
     FloorMod,
     IntLike,
@@ -311,10 +314,10 @@ class Analyzer:
 
     def _atom_residue(self, atom: SymExpr) -> Residue:
         modulus, rest = 1, 0
-        if isinstance(atom, Min | Max):
+        if isinstance(atom, Extremum):
             (g, r), (h, s) = self.residue(atom.a), self.residue(atom.b)
             modulus, rest = math.gcd(g, h, r - s), r
-        elif isinstance(atom, FloorDiv | FloorMod) and atom.b.is_const:
+        elif isinstance(atom, Division) and atom.b.is_const:
             (g, r), b = self.residue(atom.a), atom.b.const
             if isinstance(atom, FloorMod):
                 modulus, rest = math.gcd(g, b), r
@@ -407,7 +410,7 @@ _OF_PAIR: dict[type[Pair], Callable[[Interval, Interval], Interval]] = {
 
 
 def _only_atom(expr: SymExpr) -> SymExpr | None:
-    return expr if isinstance(expr, SymVar | Pair) else None
+    return expr if isinstance(expr, Atom) else None
 
 
 def _single_out(difference: SymExpr) -> tuple[SymExpr, SymExpr] | None:

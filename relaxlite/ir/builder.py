@@ -30,10 +30,12 @@ from relaxlite.ir.expr import (
     Body,
     Call,
     Constant,
+    ControlFlow,
     Expr,
     Function,
     GlobalVar,
     If,
+    Leaf,
     Let,
     Loop,
     MatchShape,
@@ -146,13 +148,13 @@ class BlockBuilder:
 
     def leaf(self, expr: Expr, hint: str = "v") -> Expr:
         """The expression itself if it is a leaf, else a new variable bound to it."""
-        return expr if isinstance(expr, Var | Constant | ShapeValue | GlobalVar) else self.emit(expr, hint)
+        return expr if isinstance(expr, Leaf) else self.emit(expr, hint)
 
     def emit(self, expr: Expr, name: str | None = None) -> Var:
         """Bind an expression (operands of operands are bound first) to a new variable."""
         value = self._normalize(expr)
         var = Var(self.unique_name(name or _hint(value)), value.ty, getattr(value, "loc", None))
-        self._append(Let(var, value), is_dataflow=not isinstance(value, If | Loop))
+        self._append(Let(var, value), is_dataflow=not isinstance(value, ControlFlow))
         self._values[var] = value
         known = self.evaluate(value)
         if known is not None:
@@ -161,7 +163,7 @@ class BlockBuilder:
 
     def emit_let(self, var: Var, value: Expr) -> Var:
         """Bind an existing variable (rewriting passes keep names this way)."""
-        self._append(Let(var, self._normalize(value)), is_dataflow=not isinstance(value, If | Loop))
+        self._append(Let(var, self._normalize(value)), is_dataflow=not isinstance(value, ControlFlow))
         known = self.evaluate(value)
         if known is not None:
             self._known[var] = known
@@ -169,7 +171,7 @@ class BlockBuilder:
 
     def append(self, binding: Binding) -> None:
         """Add a binding as it is."""
-        effect = isinstance(binding, Let) and isinstance(binding.value, If | Loop)
+        effect = isinstance(binding, Let) and isinstance(binding.value, ControlFlow)
         self._append(binding, is_dataflow=not effect)
 
     def match_shape(self, source: Expr, shape: tuple[IntLike, ...] | list[IntLike], name: str | None = None) -> Var:
@@ -195,10 +197,10 @@ class BlockBuilder:
 
     def _normalize(self, expr: Expr) -> Expr:
         if isinstance(expr, Call):
-            args = tuple(self.leaf(a) for a in expr.args)
             loc = expr.loc or self.loc
-            if loc is expr.loc and all(a is b for a, b in zip(args, expr.args, strict=True)):
+            if loc is expr.loc and all(isinstance(arg, Leaf) for arg in expr.args):
                 return expr
+            args = tuple(self.leaf(a) for a in expr.args)
             return Call(expr.callee, args, expr.attrs, expr.sym_args, expr.ty, loc)
         if isinstance(expr, Tuple):
             return Tuple(tuple(self.leaf(f) for f in expr.fields))
@@ -236,7 +238,7 @@ class BlockBuilder:
         """The symbolic elements of what this expression computes, if they follow from those of its operands."""
         if isinstance(value, ShapeValue):
             return self.known_value(value)
-        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not _may_be_shape(value.ty):
+        if not isinstance(value, Call) or not _may_be_shape(value.ty) or not isinstance(value.callee, Op):
             return None
         operands = []
         for arg in value.args:

@@ -18,8 +18,9 @@ from typing import Protocol
 from relaxlite.ir.intervals import Interval, is_nonneg, scale_down
 from relaxlite.ir.simplify import Residue, rebuild, without_mod
 from relaxlite.ir.symbolic import (
+    Division,
+    Extremum,
     FloorDiv,
-    FloorMod,
     IntLike,
     Max,
     Min,
@@ -131,10 +132,10 @@ def constant_facts(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
 
 def define(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
     """What is >= 0 by the definition of the atom."""
-    if isinstance(atom, Min | Max):
+    if isinstance(atom, Extremum):
         sign = 1 if isinstance(atom, Max) else -1
         yield from ((atom - operand) * sign for operand in operands(atom))
-    elif isinstance(atom, FloorDiv | FloorMod) and is_nonneg(facts.interval(atom.b)):
+    elif isinstance(atom, Division) and is_nonneg(facts.interval(atom.b)):
         least, most = _remainder_bounds(atom.a, atom.b, facts)
         remainder = atom.a - atom * atom.b if isinstance(atom, FloorDiv) else atom
         yield from (remainder - least, most - remainder)
@@ -213,7 +214,7 @@ def find_extremum(expr: SymExpr) -> Min | Max | None:
             return atom
     for atom, _ in atoms:
         for found in (atom, find_extremum(atom.a), find_extremum(atom.b)):
-            if isinstance(found, Min | Max):
+            if isinstance(found, Extremum):
                 return found
     return None
 

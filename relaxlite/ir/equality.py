@@ -72,6 +72,11 @@ from relaxlite.ir.text import attrs_key, content_digest, number_text
 from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type, defined_symbols
 
 Node: TypeAlias = "IRModule | Function | TensorProgram | ExternFunction | Body | Binding | Expr | Type | Stmt | Value"
+_Definition: TypeAlias = Function | TensorProgram | ExternFunction | Body
+_Bound: TypeAlias = Let | MatchShape
+_Typed: TypeAlias = TensorType | ShapeType | TupleType | FuncType | ObjectType
+_Statement: TypeAlias = For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq
+_Operation: TypeAlias = Unary | Binary | Compare
 Token: TypeAlias = "str | int | tuple[Token, ...] | None"
 
 
@@ -209,17 +214,15 @@ class _Stream:
             for name in sorted(node):
                 self.add(name)
                 self.node(node[name])
-        elif isinstance(node, Function | TensorProgram | ExternFunction | Body):
+        elif isinstance(node, _Definition):
             self._is_whole = not isinstance(node, Body)
             self.add(type(node).__name__)
             _DEFINITIONS[type(node)](self, node)
-        elif isinstance(node, Let | MatchShape):
+        elif isinstance(node, _Bound):
             self._binding(node)
-        elif isinstance(node, TensorType | ShapeType | TupleType | FuncType | ObjectType):
+        elif isinstance(node, _Typed):
             self.add(self._type(node))
-        elif isinstance(
-            node, For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq
-        ):
+        elif isinstance(node, _Statement):
             self._stmt(node)
         elif isinstance(node, _VALUES):
             self.add(self._value(node))
@@ -387,7 +390,7 @@ class _Stream:
             return (kind, self._use(value.buffer), self._exprs(value.indices), value.is_written)
         if isinstance(value, LibraryFound):
             return (kind, value.library, value.symbol, value.is_required)
-        if isinstance(value, Unary | Binary | Compare):
+        if isinstance(value, _Operation):
             return (kind, value.op)
         if isinstance(value, Cast):
             return (kind, value.dtype)

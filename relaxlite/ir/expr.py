@@ -111,7 +111,7 @@ class GlobalVar:
         return ObjectType()
 
 
-Leaf: TypeAlias = "Var | Constant | ShapeValue | GlobalVar"
+Leaf: TypeAlias = Var | Constant | ShapeValue | GlobalVar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +179,7 @@ class Loop:
     loc: str | None = None
 
 
+ControlFlow: TypeAlias = If | Loop
 Expr: TypeAlias = "Leaf | Call | Tuple | TupleGetItem | If | Loop"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, sym
+from relaxlite.ir.symbolic import Division, SymExpr, sym
 
 _ANALYZER = Analyzer()
 
@@ -23,4 +23,4 @@ def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr
 
 
 def _divides(expr: SymExpr) -> bool:
-    return any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)
+    return any(isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial)

@@ -238,17 +238,20 @@ def all_ops() -> Iterator[Op]:
     return iter([_registry[name] for name in sorted(_registry)])
 
 
+_LISTS, _NUMBERS, _LEAVES = tuple | list, int | float | np.ndarray | np.generic, Var | Constant | ShapeValue
+
+
 def as_expr(value: Any) -> Expr:
     """Numbers and arrays as constants, tuples of integers (symbolic too) as shape values; expressions pass through."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, _LISTS):
         return ShapeValue(syms(value))
-    if isinstance(value, int | float | np.ndarray | np.generic) and not isinstance(value, SymExpr):
+    if isinstance(value, _NUMBERS) and not isinstance(value, SymExpr):
         return Constant.of(value)
     return value  # type: ignore[no-any-return]
 
 
 def is_leaf(expr: object) -> bool:
-    return isinstance(expr, Var | Constant | ShapeValue)
+    return isinstance(expr, _LEAVES)
 
 
 def shape_value(values: Iterable[IntLike]) -> ShapeValue:

@@ -45,6 +45,7 @@ from relaxlite.ir.expr import (
     Body,
     Call,
     Constant,
+    ControlFlow,
     Expr,
     ExternFunction,
     Function,
@@ -138,7 +139,7 @@ def print_function(name: str, function: Function) -> str:
 def print_expr(expr: Expr | Binding) -> str:
     """An expression or binding as text, for messages (operands of large constants show as `constants[k]`)."""
     writer = _FunctionWriter(_Pool(), Names(), {})
-    if isinstance(expr, If | Loop):
+    if isinstance(expr, ControlFlow):
         expr = Let(Var("_", expr.ty, expr.loc), expr)
     if isinstance(expr, Let | MatchShape):
         writer.binding(expr)

@@ -277,6 +277,8 @@ class Seq:
     stmts: tuple[Stmt, ...]
 
 
+Binder: TypeAlias = For | LetIndex
+Enclosing: TypeAlias = For | LetIndex | Allocate
 Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq"
 
 

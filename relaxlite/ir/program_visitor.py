@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 from relaxlite.ir.program import (
     AddressOf,
     Allocate,
     Binary,
+    Binder,
     Buffer,
     CallLibrary,
     Cast,
     Check,
     Compare,
+    Enclosing,
     For,
     IfThenElse,
     IndexValue,
@@ -34,9 +37,17 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, substitute
 
+# Unions that are made at each test take longer than it
+_WithValue: TypeAlias = Store | LetIndex
+_WithCondition: TypeAlias = IfThenElse | Check
+_WithIndices: TypeAlias = Store | Prefetch
+_OfOne: TypeAlias = Unary | Cast
+_OfTwo: TypeAlias = Binary | Compare
+_Indexed: TypeAlias = Load | AddressOf
+
 
 def stmt_children(stmt: Stmt) -> tuple[Stmt, ...]:
-    if isinstance(stmt, For | LetIndex | Allocate):
+    if isinstance(stmt, Enclosing):
         return (stmt.body,)
     if isinstance(stmt, IfThenElse):
         return (stmt.then,) if stmt.other is None else (stmt.then, stmt.other)
@@ -52,17 +63,17 @@ def walk_stmts(stmt: Stmt) -> Iterator[Stmt]:
 
 def stmt_values(stmt: Stmt) -> tuple[Value, ...]:
     """The values that one statement holds itself."""
-    if isinstance(stmt, Store | LetIndex):
+    if isinstance(stmt, _WithValue):
         return (stmt.value,)
     if isinstance(stmt, CallLibrary):
         return stmt.args
-    return (stmt.cond,) if isinstance(stmt, IfThenElse | Check) else ()
+    return (stmt.cond,) if isinstance(stmt, _WithCondition) else ()
 
 
 def value_children(value: Value) -> tuple[Value, ...]:
-    if isinstance(value, Unary | Cast):
+    if isinstance(value, _OfOne):
         return (value.x,)
-    if isinstance(value, Binary | Compare):
+    if isinstance(value, _OfTwo):
         return (value.a, value.b)
     if isinstance(value, Select):
         return (value.cond, value.then, value.other)
@@ -102,7 +113,7 @@ def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
     for inner in walk_stmts(stmt):
         if isinstance(inner, For):
             yield inner.extent
-        elif isinstance(inner, Store | Prefetch):
+        elif isinstance(inner, _WithIndices):
             yield from inner.indices
         elif isinstance(inner, Allocate):
             yield from inner.buffer.shape
@@ -110,7 +121,7 @@ def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
             yield inner.work
         for root in stmt_values(inner):
             for value in walk_values(root):
-                if isinstance(value, Load | AddressOf):
+                if isinstance(value, _Indexed):
                     yield from value.indices
                 elif isinstance(value, IndexValue):
                     yield value.index
@@ -118,7 +129,7 @@ def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
 
 def bound_symbols(stmt: Stmt) -> set[SymVar]:
     """Loop variables and data-dependent indices bound inside."""
-    return {s.var for s in walk_stmts(stmt) if isinstance(s, For | LetIndex)}
+    return {s.var for s in walk_stmts(stmt) if isinstance(s, Binder)}
 
 
 def free_symbols(stmt: Stmt) -> tuple[SymVar, ...]:
@@ -166,7 +177,7 @@ class ProgramRewriter:
         return done[1]
 
     def _value(self, value: Value) -> Value:
-        if isinstance(value, Load | AddressOf):
+        if isinstance(value, _Indexed):
             buffer, indices = self.buffer(value.buffer), self.indices(value.indices)
             is_same = buffer is value.buffer and indices is value.indices
             return value if is_same else replace(value, buffer=buffer, indices=indices)
@@ -258,12 +269,12 @@ class Substitute(ProgramRewriter):
         return found
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if self.fresh and isinstance(stmt, For | LetIndex):
+        if self.fresh and isinstance(stmt, Binder):
             var = _renewed(stmt.var)
             self.symbols[stmt.var] = var
             self._done = {}  # a value shared with another loop over the same variable must not keep that loop's new one
             renamed = super().stmt(stmt)
-            assert isinstance(renamed, For | LetIndex)
+            assert isinstance(renamed, Binder)
             return replace(renamed, var=var)
         if self.fresh and isinstance(stmt, Allocate) and stmt.buffer not in self.buffers:
             self.buffers[stmt.buffer] = replace(stmt.buffer, shape=self.indices(stmt.buffer.shape))

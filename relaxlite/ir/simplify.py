@@ -13,6 +13,8 @@ from typing import Protocol, TypeAlias
 
 from relaxlite.ir.intervals import Interval
 from relaxlite.ir.symbolic import (
+    Division,
+    Extremum,
     FloorDiv,
     FloorMod,
     Max,
@@ -67,7 +69,7 @@ def without_mod(expr: SymExpr) -> SymExpr:
 
 def rebuild(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
     """The same kind of atom of new operands; a division by what turns out to be 0 has no value, and stays."""
-    return atom if isinstance(atom, FloorDiv | FloorMod) and b == 0 else rebuild_pair(atom, a, b)
+    return atom if isinstance(atom, Division) and b == 0 else rebuild_pair(atom, a, b)
 
 
 def _simplify_atom(atom: SymExpr, facts: Facts) -> SymExpr:
@@ -90,7 +92,7 @@ def _apply_to_atoms(expr: SymExpr, facts: Facts) -> SymExpr:
             return _simplify_div(atom, facts)
         if isinstance(atom, FloorMod):
             return _simplify_mod(atom, facts)
-        return _simplify_extremum(atom, facts) if isinstance(atom, Min | Max) else atom
+        return _simplify_extremum(atom, facts) if isinstance(atom, Extremum) else atom
 
     return map_atoms(expr, change)
 
@@ -168,10 +170,7 @@ def _divisor(expr: SymExpr, facts: Facts) -> int:
 def _recombine(expr: SymExpr, facts: Facts) -> SymExpr:
     """(a // b)*b + a % b == a, in whichever direction is shorter: also (n // 4)*4 -> n where 4 divides n."""
     candidates = [
-        (monomial, coef, atom)
-        for monomial, coef in expr.terms
-        for atom in monomial
-        if isinstance(atom, FloorDiv | FloorMod)
+        (monomial, coef, atom) for monomial, coef in expr.terms for atom in monomial if isinstance(atom, Division)
     ]
     for monomial, coef, atom in candidates:
         factor = monomial_expr(divide_monomial(monomial, (atom,)) or (), coef)
@@ -196,7 +195,7 @@ def _by_definition(atom: FloorDiv | FloorMod, factor: SymExpr, facts: Facts) -> 
 
 def _other_part(atom: SymExpr, facts: Facts) -> SymExpr:
     """The quotient for a remainder, the remainder for a quotient."""
-    assert isinstance(atom, FloorDiv | FloorMod)
+    assert isinstance(atom, Division)
     divide = floordiv if isinstance(atom, FloorMod) else floormod
     return _apply_to_atoms(divide(atom.a, atom.b), facts)
 

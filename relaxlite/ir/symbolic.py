@@ -223,11 +223,14 @@ class Max(Pair):
     rank, symbol = 4, "max"
 
 
+Division: TypeAlias = FloorDiv | FloorMod
+Extremum: TypeAlias = Min | Max
+Atom: TypeAlias = SymVar | Pair
+
+
 def sym(value: SymExpr | SupportsIndex) -> SymExpr:
     """An integer (also a NumPy one) as a symbolic expression; expressions pass through; TypeError for a float."""
-    if isinstance(value, SymExpr):
-        return value
-    return _constant(int(operator.index(value)))
+    return value if isinstance(value, SymExpr) else _constant(int(operator.index(value)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -247,10 +250,7 @@ def as_int(expr: IntLike) -> int | None:
 
 
 def product(values: Iterable[IntLike]) -> SymExpr:
-    result = sym(1)
-    for value in values:
-        result = result * value
-    return result
+    return functools.reduce(operator.mul, values, sym(1))
 
 
 def _intern(const: int, terms: Terms) -> SymExpr:
@@ -485,7 +485,7 @@ def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
     """min(min(a, b), c) has the operands a, b, c."""
     found: list[SymExpr] = []
     value = extremum
-    while isinstance(value, Min | Max) and type(value) is type(extremum):
+    while isinstance(value, Extremum) and type(value) is type(extremum):
         found.append(value.b)
         value = value.a
     return (value, *reversed(found))
@@ -584,14 +584,14 @@ def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if isinstance(atom, SymVar):
         return name_of(atom)
     assert isinstance(atom, Pair)
-    if isinstance(atom, Min | Max):
+    if isinstance(atom, Extremum):
         return f"{atom.symbol}({', '.join(_to_text(operand, name_of) for operand in operands(atom))})"
     a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     return f"({_parenthesize(atom.a, a)} {atom.symbol} {_parenthesize(atom.b, b)})"
 
 
 def _parenthesize(expr: SymExpr, text: str) -> str:
-    is_closed = isinstance(expr, SymVar | Pair) or (expr.is_const and expr.const >= 0)
+    is_closed = isinstance(expr, Atom) or (expr.is_const and expr.const >= 0)
     return text if is_closed else f"({text})"
 
 

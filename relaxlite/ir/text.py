@@ -18,7 +18,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Array, Attrs, AttrValue
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, substitute
+from relaxlite.ir.symbolic import Division, SymExpr, SymVar, substitute
 
 INDENT = "    "
 MAX_LINE = 110  # longer headers are wrapped, one parameter per line
@@ -226,7 +226,7 @@ class Writer:
         shown = {v: self._shown(v) for v in expr.free_vars() if self.symbol(v) != v.name}
         expr = substitute(expr, shown) if shown else expr
         text = str(expr)
-        return text[1:-1] if isinstance(expr, FloorDiv | FloorMod) else text  # its own parentheses
+        return text[1:-1] if isinstance(expr, Division) else text  # its own parentheses
 
     def _shown(self, var: SymVar) -> SymVar:
         ident = self.symbol(var)

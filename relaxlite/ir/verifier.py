@@ -25,6 +25,7 @@ from relaxlite.ir.expr import (
     Body,
     Call,
     Constant,
+    ControlFlow,
     Expr,
     ExternFunction,
     Function,
@@ -186,7 +187,7 @@ class _FunctionVerifier:
         for block in body.blocks:
             for binding in block.bindings:
                 self._at = binding
-                if block.is_dataflow and isinstance(binding, Let) and isinstance(binding.value, If | Loop):
+                if block.is_dataflow and isinstance(binding, Let) and isinstance(binding.value, ControlFlow):
                     self._fail("dataflow", f"{type(binding.value).__name__} in a dataflow block")
                 if isinstance(binding, MatchShape):
                     self._match_shape(binding)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from operator import is_
 
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import (
@@ -18,6 +19,7 @@ from relaxlite.ir.expr import (
     Function,
     GlobalVar,
     If,
+    Leaf,
     Let,
     Loop,
     MatchShape,
@@ -134,6 +136,10 @@ class Rewriter:
         """
         return None
 
+    def concerns(self, value: Expr) -> bool:
+        """Whether `rewrite` may have to do with such a value: a function without one stays as it is."""
+        return True
+
     def match_shape(self, binding: MatchShape) -> Expr | None:
         """A leaf that replaces the binding's variable, or None to keep the binding."""
         return None
@@ -141,6 +147,9 @@ class Rewriter:
     def function(self, function: Function) -> Function:
         """The rewritten function, or the same object."""
         self.changed = False
+        values = (b.value for body in bodies(function) for b in body.bindings() if isinstance(b, Let))
+        if not any(map(self.concerns, values)):
+            return function
         body = self.body(function.body)
         return replace(function, body=body) if self.changed else function
 
@@ -165,9 +174,9 @@ class Rewriter:
 
     def bind(self, var: Var, value: Expr) -> None:
         """Bind `value` in place of `var`."""
-        if isinstance(value, Var | Constant | ShapeValue | GlobalVar):
+        if isinstance(value, Leaf):
             self.env[var] = value
-        elif value.ty == var.ty:
+        elif value.ty is var.ty or value.ty == var.ty:
             self.bb.emit_let(var, value)
         else:
             self.env[var] = self.bb.emit(value, var.name)
@@ -211,11 +220,13 @@ class Rewriter:
         return expr
 
     def _operands(self, exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        new = tuple(self.operand(e) for e in exprs)
-        if all(a is b for a, b in zip(new, exprs, strict=True)):
+        env, new = self.env, [*exprs]
+        for k, e in enumerate(exprs):
+            new[k] = env.get(e, e) if isinstance(e, Var) else e if isinstance(e, Constant) else self.operand(e)
+        if all(map(is_, new, exprs)):
             return exprs
         self.changed = True
-        return new
+        return tuple(new)
 
 
 def substitute_type(ty: Type, values: Mapping[SymVar, IntLike]) -> Type:

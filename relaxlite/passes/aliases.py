@@ -21,6 +21,7 @@ from relaxlite.ir.expr import (
     Body,
     Call,
     Constant,
+    ControlFlow,
     Expr,
     ExternFunction,
     Function,
@@ -265,7 +266,7 @@ class _FindLives:
                 self._if(binding.var, value)
             elif isinstance(value, Loop):
                 self._loop(value, step)
-            if isinstance(value, If | Loop):
+            if isinstance(value, ControlFlow):
                 steps.append(binding)
 
     def _if(self, var: Var, value: If) -> None:

@@ -75,6 +75,10 @@ class _ByteProducts(Rewriter):
         super().bind(var, value)
         self._known.bind(var, value)
 
+    def concerns(self, value: Expr) -> bool:
+        names = ("matmul_integer", "conv_integer", "dequantize_linear")
+        return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name in names
+
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None

@@ -16,6 +16,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.program import (
     Binary,
+    Binder,
     Buffer,
     Check,
     Compare,
@@ -129,7 +130,7 @@ def _binders(stage: Stmt) -> tuple[list[For | LetIndex | Check], Store | None]:
     """What stands round the one store of a stage, from the outside; None in its place: the stage has another form."""
     found: list[For | LetIndex | Check] = []
     while not isinstance(stage, Store):
-        if isinstance(stage, For | LetIndex):
+        if isinstance(stage, Binder):
             found.append(stage)
             stage = stage.body
         elif isinstance(stage, Seq) and all(isinstance(s, Check) for s in stage.stmts[:-1]):

@@ -41,9 +41,9 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.symbolic import (
+    Extremum,
     FloorDiv,
     FloorMod,
-    Max,
     Min,
     Pair,
     SymExpr,
@@ -157,7 +157,7 @@ class _Scope:
             return _Range(_ZERO, self.extents[atom] - 1) if atom in self.extents else None
         assert isinstance(atom, Pair)
         a, b = self.range_of(atom.a), self.range_of(atom.b)
-        if isinstance(atom, Min | Max):
+        if isinstance(atom, Extremum):
             if a is None or b is None:
                 return None
             pick = self.least if isinstance(atom, Min) else self.greatest
@@ -208,7 +208,7 @@ def _knowing(sizes: frozenset[SymExpr], running: frozenset[SymExpr]) -> Analyzer
 def _num_extrema(expr: SymExpr) -> int:
     """How many times min and max occur."""
     pairs = [atom for monomial, _ in expr.terms for atom in monomial if isinstance(atom, Pair)]
-    return sum(isinstance(p, Min | Max) + _num_extrema(p.a) + _num_extrema(p.b) for p in pairs)
+    return sum(isinstance(p, Extremum) + _num_extrema(p.a) + _num_extrema(p.b) for p in pairs)
 
 
 # Accesses: which elements of a buffer are touched

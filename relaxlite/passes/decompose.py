@@ -22,9 +22,13 @@ def decompose(module: IRModule) -> IRModule:
 
 
 class _Decompose(Rewriter):
-    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+    def concerns(self, value: Expr) -> bool:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
+            return False
+        return type(value.callee).decompose is not Op.decompose
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not self.concerns(value):
             return None
-        if type(value.callee).decompose is Op.decompose:
-            return None
+        assert isinstance(value, Call) and isinstance(value.callee, Op)
         return value.callee.decompose(self.bb, value)

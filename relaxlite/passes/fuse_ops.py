@@ -28,7 +28,7 @@ from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import Allocate, Load, TensorProgram
 from relaxlite.ir.program_visitor import loads, stores
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, product, sym
+from relaxlite.ir.symbolic import Division, SymExpr, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.access import coefficient
@@ -305,7 +305,7 @@ def _divides(load: Load) -> bool:
 
 
 def _has_division(expr: SymExpr) -> bool:
-    return any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)
+    return any(isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial)
 
 
 def _trim_views(group: Group) -> None:

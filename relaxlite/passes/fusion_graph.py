@@ -28,6 +28,8 @@ from relaxlite.ir.types import ShapeType, TensorType, TupleType, type_symbols
 from relaxlite.ir.visitor import expr_symbols, used_vars
 from relaxlite.passes.loop_pattern import LoopPattern
 
+_VARIABLES = Var | SymVar
+
 
 @dataclass(eq=False)
 class Node:
@@ -122,7 +124,7 @@ def make_graph(body: Body, node_of: Callable[[int, Binding], Node | None]) -> li
             continue
         nodes[node.var] = node
         needed = [*node.call.args, *expr_symbols(node.call), *type_symbols(node.var.ty)]
-        node.earliest = max((defined.get(v, -1) for v in needed if isinstance(v, Var | SymVar)), default=-1)
+        node.earliest = max((defined.get(v, -1) for v in needed if isinstance(v, _VARIABLES)), default=-1)
         for arg in dict.fromkeys(node.call.args):
             if isinstance(arg, Var) and arg in nodes:
                 nodes[arg].consumers.append(node)

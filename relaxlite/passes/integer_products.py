@@ -62,6 +62,9 @@ class _IntegerProducts(Rewriter):
         if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "dequantize_blocks":
             self._weights[var] = value
 
+    def concerns(self, value: Expr) -> bool:
+        return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "dequantize_blocks"
+
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
             return None

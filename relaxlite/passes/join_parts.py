@@ -22,6 +22,7 @@ from relaxlite.ir.expr import (
     Block,
     Body,
     Call,
+    ControlFlow,
     Expr,
     Function,
     GlobalVar,
@@ -87,7 +88,7 @@ class _JoinParts:
                 )
             if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
                 scope.allocations[binding.var] = number
-            if isinstance(value, If | Loop):
+            if isinstance(value, ControlFlow):
                 inner = _defined(value.params) if isinstance(value, Loop) else ()
                 for nested in inner_bodies(value):
                     self._plan(nested, (*scope.symbols, *inner))

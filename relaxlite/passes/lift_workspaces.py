@@ -21,7 +21,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Attrs, Call, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import get_op
-from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, LetIndex, Stmt, TensorProgram
+from relaxlite.ir.program import Allocate, Binder, Buffer, For, IfThenElse, Stmt, TensorProgram
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stmt_children, walk_stmts
 from relaxlite.ir.signatures import is_destination_passing
 from relaxlite.ir.symbolic import SymExpr, as_int, product, substitute
@@ -96,7 +96,7 @@ def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) ->
         return "each thread has one of its own, and how many there are is known only at run time"
     if any(isinstance(s, For) and s.kind == "vectorized" for s in path):
         return "each lane of a vector has one of its own"
-    inside = {s.var for s in path if isinstance(s, For | LetIndex)}
+    inside = {s.var for s in path if isinstance(s, Binder)}
     if any(v in inside for d in buffer.shape for v in d.free_vars()):
         return "its size is known only inside of a loop, or by data"
     if any(isinstance(s, IfThenElse) for s in path):

@@ -29,6 +29,7 @@ from relaxlite.ir.program import (
     Buffer,
     CallLibrary,
     Check,
+    Enclosing,
     For,
     IfThenElse,
     LetIndex,
@@ -270,7 +271,7 @@ class _Rules:
             return self.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
         if isinstance(stmt, Seq):
             return seq(*(self.inner(s) for s in stmt.stmts))
-        if isinstance(stmt, For | LetIndex | Allocate):
+        if isinstance(stmt, Enclosing):
             return replace(stmt, body=self.inner(stmt.body))
         return stmt
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from relaxlite.codegen.llvm.context import OVERFLOWED, Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.indices import divide_floor
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, SymExpr, SymVar
+from relaxlite.ir.symbolic import Extremum, FloorDiv, FloorMod, Max, Min, SymExpr, SymVar
 
 
 def index(k: Kernel, expr: SymExpr) -> Val:
@@ -53,6 +53,6 @@ def _atom(k: Kernel, atom: SymExpr, flags: list[Val]) -> Val:
         return k.ix.variables[atom].value
     assert isinstance(atom, FloorDiv | FloorMod | Min | Max)
     a, b = _sum(k, atom.a, flags), _sum(k, atom.b, flags)
-    if isinstance(atom, Min | Max):
+    if isinstance(atom, Extremum):
         return k.e.intrinsic("smin" if isinstance(atom, Min) else "smax", a, b)
     return divide_floor(k.e, a, b, is_div=isinstance(atom, FloorDiv), is_positive=False)

@@ -18,6 +18,8 @@ from typing import TypeAlias
 from relaxlite.codegen.llvm.emitter import FALSE, Emitter, Lines, Val, int_const, lane_numbers
 from relaxlite.ir.program import Buffer
 from relaxlite.ir.symbolic import (
+    Division,
+    Extremum,
     FloorDiv,
     FloorMod,
     Max,
@@ -115,7 +117,7 @@ class Indices:
         return map_atoms(expr, self._fold_atom)
 
     def _fold_atom(self, atom: SymExpr) -> SymExpr:
-        if isinstance(atom, FloorDiv | FloorMod) and atom.b.is_const:
+        if isinstance(atom, Division) and atom.b.is_const:
             lower, upper = self.bounds(atom.a)
             divisor = atom.b.const
             if lower is not None and upper is not None and divisor > 0 and lower // divisor == upper // divisor:
@@ -278,7 +280,7 @@ class Indices:
         assert isinstance(atom, FloorDiv | FloorMod | Min | Max)
         a, b = self._sum(atom.a), self._sum(atom.b)
         with self.e.place(self.scopes[depth].prelude):
-            if isinstance(atom, Min | Max):
+            if isinstance(atom, Extremum):
                 return self.e.intrinsic("smin" if isinstance(atom, Min) else "smax", a, b, hint="x")
             is_div = isinstance(atom, FloorDiv)
             lower, _ = self.bounds(atom.b)

@@ -19,10 +19,10 @@ from typing import TypeAlias
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
-from relaxlite.ir.program import Allocate, Buffer, For, LetIndex, Load, Stmt, Store
+from relaxlite.ir.program import Allocate, Binder, Buffer, For, LetIndex, Load, Stmt, Store
 from relaxlite.ir.program_printer import print_value
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar, as_int, map_atoms
+from relaxlite.ir.symbolic import Division, FloorMod, SymExpr, SymVar, as_int, map_atoms
 from relaxlite.passes.access import coefficient
 
 Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound
@@ -81,7 +81,7 @@ def _accesses(stmt: Stmt, binders: tuple[For | LetIndex, ...], own: frozenset[Bu
         yield Access(stmt, binders)
     if isinstance(stmt, Allocate):
         own = own | {stmt.buffer}
-    inner = (*binders, stmt) if isinstance(stmt, For | LetIndex) else binders
+    inner = (*binders, stmt) if isinstance(stmt, Binder) else binders
     for child in stmt_children(stmt):
         yield from _accesses(child, inner, own)
 
@@ -160,7 +160,7 @@ class _Parts:
         return map_atoms(index, self._name)
 
     def _name(self, atom: SymExpr) -> SymExpr:
-        if not isinstance(atom, FloorDiv | FloorMod) or atom.a not in self.loops:
+        if not isinstance(atom, Division) or atom.a not in self.loops:
             return atom
         if not self.loops.isdisjoint(atom.b.free_vars()):
             return atom

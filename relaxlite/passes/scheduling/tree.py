@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, LetIndex, Seq, Stmt, seq
+from relaxlite.ir.program import Allocate, Buffer, Enclosing, For, IfThenElse, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stmt_children, walk_stmts
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, SymExpr, SymVar
+from relaxlite.ir.symbolic import Division, FloorDiv, SymExpr, SymVar
 
 
 def find_loop(root: Stmt, name: str) -> For:
@@ -65,7 +65,7 @@ def map_children(stmt: Stmt, change: Callable[[Stmt], Stmt]) -> Stmt:
         return seq(*new)
     if isinstance(stmt, IfThenElse):
         return replace(stmt, then=new[0], other=new[1] if len(new) > 1 else None)
-    assert isinstance(stmt, For | LetIndex | Allocate)
+    assert isinstance(stmt, Enclosing)
     return replace(stmt, body=new[0])
 
 
@@ -131,7 +131,7 @@ class _Simplified(ProgramRewriter):
         self._known = known
 
     def index(self, expr: SymExpr) -> SymExpr:
-        divides = any(isinstance(atom, FloorDiv | FloorMod) for monomial, _ in expr.terms for atom in monomial)
+        divides = any(isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial)
         return self._known.simplify(expr) if divides else expr
 
     def stmt(self, stmt: Stmt) -> Stmt:
