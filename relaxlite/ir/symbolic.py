@@ -493,11 +493,12 @@ def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
 
 def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
     """Replace variables, all at once; the same object when nothing changes."""
+    if isinstance(expr, SymVar):
+        return sym(values.get(expr, expr))
 
     def replace(atom: SymExpr) -> SymExpr:
-        if isinstance(atom, SymVar):
-            return sym(values.get(atom, atom))
-        assert isinstance(atom, Pair)
+        if not isinstance(atom, Pair):
+            return substitute(atom, values)
         return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
 
     return map_atoms(expr, replace) if any(v in values for v in expr.free_vars()) else expr
@@ -533,9 +534,8 @@ def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
     return atom if a is atom.a and b is atom.b else _MAKE[type(atom)](a, b)
 
 
-_MAKE: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]] = {
-    FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax,
-}  # fmt: skip
+_MAKE: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]]
+_MAKE = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
