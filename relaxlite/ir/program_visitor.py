@@ -56,9 +56,11 @@ def stmt_children(stmt: Stmt) -> tuple[Stmt, ...]:
 
 def walk_stmts(stmt: Stmt) -> Iterator[Stmt]:
     """The statement and all inside it, outer first."""
-    yield stmt
-    for child in stmt_children(stmt):
-        yield from walk_stmts(child)
+    stack = [stmt]
+    while stack:
+        current = stack.pop()
+        yield current
+        stack.extend(reversed(stmt_children(current)))
 
 
 def stmt_values(stmt: Stmt) -> tuple[Value, ...]:

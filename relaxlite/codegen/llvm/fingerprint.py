@@ -22,6 +22,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, to_text
 from relaxlite.ir.text import attrs_key
 
 _PLAIN = (str, int, float, bool, np.generic, type(None))
+_WITHOUT_NODES = (*_PLAIN, SymExpr, Attrs)
 _NAMES = {(Buffer, "name")}
 
 
@@ -39,12 +40,20 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if (kind, f.name) not in _NAMES)
 
 
+def _fields_of(node: Any) -> tuple[Any, ...]:
+    names = _field_names(type(node))  # type: ignore[arg-type]
+    items = tuple(getattr(node, name) for name in names)
+    if not isinstance(node, TensorProgram):
+        return items
+    return tuple(node.identity if name == "attrs" else item for name, item in zip(names, items, strict=True))
+
+
 def _nodes(item: Any) -> Iterator[Any]:
     """The nodes in the value of a field."""
     if isinstance(item, tuple):
         for part in item:
             yield from _nodes(part)
-    elif not isinstance(item, (*_PLAIN, SymExpr, Attrs)):
+    elif not isinstance(item, _WITHOUT_NODES):
         yield item
 
 
@@ -59,24 +68,21 @@ class _Walk:
 
     def number(self, root: Any) -> None:
         """By a stack of its own: values may nest deeper than Python's."""
-        stack = [root]
+        stack: list[tuple[Any, tuple[Any, ...] | None]] = [(root, None)]  # with the fields where all below has a number
         while stack:
-            node = stack[-1]
+            node, items = stack.pop()
             if id(node) in self._numbers:
-                stack.pop()
                 continue
-            names = _field_names(type(node))  # type: ignore[arg-type]
-            items = [getattr(node, name) for name in names]
-            if isinstance(node, TensorProgram):
-                items[names.index("attrs")] = node.identity
-            below = [child for child in _nodes(tuple(items)) if id(child) not in self._numbers]
-            if below:
-                stack.extend(reversed(below))
-                continue
+            if items is None:
+                items = _fields_of(node)
+                below = [child for child in _nodes(items) if id(child) not in self._numbers]
+                if below:
+                    stack.append((node, items))
+                    stack.extend((child, None) for child in reversed(below))
+                    continue
             token = (type(node).__name__, *map(self._token, items))
             self._numbers[id(node)] = len(self.tokens)
             self.tokens.append(token)
-            stack.pop()
 
     def _token(self, item: Any) -> Any:
         if isinstance(item, _PLAIN):
