@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.ir.op import get_op
 from tests.emulated_tiles import emulated_tiles
 from tests.test_bf16_tiles import product as float_product
 from tests.test_bf16_tiles import rounded
 from tests.test_block_products import LOW_BITS, WEIGHTS, exact_case, product
-from tests.test_pass_bytes import integers, product_of_integers
+from tests.test_pass_bytes import convolution_of_integers, integers, product_of_integers
 
 ROWS = (0, 1, 15, 16, 17, 31, 33, 65, 129)
 rng = np.random.default_rng(3)
@@ -45,7 +46,8 @@ def test_products_in_bfloat16_are_those_of_rounded_operands(
 
 @pytest.mark.parametrize("x_type", ["uint8", "int8"])
 @pytest.mark.parametrize(
-    ("k", "n", "step"), [(64, 64, 64), (128, 200, 64), (96, 80, 48), (312, 70, 52), (32, 128, 32), (384, 48, None)]
+    ("k", "n", "step"),
+    [(64, 64, 64), (128, 200, 64), (96, 80, 48), (312, 70, 52), (32, 128, 32), (64, 96, 64), (384, 48, None)],
 )
 def test_sums_of_bytes_are_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, k: int, n: int, step: int | None, x_type: str
@@ -59,3 +61,37 @@ def test_sums_of_bytes_are_exact(
             np.testing.assert_array_equal(exe(x, zero), wanted, err_msg=f"{m} rows")
     squares = sum(-(-m // 32) * -(-n // 32) for m in ROWS if m >= 16)
     assert tiles.counts.get("dot_of_unsigned", 0) == (0 if step is None else squares * 4 * (k // step))
+
+
+@pytest.mark.parametrize(
+    ("shape", "attrs", "uses"),
+    [
+        ((64, 64, 1, 1), {}, True),
+        ((70, 36, 1, 1), {"strides": (2, 2)}, True),
+        ((64, 64, 3, 3), {}, True),
+        ((96, 32, 3, 3), {"strides": (2, 1), "dilations": (1, 2)}, True),
+        ((64, 64, 5), {"strides": (2,)}, True),
+        ((64, 12, 3, 3), {}, False),  # rows that fill less than half a tile
+        ((24, 64, 3, 3), {}, True),
+        ((16, 64, 3, 3), {}, False),  # half of a square
+    ],
+)
+def test_convolutions_of_bytes_are_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: tuple[int, ...], attrs: dict[str, object], uses: bool
+) -> None:
+    filters, pads = integers(shape, "int8"), (1,) * 2 * (len(shape) - 2)
+    zeros = [np.asarray(77, np.uint8), np.asarray(-2, np.int8)]
+    made = convolution_of_integers(filters, zeros, "uint8", pads, **attrs)
+    with emulated_tiles(monkeypatch, tmp_path) as (target, tiles):
+        exe = rl.compile(made, target)
+        for n, size in ((1, 7), (2, 15), (1, 16), (1, 40)):
+            x = integers((n, shape[1], *range(size, size + len(shape) - 2)), "uint8")
+            wanted = get_op("conv_integer").reference(
+                x,
+                filters,
+                pads,
+                *zeros,
+                **{"strides": None, "dilations": None, "groups": 1, "layout": "first", **attrs},
+            )
+            np.testing.assert_array_equal(exe(x), wanted, err_msg=f"{n} x {size}")
+    assert (tiles.counts.get("dot_of_unsigned", 0) > 0) == uses

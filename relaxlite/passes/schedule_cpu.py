@@ -323,10 +323,13 @@ class _Rules:
                 self.panels.update(tile.panels)
             sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
             self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
-            if dots is not None:
-                self.panels[tile.filters] = tile.width
-                self._group(dots)
-            return tiled_filters(tile, self.choice)
+            made = tiled_filters(tile, self.choice)
+            if dots is None:
+                return made
+            self.panels[tile.filters] = tile.width
+            self._group(dots)
+            flat = unfused.fused(reduced=False)
+            return self._or_squares(flat, flat.spatial[-1], lanes, tile.width, made)
         column = block.vector_loop() if lanes > 1 else None
         if column is not None:
             dots, hides = dot_products(block, column, self.target) if packs else None, self.target.hides_conversions
@@ -347,14 +350,9 @@ class _Rules:
                 self.ask_ahead(found.operand)
             body = None if dots is None else dots.body
             made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
-            larger = None
-            if dots is not None:
-                width = panel_width(block, column, lanes, registers, choice)
-                larger = tile_squares(block, column, lanes, width, self.target)
-            if larger is None:
+            if dots is None:
                 return made
-            self.note("tile_squares", column.var.name, row=down)
-            return IfThenElse(*larger, made)
+            return self._or_squares(block, column, lanes, panel_width(block, column, lanes, registers, choice), made)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
         turned = find_turned(block) if lanes > 1 and not block.is_pair else None
@@ -375,6 +373,14 @@ class _Rules:
         choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
         asks = Asks(self.target.panel_steps_ahead, width is not None)
         return choice, asks if asks.ahead or asks.for_next else None
+
+    def _or_squares(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
+        """What is made of a block's dot products, for where tiles of the processor do not do it."""
+        larger = tile_squares(block, column, lanes, width, self.target)
+        if larger is None:
+            return made
+        self.note("tile_squares", column.var.name)
+        return IfThenElse(*larger, made)
 
     def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
         """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""

@@ -9,9 +9,10 @@ MiniLM-L6 take 10 % less time so on a Granite Rapids.
 
 Weights lie in panels of pairs or fours of rows (schedule_dots.py, pack_constants.py), which is the form that the
 instruction takes; where they are not packed after all, the code beside this one runs. It also does so for less than 16
-rows. Depths that are no multiple of 64 bytes are cut into equal steps of less. The
-last tile of rows ends with the last row, so some rows may be computed twice; they are stored once, as what follows a
-product may write over what it reads. Intel, "Architecture Instruction Set Extensions Programming Reference", chapter 3.
+rows. Of a convolution the rows are positions beside each other, all of them where one pixel makes another. Depths that
+are no multiple of 64 bytes are cut into equal steps of less. The last tile of rows ends with the last row, so some rows
+may be computed twice; they are stored once, as what follows a product may write over what it reads. Intel,
+"Architecture Instruction Set Extensions Programming Reference", chapter 3.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smax, smin, 
 from relaxlite.passes.access import stride
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.register_tile import ColumnPiece, Tile, grid
-from relaxlite.passes.schedule import less
+from relaxlite.passes.schedule import less, nest
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.schedule_tiles import FOUND, ROWS, TILES, call_tiles
 from relaxlite.target import Target
@@ -73,13 +74,15 @@ _KINDS: Mapping[tuple[str, str], _Kind] = {  # by the dtypes of x and of the wei
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What is multiplied, with the bytes from one row of a tile to the next, along a loop of `depth` in some steps."""
+    """What is multiplied, with the bytes from one row of a tile to the next, along a loop of `depth` in some steps,
+    inside of others, such as those over a filter."""
 
     kind: _Kind
     x: Load
     x_apart: int
     weight: Load
     weight_apart: int
+    others: Sequence[For]
     loop: SymVar
     depth: int
     step: int
@@ -91,8 +94,10 @@ def tile_squares(block: Block, column: For, lanes: int, width: int, target: Targ
     `width`: how many columns a panel of the weights has, which are packed in groups of rows.
     """
     row = block.row_loop(column)
-    found = None if row is None or block.is_pair or lanes != ROWS else _operands(block, row, column, width, target)
-    if row is None or found is None:
+    if row is None or block.is_pair or lanes != ROWS or (as_int(row.extent) or ROWS) < ROWS:
+        return None
+    found = _operands(block, row, column, width, target)
+    if found is None:
         return None
     tile = _Squares(block.body, row, column, lanes, SIDE * ROWS)
     if not tile.starts_neutral():
@@ -103,9 +108,10 @@ def tile_squares(block: Block, column: For, lanes: int, width: int, target: Targ
 
 
 def _operands(block: Block, row: For, column: For, width: int, target: Target) -> _Operands | None:
-    (loop, *more), value = perfect_nest(block.stmts[1]).loops, block.update.value
-    depth = as_int(loop.extent)
-    if more or not depth or width % (SIDE * ROWS):
+    (*outer, loop), value = perfect_nest(block.stmts[1]).loops, block.update.value
+    depth, side = as_int(loop.extent), SIDE * ROWS
+    has_whole = as_int(ceildiv(column.extent, width) * width - ceildiv(column.extent, side) * side)
+    if not depth or width % ROWS or has_whole is None or has_whole < 0:
         return None
     if not isinstance(value, Binary) or not isinstance(value.a, Cast) or not isinstance(value.b, Cast):
         return None
@@ -118,7 +124,7 @@ def _operands(block: Block, row: For, column: For, width: int, target: Target) -
     step = None if kind is None else kind.step(depth)
     if kind is None or step is None or apart is None or stride(x, loop.var) != 1 or not target.has(kind.feature):
         return None
-    return _Operands(kind, x, apart * kind.bytes, weight, width * kind.group * kind.bytes, loop.var, depth, step)
+    return _Operands(kind, x, apart * kind.bytes, weight, width * kind.group * kind.bytes, outer, loop.var, depth, step)
 
 
 class _Squares(Tile):
@@ -165,10 +171,9 @@ class _Squares(Tile):
             )
             for n, (down, side) in enumerate(tiles)
         ]
-        sums = seq(
-            *(call_tiles("clear", n) for n in range(len(tiles))),
-            For(number, sym(given.depth // given.step), seq(*self._asked(given, number, first, turn), *taken, *dots)),
-        )
+        step = seq(*self._asked(given, number, first, turn), *taken, *dots)
+        steps = nest([*given.others, For(number, sym(given.depth // given.step), seq())], step)
+        sums = seq(*(call_tiles("clear", n) for n in range(len(tiles))), steps)
         return Allocate(made, seq(sums, *kept, *(self._finish(made, t, starts[t], first, top) for t in range(SIDE))))
 
     def _asked(self, given: _Operands, number: SymVar, first: SymExpr, turn: SymVar) -> list[Prefetch]:
