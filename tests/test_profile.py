@@ -403,6 +403,17 @@ def test_mistakes_in_the_inputs_are_those_of_a_run(model: Executable) -> None:
         model.profile({**inputs(2, 3, 4), "w": np.ones((2, 4), np.float32)})
 
 
+def test_one_array_is_the_one_input(model: Executable) -> None:
+    bb = rl.BlockBuilder()
+    with bb.function("main", x=rl.TensorType.of((bb.symbol("n"),), "float32")) as (x,):
+        bb.result(bb.emit(ops.relu(x)))
+    alone = rl.compile(bb.module())
+    for x in (np.ones(3, np.float32), [np.ones(3, np.float32)], {"x": np.ones(3, np.float32)}):
+        assert alone.profile(x, runs=1).inputs == {"x": "float32[3]"}
+    with pytest.raises(InputError, match=r"missing|takes 3"):
+        model.profile(np.ones((2, 3), np.float32))
+
+
 def test_nothing_is_divided_by_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "clock_cost", lambda: profiling.ClockCost(1e9, 1e9))
     profile = record()

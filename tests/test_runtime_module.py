@@ -61,6 +61,12 @@ def test_one_output_comes_alone() -> None:
     assert exe.run({"hidden.0": [1.0] * 8})["hidden.0_out"].shape == (8,)
 
 
+def test_run_wants_names(model: Executable) -> None:
+    """An array met "The truth value of an array is ambiguous"."""
+    with pytest.raises(InputError, match=r"^run takes arrays by name, as .'\w+': .*, got ndarray; call the model"):
+        model.run(np.ones((2, 3), np.float32))  # type: ignore[arg-type]
+
+
 def test_a_model_without_inputs_and_outputs() -> None:
     assert Executable(echo())() == ()
     with pytest.raises(InputError, match=r"got 1 arguments; the model takes 0 \(\)"):

@@ -71,6 +71,12 @@ class Executable:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Run the model on named arrays; its outputs by name."""
+        if not isinstance(inputs, Mapping):
+            example = f"{{{self._names[0]!r}: ...}}" if self._names else "{}"
+            kind = type(inputs).__name__
+            raise InputError(
+                f"run takes arrays by name, as {example}, got {kind}; call the model itself with arrays in its order"
+            )
         results = self._call(self._by_position((), inputs))
         return dict(zip(self._output_names, results, strict=True))
 
@@ -82,11 +88,16 @@ class Executable:
         self, inputs: Mapping[str, Any] | Sequence[Any], *, runs: int = 10, limits: MachineLimits | None = None
     ) -> Profile:
         """Run the model some times and say where the time went, kernel by kernel, and with the `limits` of this machine
-        (relaxlite.machine.limits()) how much faster it could be. The first run is not counted."""
+        (relaxlite.machine.limits()) how much faster it could be. The first run is not counted.
+
+        `inputs`: by name, or a tuple or list in the model's order; anything else is the one input.
+        """
         if runs < 1:
             raise InvalidArgumentError(f"runs must be at least 1, got {runs}")
-        by_name = isinstance(inputs, Mapping)
-        values = self._by_position(() if by_name else inputs, inputs if by_name else {})  # type: ignore[arg-type]
+        if isinstance(inputs, Mapping):
+            values = self._by_position((), inputs)
+        else:
+            values = self._by_position(inputs if isinstance(inputs, tuple | list) else (inputs,), {})
         from relaxlite.runtime.profile import Recorder, measure  # with what it imports, 1 MB that no other call needs
 
         recorder = Recorder(self.data.kernels)
