@@ -24,16 +24,18 @@ _ONES = 0x01010101
 
 
 @dataclass(frozen=True, slots=True)
-class _Instructions:
+class PairInstructions:
+    """What a feature brings for vectors of some width."""
+
     feature: str
     pairs: str  # of bytes
     sums: str  # of neighbouring 16-bit numbers, times others
 
 
-_BY_BITS: Mapping[int, _Instructions] = {  # widest first
-    512: _Instructions("avx512bw", "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-    256: _Instructions("avx2", "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
-    128: _Instructions("ssse3", "llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
+INSTRUCTIONS: Mapping[int, PairInstructions] = {  # by the bits of a vector, widest first
+    512: PairInstructions("avx512bw", "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    256: PairInstructions("avx2", "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+    128: PairInstructions("ssse3", "llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
 }
 
 
@@ -42,11 +44,13 @@ def pair_lanes(target: Target, lanes: int) -> int:
     has better ones."""
     if not target.is_x86 or not lanes or target.has_byte_products:
         return 0
-    fits = (bits // 32 for bits, found in _BY_BITS.items() if bits <= target.vector_bits and target.has(found.feature))
+    fits = (
+        bits // 32 for bits, found in INSTRUCTIONS.items() if bits <= target.vector_bits and target.has(found.feature)
+    )
     return next((width for width in fits if lanes % width == 0), 0)
 
 
-def emit_dots_by_pairs(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], width: int) -> Val:
+def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], width: int) -> Val:
     """A chain of dot products of words, `width` lanes at a time."""
     mosts: list[int] = []
     words: list[tuple[Value, Value]] = []
@@ -71,7 +75,7 @@ class _Sums:
 
     def __init__(self, e: Emitter, total: Val) -> None:
         self._e, self._total = e, total
-        self._instructions = _BY_BITS[32 * total.lanes]
+        self._instructions = INSTRUCTIONS[32 * total.lanes]
         self._waiting: dict[int, tuple[Val, int]] = {}  # times -> pairs, and what the greatest a add up to
 
     def add(self, a: Val, b: Val, most: int) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from relaxlite.codegen.llvm import memory
-from relaxlite.codegen.llvm.byte_pairs import emit_dots_by_pairs, pair_lanes
+from relaxlite.codegen.llvm import byte_pairs, memory
 from relaxlite.codegen.llvm.context import Access, Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const, mangle
 from relaxlite.codegen.llvm.types import convert, from_memory
@@ -47,8 +46,8 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
 
 def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
     """The same of operands that are words already."""
-    if width := pair_lanes(k.e.target, k.lanes):
-        return emit_dots_by_pairs(k, value, emit_value, width)
+    if width := byte_pairs.pair_lanes(k.e.target, k.lanes):
+        return byte_pairs.emit_dots(k, value, emit_value, width)
     c, a, b, _ = (emit_value(k, x) for x in value.args)
     name = "dot4_u8s8"
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
@@ -143,7 +142,7 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
         has = {512: has_wide, 256: has_wide and target.has("avx512vl")}
         has[128] = has[256]
     elif name == "dot2_i16":
-        has = {bits: target.has(feature) for bits, (feature, _) in _SUMS_OF_PAIRS.items()}
+        has = {bits: target.has(found.feature) for bits, found in byte_pairs.INSTRUCTIONS.items()}
     else:
         has_wide = target.has("avx512vnni")
         has = {512: has_wide, 256: (has_wide and target.has("avx512vl")) or target.has("avxvnni")}
@@ -166,14 +165,9 @@ def _vdpbf16ps(e: Emitter, c: Val, a: Val, b: Val) -> Val:
 
 def _pmaddwd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
     pairs = [e.op(f"bitcast {x} to <{2 * x.lanes} x i16>", "i16", 2 * x.lanes) for x in (a, b)]
-    return e.binary("add", c, e.call(_SUMS_OF_PAIRS[32 * c.lanes][1], pairs, "i32", c.lanes, "dot"))
+    return e.binary("add", c, e.call(byte_pairs.INSTRUCTIONS[32 * c.lanes].sums, pairs, "i32", c.lanes, "dot"))
 
 
-_SUMS_OF_PAIRS: Mapping[int, tuple[str, str]] = {  # bits of a vector -> the feature and the instruction
-    512: ("avx512bw", "llvm.x86.avx512.pmaddw.d.512"),
-    256: ("avx2", "llvm.x86.avx2.pmadd.wd"),
-    128: ("sse2", "llvm.x86.sse2.pmadd.wd"),
-}
 _INSTRUCTIONS: Mapping[str, Callable[..., Val]] = {
     "dot4_u8s8": _vpdpbusd,
     "dot2_i16": _pmaddwd,
