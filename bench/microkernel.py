@@ -178,6 +178,8 @@ def operands(kind: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]
     rng = np.random.default_rng(0)
     if kind == "dot4_u8s8":
         return rng.integers(0, 256, (m, k), np.uint8), rng.integers(-128, 128, (k, n), np.int8)
+    if kind == "dot2_i16":
+        return tuple(rng.integers(-2000, 2000, shape, np.int16) for shape in ((m, k), (k, n)))  # type: ignore[return-value]
     dtype = to_numpy("bfloat16" if kind == "dot2_bf16" else "float32")
     a, b = (rng.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in ((m, k), (k, n)))
     return a, b
