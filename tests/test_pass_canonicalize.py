@@ -12,10 +12,11 @@ from relaxlite.errors import PassError
 from relaxlite.ir import op as op_module
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Call, Constant, Expr
+from relaxlite.ir.expr import Call, Constant, Expr, MatchShape
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Attr, Op, register_op
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.decompose import decompose
 from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
 from relaxlite.passes.fold_constants import SMALL_BYTES, fold_constants
@@ -73,6 +74,22 @@ def main(statements: str, result: str, params: str = "x: f32[n, 4], i: i64[n, 4]
     """Text of a function over x and i."""
     body = "\n".join(f"    {line}" for line in statements.strip().split("\n") if line.strip())
     return f'n = symbol("n")\nm = symbol("m")\n@function\ndef main({params}):\n{body}\n    return {result}\n'
+
+
+# What all of them are made of
+
+
+def test_a_function_that_only_matches_shapes_is_rewritten() -> None:
+    class Unmatched(Rewriter):
+        def match_shape(self, binding: MatchShape) -> Expr | None:
+            return binding.source
+
+    bb = BlockBuilder()
+    dims = bb.symbol("n"), 4
+    with bb.function("main", x=TensorType.of(dims, "float32")) as (x,):
+        bb.result(bb.match_shape(x, dims))
+    function = Unmatched().function(bb.module().functions()["main"])
+    assert not list(function.body.bindings()) and function.body.result is x
 
 
 # fold_shapes

@@ -137,7 +137,8 @@ class Rewriter:
         return None
 
     def concerns(self, value: Expr) -> bool:
-        """Whether `rewrite` may have to do with such a value: a function without one stays as it is."""
+        """Whether `rewrite` or `match_shape` may have to do with what a binding holds: a function without such a
+        binding stays as it is."""
         return True
 
     def match_shape(self, binding: MatchShape) -> Expr | None:
@@ -147,8 +148,8 @@ class Rewriter:
     def function(self, function: Function) -> Function:
         """The rewritten function, or the same object."""
         self.changed = False
-        values = (b.value for body in bodies(function) for b in body.bindings() if isinstance(b, Let))
-        if not any(map(self.concerns, values)):
+        bindings = (binding for body in bodies(function) for binding in body.bindings())
+        if not any(self.concerns(b.value if isinstance(b, Let) else b.source) for b in bindings):
             return function
         body = self.body(function.body)
         return replace(function, body=body) if self.changed else function
