@@ -46,6 +46,7 @@ NARROW = "llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu
 WITH_DOTS = "llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu"
 WIDE = "llvm -mcpu=skylake-avx512 -mtriple=x86_64-unknown-linux-gnu"  # 512 bits without such an instruction
 OLD = "llvm -mcpu=x86-64-v2 -mtriple=x86_64-unknown-linux-gnu"  # of 128 bits
+BARE = "llvm -mcpu=x86-64 -mattr=+avx,+avx2,+avxvnni -mtriple=x86_64-unknown-linux-gnu"  # not a word about SSSE3
 OLDEST = "llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu"
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -444,7 +445,14 @@ def test_activations_stay_floats_where_nothing_asks_for_integers(target: str, pr
 
 @pytest.mark.parametrize(
     ("target", "bits", "rounds"),
-    [(WITH_DOTS, 8, True), (OLD, 4, True), (PORTABLE, 6, True), (PORTABLE, 8, False), (WIDE, 8, False)],
+    [
+        (WITH_DOTS, 8, True),
+        (BARE, 8, True),
+        (OLD, 4, True),
+        (PORTABLE, 6, True),
+        (PORTABLE, 8, False),
+        (WIDE, 8, False),
+    ],
 )
 def test_activations_are_rounded_where_that_is_faster(target: str, bits: int, rounds: bool) -> None:
     weight = block_weight(DEPTH, COLUMNS, bits=bits, zero=1 << (bits - 1))

@@ -36,9 +36,10 @@ _PAIRED_BITS = 7  # of codes, whose products can be summed in pairs as they are 
 def integer_products(module: IRModule, context: PassContext) -> IRModule:
     """Round the activations of products with weights in blocks, where the precision asks for it."""
     low_bits, most_bits = LOW_BITS.get(context.precision), max(BITS)
-    if context.precision in ("auto", "bf16") and context.target.has_byte_pairs:
+    target = context.target
+    if context.precision in ("auto", "bf16") and (target.has_byte_products or target.has_byte_pairs):
         low_bits = _DEFAULT
-        most_bits = max(BITS) if context.target.has_byte_products else _PAIRED_BITS
+        most_bits = max(BITS) if target.has_byte_products else _PAIRED_BITS
     if low_bits is None:
         return module
     return map_functions(module, lambda f: _IntegerProducts(context, low_bits, most_bits).function(f))
