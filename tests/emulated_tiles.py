@@ -95,13 +95,13 @@ def _dot(total: Array, x: Array, quads: Array, left: DTypeLike, right: DTypeLike
 
 @contextmanager
 def emulated_tiles(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[tuple[Target, Tiles]]:
-    """This machine's processor with tiles, and what is done with them. Skips where its vectors are too short for them.
+    """This machine's processor with tiles, and what is done with them. Skips where it lacks what comes with tiles.
 
-    No call may fail, and whoever configures tiles releases them.
+    No call may fail, and whoever configures tiles releases them. What is compiled inside runs inside only.
     """
     host, tiles = Target.host(), Tiles()
     if not host.has("avx512vnni"):
-        pytest.skip("this processor has no vectors of 16 floats")
+        pytest.skip("this processor has no VNNI of 512 bits, as all with tiles have")
     functions: dict[str, Any] = {}
 
     def function(symbol: str) -> Any:

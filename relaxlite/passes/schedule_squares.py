@@ -110,8 +110,8 @@ def tile_squares(block: Block, column: For, lanes: int, width: int, target: Targ
 def _operands(block: Block, row: For, column: For, width: int, target: Target) -> _Operands | None:
     (*outer, loop), value = perfect_nest(block.stmts[1]).loops, block.update.value
     depth, side = as_int(loop.extent), SIDE * ROWS
-    has_whole = as_int(ceildiv(column.extent, width) * width - ceildiv(column.extent, side) * side)
-    if not depth or width % ROWS or has_whole is None or has_whole < 0:
+    spare = as_int(ceildiv(column.extent, width) * width - ceildiv(column.extent, side) * side)
+    if not depth or width % ROWS or spare is None or spare < 0:  # the last square would leave the panels
         return None
     if not isinstance(value, Binary) or not isinstance(value.a, Cast) or not isinstance(value.b, Cast):
         return None

@@ -10,8 +10,8 @@
     release()
 
 Bytes are unsigned in the quads of `dot_unsigned` and in the x of `dot_of_unsigned`; `dot_bf16` multiplies bfloat16, of
-which quads hold pairs. Strides are in bytes. A thread that computes with tiles
-configures them first and releases them afterwards, as switching threads saves 8 KB of tiles that are in use.
+which quads hold pairs. Strides are in bytes. A thread that computes with tiles configures them first and releases them
+afterwards, as switching threads saves 8 KB of tiles that are in use.
 """
 
 from __future__ import annotations
