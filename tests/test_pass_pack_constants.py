@@ -9,6 +9,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.driver import build
 from relaxlite.ir import first_difference, ops, verify
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, If, Let, Loop, Tuple, TupleGetItem, Var
@@ -19,6 +20,7 @@ from relaxlite.ir.visitor import Rewriter, bodies, map_functions, program_calls
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pack_constants import pack_constants
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
 from tests.ir_text import assert_becomes, assert_stays
 from tests.ir_text import module as parsed
@@ -216,3 +218,18 @@ def test_packed_kernels_compiled(columns: int) -> None:
     for rows in (0, 1, 3, 33):
         args = np.random.default_rng(rows).standard_normal((rows, columns), np.float32), np.array(True)
         np.testing.assert_allclose(exe(*args), Interpreter(given).run("main", *args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("columns", "is_view"), [(64, True), (96, True), (50, False)])
+def test_panels_are_copied_when_a_model_is_loaded_only(columns: int, is_view: bool) -> None:
+    """Where nothing fills the last panel: weights are there once until then."""
+    weight = np.random.default_rng(0).standard_normal((40, columns)).astype(np.float32)
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 40), "float32")) as (x,):
+        bb.result(bb.emit(ops.matmul(x, weight)))
+    data = build(bb.module(), "llvm -mcpu=x86-64-v3")
+    (panels,) = data.constants
+    assert panels.ndim == 3 and np.shares_memory(panels, weight) == is_view
+    (loaded,) = Executable(data).data.constants
+    assert loaded.flags.c_contiguous and not np.shares_memory(loaded, panels)
+    np.testing.assert_array_equal(loaded, panels)

@@ -62,6 +62,17 @@ def test_small_weights_start_with_a_cache_line(place: Callable[[Sequence[np.ndar
         assert np.shares_memory(made, array) == (array.ctypes.data % ALIGNMENT == 0)
 
 
+@pytest.mark.parametrize("place", [aligned, gathered])
+@pytest.mark.parametrize("shape", [(2, 3), (400, 30), (3000, 1000)])
+def test_strided_weights_become_contiguous(
+    place: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]], shape: tuple[int, int]
+) -> None:
+    array = np.random.default_rng(0).standard_normal(shape).T
+    (made,) = place([array])
+    np.testing.assert_array_equal(made, array)
+    assert made.flags.c_contiguous and made.ctypes.data % ALIGNMENT == 0
+
+
 @pytest.mark.parametrize("is_huge", [False, True])
 def test_a_model_of_one_product_reads_aligned_weights(is_huge: bool) -> None:
     bb = BlockBuilder()

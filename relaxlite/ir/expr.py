@@ -70,7 +70,7 @@ class Var:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A tensor known at compile time. `value` is C-contiguous and never written to."""
+    """A tensor known at compile time. `value` is never written to, and C-contiguous until constants are packed."""
 
     value: Array
     ty: TensorType

@@ -40,6 +40,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
+from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
@@ -204,10 +205,10 @@ class _Packer:
     def pack(self, constant: Constant, layout: _Layout) -> Constant:
         key = (id(constant.value), layout)
         if key not in self._done:
-            self._done[key] = (
-                constant,
-                Constant.of(layout.packed(constant.value), name=constant.name),
-            )  # keeps the source alive, and so its id its own
+            packed = layout.packed(constant.value)  # a view, where it can be one: copied when the weights are gathered
+            ty = TensorType.of(packed.shape, constant.ty.dtype)
+            made = Constant(packed, ty, constant.name)
+            self._done[key] = constant, made  # keeps the source alive, and so its id its own
         return self._done[key][1]
 
 
