@@ -13,33 +13,17 @@ the rows of x skip a row of taps; those along w are tested once per tile, and on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from relaxlite.ir.ops.scalars import identity
-from relaxlite.ir.program import (
-    Allocate,
-    Binary,
-    Compare,
-    For,
-    IfThenElse,
-    IndexValue,
-    Literal,
-    Load,
-    Select,
-    Seq,
-    Stmt,
-    Store,
-    Value,
-    seq,
-)
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
+from relaxlite.ir.program import Allocate, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smax, smin, substitute, sym
-from relaxlite.passes.access import coefficient, stride
+from relaxlite.passes.access import stride
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import distribute, less, nest
 from relaxlite.passes.schedule_reduction import Block
+from relaxlite.passes.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 
 WINDOWS = 4  # neighbours along w in one tile
 BLOCK_VECTORS = 4  # vectors of channels that one thread takes together
@@ -84,10 +68,10 @@ def window_of(block: Block, lanes: int) -> Window | None:
     everything: list[Load | Store] = [*loads(block.update), *stores(block.body)]
     if any(stride(a, channel.var) not in (0, 1) for a in everything if a.buffer is not block.body.buffer):
         return None
-    images = [load for load in loads(block.update) if along.var in _symbols(load.indices)]
+    images = [load for load in loads(block.update) if along.var in symbols_in(load.indices)]
     if len(images) != 1 or stride(images[0], channel.var) != 1 or images[0].indices[-1] is not channel.var:
         return None
-    found = _conditions(block.update)
+    found = conditions_of(block.update)
     if found is None:
         return None
     conditions, select = found
@@ -96,85 +80,11 @@ def window_of(block: Block, lanes: int) -> Window | None:
     inside = [d for d in conditions if inner & set(d.free_vars())]
     for index, size in zip(images[0].indices, images[0].buffer.shape, strict=True):
         if along.var in index.free_vars():  # windows beyond the last one read nothing, on whichever side that is
-            inside.append(index if (_slope(index, along.var) or 0) < 0 else size - 1 - index)
-    if any(_slope(d, var) is None for d in inside for var in inner) or any(
-        channel.var in d.free_vars() for d in inside
-    ):
+            inside.append(index if (slope(index, along.var) or 0) < 0 else size - 1 - index)
+    if any(slope(d, var) is None for d in inside for var in inner) or any(channel.var in d.free_vars() for d in inside):
         return None
-    value = _Without(select).value(block.update.value) if select is not None else block.update.value
+    value = Without(select).value(block.update.value) if select is not None else block.update.value
     return Window(block, rows, tuple(dict.fromkeys(inside)), value, select, lanes)
-
-
-def _symbols(indices: Sequence[SymExpr]) -> set[SymVar]:
-    return {v for index in indices for v in index.free_vars()}
-
-
-def _slope(expr: SymExpr, var: SymVar) -> int | None:
-    found = coefficient(expr, var)
-    return None if found is None else as_int(found)
-
-
-def _conditions(update: Store) -> tuple[list[SymExpr], Select | None] | None:
-    """(expressions that are all >= 0 where the update's one Select takes its value, that Select), if the update has no
-    effect elsewhere. None: it has another form."""
-    value = update.value
-    factor = isinstance(value, Binary) and value.op == "mul" and update.combine == "add"
-    candidates = (value.a, value.b) if factor else (value,)  # type: ignore[union-attr]
-    selects = [v for v in candidates if isinstance(v, Select)]
-    if not selects:
-        return ([], None) if not _has_select(value) else None
-    (select, *more) = selects
-    neutral = identity(update.combine or "add", update.buffer.dtype)
-    if more or not isinstance(select.other, Literal) or select.other.value != neutral.value or _has_select(select.then):
-        return None
-    terms = _terms(select.cond)
-    return None if terms is None else (terms, select)
-
-
-def _has_select(value: Value) -> bool:
-    finder = _FindSelect()
-    finder.value(value)
-    return finder.found
-
-
-class _FindSelect(ProgramRewriter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def _value(self, value: Value) -> Value:
-        self.found = self.found or isinstance(value, Select)
-        return super()._value(value)
-
-
-def _terms(cond: Value) -> list[SymExpr] | None:
-    """Expressions that are all >= 0 if and only if the condition holds."""
-    if isinstance(cond, Binary) and cond.op == "and":
-        left, right = _terms(cond.a), _terms(cond.b)
-        return None if left is None or right is None else left + right
-    if not isinstance(cond, Compare):
-        return None
-    a, b = _as_index(cond.a), _as_index(cond.b)
-    if a is None or b is None:
-        return None
-    return {"ge": [a - b], "gt": [a - b - 1], "le": [b - a], "lt": [b - a - 1]}.get(cond.op)
-
-
-def _as_index(value: Value) -> SymExpr | None:
-    if isinstance(value, Literal) and value.dtype == "int64" and isinstance(value.value, int):
-        return sym(value.value)
-    return value.index if isinstance(value, IndexValue) else None
-
-
-class _Without(ProgramRewriter):
-    """A Select becomes another value: what it takes under its condition, by default."""
-
-    def __init__(self, select: Select, by: Value | None = None) -> None:
-        super().__init__()
-        self._select, self._by = select, select.then if by is None else by
-
-    def _value(self, value: Value) -> Value:
-        return self._by if value is self._select else super()._value(value)
 
 
 def tiled_windows(window: Window) -> Stmt:
@@ -187,7 +97,7 @@ def tiled_windows(window: Window) -> Stmt:
 
     def channels(*, masked: bool) -> Stmt:
         inner, border = (_tile(window, at * lanes, tile * WINDOWS, border=b, masked=masked) for b in (False, True))
-        return IfThenElse(_all(_corners(window, tile * WINDOWS)), inner, border)
+        return IfThenElse(all_inside(_corners(window, tile * WINDOWS)), inner, border)
 
     body = channels(masked=False)
     if as_int(extent % lanes) != 0:
@@ -208,20 +118,11 @@ def _corners(window: Window, start: SymExpr) -> list[SymExpr]:
     last = (as_int(tap.extent) or 1) - 1
     found = [window.along.extent - start - WINDOWS]
     for d in window.inside:
-        first = (_slope(d, window.along.var) or 0) >= 0
+        first = (slope(d, window.along.var) or 0) >= 0
         at = {window.along.var: start + (0 if first else WINDOWS - 1)}
-        at[tap.var] = sym(0 if (_slope(d, tap.var) or 0) >= 0 else last)
+        at[tap.var] = sym(0 if (slope(d, tap.var) or 0) >= 0 else last)
         found.append(substitute(d, at))
     return list(dict.fromkeys(found))
-
-
-def _all(terms: Sequence[SymExpr]) -> Value:
-    """Whether all expressions are >= 0."""
-    cond: Value | None = None
-    for term in terms:
-        test = less(-1, term)
-        cond = test if cond is None else Binary("and", cond, test)
-    return cond if cond is not None else Literal(True, "bool")
 
 
 def _tile(window: Window, channel: SymExpr, start: SymExpr, *, border: bool, masked: bool) -> Stmt:
@@ -248,21 +149,8 @@ def _bordered(window: Window, lane: SymVar) -> Value:
         limit = smin(limit, d + 1)
     cond = less(lane, smax(limit, 0) * window.lanes)
     if window.outside is not None:
-        return _Without(window.outside, replace(window.outside, cond=cond)).value(window.block.update.value)
-    return _Masked(window.along.var, cond).value(window.value)
-
-
-class _Masked(ProgramRewriter):
-    """Makes the loads conditional that move along a loop."""
-
-    def __init__(self, var: SymVar, cond: Value) -> None:
-        super().__init__()
-        self._var, self._cond = var, cond
-
-    def _value(self, value: Value) -> Value:
-        if isinstance(value, Load) and self._var in _symbols(value.indices):
-            return Select(self._cond, value, Literal(0, value.dtype))
-        return super()._value(value)
+        return Without(window.outside, replace(window.outside, cond=cond)).value(window.block.update.value)
+    return Masked(window.along.var, cond).value(window.value)
 
 
 def _with_rows(window: Window, tile: Allocate) -> Stmt:
@@ -273,5 +161,5 @@ def _with_rows(window: Window, tile: Allocate) -> Stmt:
     body: Stmt = replace(loops[-1], kind="unrolled")
     if window.rows:
         now: dict[SymVar, IntLike] = {old.var: new.var for old, new in zip(window.taps, loops, strict=True)}
-        body = IfThenElse(_all([substitute(d, now) for d in window.rows]), body)
+        body = IfThenElse(all_inside([substitute(d, now) for d in window.rows]), body)
     return replace(tile, body=seq(init, nest(loops[:-1], body), *final))
