@@ -70,6 +70,7 @@ from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
+from relaxlite.passes.schedule_planes import planes_of, tiled_planes
 from relaxlite.passes.schedule_reduction import (
     Block,
     asked_ahead,
@@ -305,6 +306,10 @@ class _Rules:
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
+        planes = planes_of(block, lanes)
+        if planes is not None:
+            self.note("plane_tile", planes.along.var.name, rows=planes.height, lanes=lanes)
+            return tiled_planes(planes)
         unfused, block = block, block.fused()
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:

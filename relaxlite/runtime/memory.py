@@ -105,8 +105,8 @@ def allocate(nbytes: int, what: str, *, pooled: bool = False, waits: bool = Fals
 
 
 def aligned(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """The arrays, or copies of those that are not contiguous, or do not start with a cache line, as NumPy's may not: each
-    vector that is read from such a one takes two lines. Products in float32 are 17 to 25 % slower so on a Granite
+    """The arrays, or copies of those that are not contiguous, or do not start with a cache line, as NumPy's may not:
+    each vector that is read from such a one takes two lines. Products in float32 are 17 to 25 % slower so on a Granite
     Rapids."""
     return tuple(_side_by_side([array])[0] if _is_worth_aligning(array) else array for array in arrays)
 

@@ -2,11 +2,12 @@
 
 `conv` has no bias: an `add` after it is fused. Its padding is a shape operand (begins, then ends), so that "same"
 padding of a symbolic size is an expression of that size. Padding becomes an op of its own, which leaves a nest without
-conditions.
+conditions, but for small windows of one channel: a padded copy would take as long as they do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
 Ints = tuple[int, ...]
+MOST_TAPS, MOST_STRIDE = 128, 2  # of small windows along the last dimension
 
 
 def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
@@ -63,6 +65,13 @@ def filters_to_last(dims: Shape) -> Shape:
 
 def is_zero(pads: Shape) -> bool:
     return all(as_int(p) == 0 for p in pads)
+
+
+def is_small(w: Shape, strides: Ints | None) -> bool:
+    """Whether filters (oc, c / groups, kernel...) are windows of one channel, and small (passes/schedule_planes.py)."""
+    taps = [as_int(size) for size in w[2:]]
+    has_few = None not in taps and math.prod(size or 0 for size in taps) <= MOST_TAPS
+    return as_int(w[1]) == 1 and has_few and (strides or (1,))[-1] <= MOST_STRIDE
 
 
 class Convolution(Op):
@@ -164,10 +173,11 @@ class Conv(LaidOut):
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads = call.args
         values = self.shape(pads)
-        if is_zero(values) or (call.attrs["layout"] == "last" and call.attrs["groups"] != 1):
-            return None
         attrs: dict[str, Any] = dict(call.attrs)
-        padded = pad_spatial(bb, x, values, last=attrs["layout"] == "last")
+        is_last, filters = attrs["layout"] == "last", self.tensor(w).shape or ()
+        if is_zero(values) or (attrs["groups"] != 1 and (is_last or is_small(filters, attrs["strides"]))):
+            return None
+        padded = pad_spatial(bb, x, values, last=is_last)
         return self(padded, w, (0,) * len(values), **attrs)
 
     def lower(self, x: Buffer, w: Buffer, pads: Shape, *, out: Buffer, layout: str, **window: Any) -> Stmt:
