@@ -25,6 +25,7 @@ class NativeKernel:
         self._function = prototype(self.library.address(self.info.symbol))
 
     def __call__(self, arrays: Sequence[np.ndarray[Any, Any]], symbols: Sequence[int] = ()) -> int:
+        arrays = [np.require(array, requirements="C") for array in arrays]  # packed constants are views
         pointers = (ctypes.c_void_p * max(len(arrays), 1))(*(array.ctypes.data for array in arrays))
         values = (ctypes.c_int64 * max(len(symbols), 1))(*symbols)
         return int(self._function(pointers, values))

@@ -23,6 +23,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
+from tests.ir_text import module as parsed
 
 SIZES = ((0, 5, 5), (1, 1, 1), (1, 3, 2), (2, 4, 16), (1, 5, 17), (1, 7, 31), (2, 9, 33), (1, 12, 66), (1, 0, 40))
 LEVELS = ("host", "x86-64-v3", "x86-64-v2")
@@ -172,6 +173,35 @@ def test_what_is_no_window_is_scheduled_otherwise(columns: str) -> None:
         made = get_op("sum")(x, axes=(1,)) if columns.startswith("sum") else ops.matmul(floats(2, 3), x)
         bb.result(bb.emit(made))
     assert "plane_tile" not in steps_of(bb.module())
+
+
+SLIDING = """
+        n = symbol("n")
+        @program(symbols=(n,), outputs=1)
+        def slide(a: f32[4, 3], b: f32[n], out: f32[4, n - 2]):
+            for i in serial(4):
+                for j in serial(n - 2):
+                    with allocate((), "float32", "local") as acc:
+                        acc[()] = float32(0.0)
+                        for k in serial(3):
+                            acc[()] += a[i, k] * b[j + k]
+                        out[i, j] = acc[()]
+        n = symbol("n")
+        @function
+        def main(a: f32[4, 3], b: f32[n]):
+            y: f32[4, n - 2] = call(slide, a, b, sym=(n,))
+            return y
+"""
+
+
+def test_windows_over_a_vector() -> None:
+    module = parsed(SLIDING)
+    assert "plane_tile" in steps_of(module)
+    exe = rl.compile(module)
+    for n in (0, 1, 15, 16, 33):
+        a, b = floats(4, 3), floats(n + 2)
+        want = [[np.dot(row, b[j : j + 3]) for j in range(n)] for row in a]
+        np.testing.assert_allclose(exe(a, b), np.reshape(want, (4, n)), rtol=1e-5, atol=1e-5)
 
 
 _CHILD = """

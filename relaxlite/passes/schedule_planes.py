@@ -109,7 +109,8 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
         return None
     height = max(1, min(_MOST_ROWS, _MOST_TERMS // math.prod(sizes))) if down.var in symbols_in(outer) else 1
     value = Without(select).value(block.update.value) if select is not None else block.update.value
-    return Planes(block, outer[-1], _each_once(rows), _each_once(inside), value, select, lanes, height)
+    row = outer[-1] if outer else sym(0)
+    return Planes(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)
 
 
 def _each_once(conditions: list[SymExpr]) -> tuple[SymExpr, ...]:
