@@ -84,6 +84,8 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
     if len(images) != 1 or not 1 <= (stride(images[0], along.var) or 0) <= MOST_STRIDE:
         return None
     (image,) = images
+    if any(loop.var not in symbols_in(image.indices) for loop in block.spatial):  # what it reads can serve several rows
+        return None
     *outer, last = image.indices
     if along.var in symbols_in(outer) or any(tap.var in last.free_vars() for tap in taps[:-1]):
         return None
