@@ -36,15 +36,15 @@ Array: TypeAlias = "NDArray[Any]"
 _erf: Callable[[Array], Array] = np.vectorize(math.erf, otypes=[np.float64])
 
 
-def _normcdf(x: Array) -> Array:
-    return (1 + _erf(x * math.sqrt(0.5))) / 2
+def _gelu(x: Array) -> Array:
+    return np.where(x == -np.inf, 0, x * (1 + _erf(x * math.sqrt(0.5))) / 2)
 
 
 _MATH: Mapping[str, Callable[[Array], Array]] = {
     "exp": np.exp, "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "exp2": np.exp2, "sin": np.sin, "cos": np.cos,
     "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh,
     "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "tanh": np.tanh, "erf": _erf,
-    "normcdf": _normcdf, "sqrt": np.sqrt,
+    "gelu": _gelu, "sqrt": np.sqrt,
 }  # fmt: skip
 _ROUNDING: Mapping[str, Callable[[Array], Array]] = {
     "floor": np.floor, "ceil": np.ceil, "round": np.rint, "trunc": np.trunc,

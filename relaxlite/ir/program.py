@@ -28,7 +28,7 @@ Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of con
 UNARY = (
     "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "exp", "log", "log1p",
     "expm1", "exp2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "tanh",
-    "erf", "normcdf", "isnan", "isinf",  # normcdf: of the normal distribution, (1 + erf(x / sqrt(2))) / 2
+    "erf", "gelu", "isnan", "isinf",  # gelu: x * (1 + erf(x / sqrt(2))) / 2, and 0 at -inf
 )  # fmt: skip
 BINARY = (
     "add", "sub", "mul", "div", "floordiv", "truncdiv", "floormod", "fmod", "min", "max", "pow", "and", "or", "xor",

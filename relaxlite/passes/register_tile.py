@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.op_costs import flops_of
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
     Allocate,
@@ -32,6 +33,7 @@ from relaxlite.ir.program import (
     Seq,
     Stmt,
     Store,
+    Unary,
     Value,
     seq,
 )
@@ -51,6 +53,7 @@ LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; 
 PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
 MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
+LONG_FUNCTION = 10  # FLOPs of a function that is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +272,9 @@ class Tile:
 
     def _is_long(self) -> bool:
         """Whether the epilogue is more than a few operations."""
-        work = sum(not isinstance(v, Load | IndexValue) for v in all_values(seq(*self._stmts[2:])))
-        return work > FEW_OPERATIONS
+        work = [v for v in all_values(seq(*self._stmts[2:])) if not isinstance(v, Load | IndexValue)]
+        functions = (v.op for v in work if isinstance(v, Unary))
+        return len(work) > FEW_OPERATIONS or any(flops_of(op) >= LONG_FUNCTION for op in functions)
 
     def _direct(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
         def body(rows: int) -> Stmt:

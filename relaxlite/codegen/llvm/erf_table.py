@@ -1,11 +1,12 @@
-"""erf and the normal distribution in float32 by sixteen polynomials, where one instruction (AVX-512) looks up a
+"""erf and GELU in float32 by sixteen polynomials, where one instruction (AVX-512) looks up a
 coefficient for sixteen lanes.
 
 On Zen 4 erf takes 12 cycles for sixteen numbers, a quotient of polynomials (math.py) 15, and it is more accurate: at
 most 3.4 ulp off. tanh, which needs two degrees more, would gain nothing.
 
-erf(x) = x * g(|x|), and g is a polynomial of r = |x| - step*k for the nearest whole number k of 0 ... 15. The normal
-distribution is 1/2 plus such a polynomial itself, with the sign of x.
+erf(x) = x * g(|x|), and g is a polynomial of r = |x| - step*k for the nearest whole number k of 0 ... 15. GELU is
+max(x, 0) plus such a polynomial, which has no sign to be put back: 10 instead of 11.7 cycles as x times the normal
+distribution's function.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
 
 _LANES = 16
 _DEGREE = 4
+_LEAST_SIZE = 0b1010  # what vrangeps is to give: the number of the least absolute value, with a sign of 0
 _ROUNDER = 8388608.0  # 2**23: added to a small float32, it leaves the nearest integer in the low bits
 _SURPLUS = 1.5e-7  # in erf's last piece, where it rounds to 1: a result above 1, and so 1 once it is clamped
 
@@ -55,13 +57,13 @@ def _erf_quotient(x: float, is_last: bool) -> float:
     return math.erf(x) / x if x > 0 else 2 / math.sqrt(math.pi)
 
 
-def _above_half(x: float, is_last: bool) -> float:
-    """The normal distribution less 1/2; so that it ends at 0 and 1, the last piece is constant."""
-    return 0.5 if is_last else math.erf(x * math.sqrt(0.5)) / 2
+def _below_relu(x: float, is_last: bool) -> float:
+    """gelu(x) - x for x >= 0, which is gelu(-x); nothing in the last piece."""
+    return 0.0 if is_last else -x * math.erfc(x * math.sqrt(0.5)) / 2
 
 
 _ERF = _Table(17 / 64, 4.1, _erf_quotient, begins_at_zero=False)  # erf is 1 in float32 from 3.92 on
-_NORMAL = _Table(3 / 8, 5.75, _above_half, begins_at_zero=True)  # 1 in float32 from 5.42 on
+_GELU = _Table(3 / 8, 5.75, _below_relu, begins_at_zero=True)  # less than 2e-7 from 5.4 on
 
 
 def is_available(e: Emitter) -> bool:
@@ -73,9 +75,9 @@ def erf(e: Emitter, x: Val) -> Val:
     return _by_sixteen(e, x, _erf)
 
 
-def normcdf(e: Emitter, x: Val) -> Val:
-    """The normal distribution's function, of any number of lanes; off by at most 2e-7."""
-    return _by_sixteen(e, x, _normcdf)
+def gelu(e: Emitter, x: Val) -> Val:
+    """x times the normal distribution's function, of any number of lanes; off by at most 4e-7 and a rounding."""
+    return _by_sixteen(e, x, _gelu)
 
 
 def _by_sixteen(e: Emitter, x: Val, function: Callable[[Emitter, Val], Val]) -> Val:
@@ -99,8 +101,20 @@ def _erf(e: Emitter, x: Val) -> Val:
     return _with_sign_of(e, x, y)
 
 
-def _normcdf(e: Emitter, x: Val) -> Val:
-    return e.fadd(_with_sign_of(e, x, _NORMAL.look_up(e, _NORMAL.clamped(e, x))), float_const(0.5))
+def _gelu(e: Emitter, x: Val) -> Val:
+    above = e.select(e.fcmp("ogt", float_const(0.0), x), float_const(0.0), x)  # NaN where x is
+    return e.fadd(above, _GELU.look_up(e, _least_size(e, x, _GELU.limit)))
+
+
+def _least_size(e: Emitter, x: Val, limit: float) -> Val:
+    """|x|, at most the limit, of sixteen lanes; the limit for NaN."""
+    if not e.target.has("avx512dq"):
+        size = e.intrinsic("fabs", x)
+        return e.select(e.fcmp("olt", size, float_const(limit)), size, float_const(limit))
+    bound = e.splat(float_const(limit), _LANES)
+    zero, all_lanes, rounding = e.splat(float_const(0.0), _LANES), int_const(-1, "i16"), int_const(4, "i32")
+    args = [x, bound, int_const(_LEAST_SIZE, "i32"), zero, all_lanes, rounding]
+    return e.call("llvm.x86.avx512.mask.range.ps.512", args, "float", _LANES, "size")
 
 
 def _with_sign_of(e: Emitter, x: Val, size: Val) -> Val:

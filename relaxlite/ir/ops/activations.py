@@ -29,13 +29,13 @@ def _softplus(x: Scalar) -> Scalar:
 def _gelu(x: Scalar, *, approximate: str) -> Scalar:
     if approximate == "tanh":
         return 0.5 * x * (1.0 + (_GELU_SCALE * (x + 0.044715 * x * x * x)).tanh())
-    return x * x.unary("normcdf")
+    return x.unary("gelu")
 
 
 def _gelu_numpy(x: Any, *, approximate: str) -> Any:
     if approximate == "tanh":
         return 0.5 * x * (1 + np.tanh(_GELU_SCALE * (x + 0.044715 * x**3)))
-    return 0.5 * x * (1 + _erf(x * _SQRT_HALF))
+    return np.where(x == -np.inf, 0, 0.5 * x * (1 + _erf(x * _SQRT_HALF)))
 
 
 def _clip(x: Scalar, *, lower: float | None, upper: float | None) -> Scalar:
