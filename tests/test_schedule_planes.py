@@ -76,6 +76,7 @@ def check_conv(filters: Any, pads: tuple[int, ...], level: str = "host", **attrs
     window = {"strides": None, "dilations": None, "layout": "first", **attrs}
     dilations = attrs.get("dilations", (1,) * count)
     extents = [(k - 1) * d + 1 for k, d in zip(filters.shape[2:], dilations, strict=True)]
+    ran = 0
     for n, *spatial in SIZES:
         sizes = (*spatial, 5)[:count] if count != 1 else (spatial[1],)
         if any(s + pads[k] + pads[count + k] < extents[k] for k, s in enumerate(sizes)):
@@ -83,6 +84,8 @@ def check_conv(filters: Any, pads: tuple[int, ...], level: str = "host", **attrs
         x = floats(n, attrs["groups"], *sizes)
         want = get_op("conv").reference(x.astype(np.float64), filters.astype(np.float64), pads, **window)
         np.testing.assert_allclose(exe(x), np.maximum(want + bias, 0), rtol=1e-4, atol=1e-4, err_msg=f"{n}, {sizes}")
+        ran += 1
+    assert ran >= 3
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -99,12 +102,15 @@ def test_depthwise(kernel: tuple[int, int], pads: tuple[int, ...], attrs: dict[s
 
 def test_more_filters_than_channels() -> None:
     check_conv(floats(6, 1, 3, 3), (1, 1, 1, 1), groups=3, strides=(2, 1))
+    check_conv(floats(6, 1, 5), (2, 2), groups=3)
+    assert "plane_tile" in steps_of(conv_module(floats(6, 1, 5), (2, 2), groups=3))
 
 
 @pytest.mark.parametrize("attrs", [{}, {"strides": (2,)}, {"dilations": (3,)}])
 @pytest.mark.parametrize("taps", [3, 31, 130])  # the last are more than fit a tile
 def test_one_dimension(taps: int, attrs: dict[str, Any]) -> None:
-    check_conv(floats(4, 1, taps), (taps // 2, taps // 2), groups=4, **attrs)
+    pad = taps // 2 * attrs.get("dilations", (1,))[0]
+    check_conv(floats(4, 1, taps), (pad, pad), groups=4, **attrs)
 
 
 @pytest.mark.parametrize("attrs", [{}, {"strides": (1, 2, 2)}, {"strides": (2, 1, 1)}])

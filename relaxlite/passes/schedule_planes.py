@@ -97,10 +97,12 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
         return None
     conditions, select = found
     windows, moved = {down.var, along.var}, {tap.var for tap in taps}
+    has_rows = down.var in symbols_in(outer) and all(slope(index, down.var) is not None for index in outer)
     if not any(windows & {*index.free_vars()} and moved & {*index.free_vars()} for index in image.indices):
         return None
     for index, size in zip(image.indices, image.buffer.shape, strict=True):
-        if windows & set(index.free_vars()):  # windows beyond the last one read nothing
+        tiled = windows if has_rows else {along.var}
+        if tiled & set(index.free_vars()):  # windows beyond the last one read nothing
             conditions = [*conditions, size - 1 - index]
     inner = {along.var, taps[-1].var}
     if any(slope(d, var) is None for d in conditions for var in windows | moved):
@@ -109,7 +111,7 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
     rows = [d for d in conditions if not inner & set(d.free_vars())]
     if not all(slope(d, along.var) for d in inside) or any(down.var in d.free_vars() for d in inside):
         return None
-    height = max(1, min(_MOST_ROWS, _MOST_TERMS // math.prod(sizes))) if down.var in symbols_in(outer) else 1
+    height = max(1, min(_MOST_ROWS, _MOST_TERMS // math.prod(sizes))) if has_rows else 1
     value = Without(select).value(block.update.value) if select is not None else block.update.value
     row = outer[-1] if outer else sym(0)
     return Planes(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)

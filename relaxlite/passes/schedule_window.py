@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from relaxlite.ir.ops.nn_conv import MOST_TAPS
 from relaxlite.ir.program import Allocate, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smax, smin, substitute, sym
@@ -27,7 +28,6 @@ from relaxlite.passes.windows import Masked, Without, all_inside, conditions_of,
 
 WINDOWS = 4  # neighbours along w in one tile
 BLOCK_VECTORS = 4  # vectors of channels that one thread takes together
-MOST_TAPS = 128
 MOST_UNROLLED = 12  # taps along w
 
 

@@ -32,7 +32,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
 Ints = tuple[int, ...]
-MOST_TAPS, MOST_STRIDE = 128, 2  # of small windows along the last dimension
+MOST_TAPS = 128  # of a small window
+MOST_STRIDE = 2  # of small windows along the last dimension
 
 
 def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
