@@ -119,7 +119,8 @@ def _gelu(e: Emitter, x: Val) -> Val:
     if x.elem == "float" and erf_table.is_available(e):
         return erf_table.gelu(e, x)
     half, zero = e.number(0.5, x), e.number(0.0, x)
-    size = clamp(e, e.intrinsic("fabs", x), _GELU_ENDS)
+    size, end = e.intrinsic("fabs", x), e.number(_GELU_ENDS, x)
+    size = e.select(e.fcmp("olt", end, size), end, size)
     part = e.fma(apply(e, "erf", e.fmul(size, e.number(math.sqrt(0.5), x))), half, e.number(-0.5, x))
     return e.fma(size, part, e.select(e.fcmp("ogt", zero, x), zero, x))
 
