@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

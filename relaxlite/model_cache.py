@@ -19,13 +19,14 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from relaxlite import config
 from relaxlite.errors import ArtifactError
+from relaxlite.records import dataclass
 from relaxlite.runtime import artifact, cpu
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.version import __version__

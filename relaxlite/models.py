@@ -24,7 +24,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Generator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
@@ -33,6 +32,7 @@ from tqdm import tqdm
 
 from relaxlite import config
 from relaxlite.errors import FetchError, InvalidArgumentError
+from relaxlite.records import dataclass
 
 POLL_SECONDS = 0.1
 STALL_SECONDS = 180.0

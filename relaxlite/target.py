@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,7 @@ from typing import Literal
 import llvmlite.binding as llvm
 
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.records import dataclass
 
 Kind = Literal["llvm"]
 

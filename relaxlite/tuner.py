@@ -18,7 +18,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice, axes
 from relaxlite.passes.schedule_cpu import schedule_program
 from relaxlite.passes.tuning import TunedProgram, Tuning, program_key
+from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ENTRY
 from relaxlite.runtime.replay import Recorder, Replay

@@ -26,18 +26,19 @@ README = (ROOT / "README.md").read_text("utf-8")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 # What each part may import of relaxlite, beside itself.
-BASE = {"errors", "config", "dtypes", "target", "version"}
+BASE = {"errors", "config", "dtypes", "records", "target", "version"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "garbage": set(),
-    "config": {"errors"},
+    "records": set(),
+    "config": {"errors", "records"},
     "dtypes": {"errors"},
-    "target": {"errors", "config", "dtypes"},
-    "models": {"errors", "config"},
+    "target": {"errors", "config", "dtypes", "records"},
+    "models": {"errors", "config", "records"},
     "ir": BASE,
-    "runtime": {"errors", "config", "dtypes", "version"},
-    "model_cache": {"errors", "config", "version", "runtime"},
+    "runtime": {"errors", "config", "dtypes", "records", "version"},
+    "model_cache": {"errors", "config", "records", "version", "runtime"},
     "passes": BASE | {"ir"},
     "frontend": BASE | {"ir", "garbage"},
     "codegen": BASE | {"ir", "runtime"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from relaxlite.driver import compile as compile_module
 from relaxlite.errors import RelaxliteError
 from relaxlite.frontend.onnx import from_onnx
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from relaxlite.records import dataclass
 from relaxlite.version import __version__
 
 Number = int | float
@@ -18,7 +18,7 @@ OVERFLOW = ("error", "slide")  # those of llm/model.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Command:
     summary: str
     detail: str

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from relaxlite.codegen.host_inline import NotNativeError
+from relaxlite.records import dataclass
 from relaxlite.runtime.executable import (
     Call,
     Const,

@@ -20,10 +20,10 @@ import secrets
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from relaxlite import config
+from relaxlite.records import dataclass
 
 MAGIC = b"RLK1"
 _DIGEST_BYTES = 16

@@ -7,12 +7,12 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from relaxlite.codegen.llvm.machine_code import to_assembly
 from relaxlite.codegen.llvm.module import emit_program
 from relaxlite.explain.kernels import Kernel
 from relaxlite.ir.program_printer import print_program
+from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 from relaxlite.target import Target
 

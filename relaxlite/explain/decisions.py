@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from relaxlite.passes.decisions import Decision
+from relaxlite.records import dataclass
 
 _NUMBER = re.compile(r"\d+")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import llvmlite
 import numpy as np
@@ -24,6 +24,7 @@ from relaxlite.passes.decisions import Decision
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.memory_plan import MemoryPlan
 from relaxlite.passes.tuning import Tuning
+from relaxlite.records import dataclass
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.target import Target
 from relaxlite.version import __version__

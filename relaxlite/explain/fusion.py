@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from relaxlite.ir.expr import Call, Constant, Expr, Function, GlobalVar, Let, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import Type
 from relaxlite.ir.visitor import bodies
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ and the calls that were fused into a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from relaxlite.explain.fusion import FusedCall
@@ -33,6 +33,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import SymExpr, to_text
 from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type
+from relaxlite.records import dataclass
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "memory.view"})  # ops that move nothing
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from relaxlite.explain.fusion import FusedCall, stem
 from relaxlite.ir.expr import Call, ExternFunction, GlobalVar, Let
@@ -13,6 +13,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.scheduling import steps_of
+from relaxlite.records import dataclass
 
 FLOPS_PER_BYTE = 8
 """Arithmetic that takes as long as moving one byte, for ranking kernels alike on every machine. Cores of today do

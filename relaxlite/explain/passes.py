@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from relaxlite.ir.expr import ExternFunction, Function
@@ -13,6 +13,7 @@ from relaxlite.ir.printer import print_function, print_program
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.manager import Pass
+from relaxlite.records import dataclass
 
 CONTEXT = 2  # unchanged lines shown round those that changed
 MAX_LINES = 6000  # of one pass's difference; what is more is counted

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from relaxlite.ir.expr import Function, MatchShape
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, SymExpr, SymVar, evaluate, to_text
 from relaxlite.ir.types import defined_symbols
 from relaxlite.ir.visitor import bodies
+from relaxlite.records import dataclass
 
 UNBOUNDED = 64  # the value shown first of a symbol without an upper bound
 

@@ -8,7 +8,6 @@ Nodes are frozen and compared by identity; `structural_equal` (ir/equality.py) c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.types import UNIT, FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
+from relaxlite.records import dataclass
 
 if TYPE_CHECKING:
     from relaxlite.ir.op import Op

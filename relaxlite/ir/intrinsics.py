@@ -20,10 +20,10 @@ other in memory; elsewhere it widens, multiplies and adds, in the same order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ An op that is made of others overrides `decompose` instead of `lower`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ from relaxlite.ir.expr import Attrs, AttrValue, Call, Constant, Expr, ShapeValue
 from relaxlite.ir.program import Stmt
 from relaxlite.ir.symbolic import IntLike, SymExpr, syms
 from relaxlite.ir.types import ShapeType, TensorType, Type
+from relaxlite.records import dataclass
 
 if TYPE_CHECKING:
     from relaxlite.ir.builder import BlockBuilder

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.text import content_digest
 from relaxlite.ir.types import ShapeType, TensorType
 from relaxlite.ir.visitor import body_uses, inner_bodies
+from relaxlite.records import dataclass
 
 _RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 

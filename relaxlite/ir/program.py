@@ -10,13 +10,14 @@ codegen/scalar_functions.py (NumPy) and codegen/llvm (machine code).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal as OneOf
 from typing import TypeAlias
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import NO_ATTRS, Attrs
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, sym, syms
+from relaxlite.records import dataclass
 
 GpuAxis: TypeAlias = OneOf["block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"]
 LoopKind: TypeAlias = OneOf[

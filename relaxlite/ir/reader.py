@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NoReturn, TypeGuard, TypeVar
 
 from relaxlite import dtypes
@@ -16,6 +16,7 @@ from relaxlite.errors import ParseError
 from relaxlite.ir.expr import AttrValue
 from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, floormod, smax, smin, sym
 from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
+from relaxlite.records import dataclass
 
 T = TypeVar("T")
 _WORDS = {"nan": float("nan"), "inf": float("inf")}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, syms
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NoReturn
 
 from relaxlite import dtypes
@@ -56,6 +55,7 @@ from relaxlite.ir.types import (
     defined_symbols,
     type_symbols,
 )
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from relaxlite.ir.pattern import is_op, wildcard
 from relaxlite.passes.library_rules import LibraryRule, Range
+from relaxlite.records import dataclass
 from relaxlite.runtime.libraries import OPENBLAS
 
 COSTS = Path(__file__).with_name("openblas_costs.json")

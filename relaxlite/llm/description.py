@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from relaxlite.errors import ArtifactError
+from relaxlite.records import dataclass
 
 DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; both are JSON
 

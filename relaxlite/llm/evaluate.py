@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from relaxlite.errors import ExecutionError, InvalidArgumentError
 from relaxlite.llm.engine import Engine
+from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from relaxlite.errors import CacheFullError
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import Sampler, log_probability
 from relaxlite.llm.tokenizer import StopFilter, TextStream, Tokenizer
+from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 FinishReason = Literal["stop", "stop_string", "length", "closed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +15,7 @@ from relaxlite.llm.engine import Engine
 from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.tokenizer import Tokenizer
+from relaxlite.records import dataclass
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.runtime.module import Executable

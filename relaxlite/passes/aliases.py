@@ -13,7 +13,7 @@ What is made outside of a loop and used in it is used at the loop's end, for the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
 from relaxlite.ir.expr import (
@@ -39,6 +39,7 @@ from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.types import ObjectType, ShapeType, TupleType, Type
 from relaxlite.ir.visitor import operands
 from relaxlite.passes.reachable import reachable
+from relaxlite.records import dataclass
 
 Root: TypeAlias = "Var | Constant"
 Roots: TypeAlias = "tuple[Root, ...]"

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
 from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.records import dataclass
 
 GOOD_RATIO = 1.01  # no search goes on from here
 _SCALES = (16, 1, 2, 100, 512, 1024)

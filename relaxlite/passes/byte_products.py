@@ -20,7 +20,7 @@ That is as fast as float32 with AVX2, and so is only done to what is integers al
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.known_weights import Known, Scaled
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 MOST_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: the sums fit int32, with the zero points in them
 GROUP, PAIR = 4, 2  # products that one instruction sums, of bytes and of 16 bits

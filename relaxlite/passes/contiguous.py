@@ -9,7 +9,6 @@ elements throughout. Dimensions of one element do not count. Checks must be know
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from relaxlite.ir.analyzer import Analyzer
@@ -34,6 +33,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute, sym
 from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 _Known = Mapping[SymVar, SymExpr]

@@ -16,7 +16,7 @@ nobody can bound, as it is data, counts as one iteration, and the cost says so (
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache, reduce
 
 from relaxlite import dtypes
@@ -55,6 +55,7 @@ from relaxlite.ir.symbolic import (
     smin,
     sym,
 )
+from relaxlite.records import dataclass
 
 _ZERO, _ONE = sym(0), sym(1)
 _MOST_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at

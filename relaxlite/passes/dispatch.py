@@ -12,7 +12,6 @@ and of a nest behind the call. The program is opaque to further fusion. `relaxli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 from relaxlite.ir.analyzer import Analyzer
@@ -46,6 +45,7 @@ from relaxlite.passes.library_programs import Loops, Part
 from relaxlite.passes.library_rules import OUT, LibraryRule, can_hold, remaining_compares
 from relaxlite.passes.loop_pattern import LoopPattern, analyze
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 _INT32_MAX = 2**31 - 1
 _MOST_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice

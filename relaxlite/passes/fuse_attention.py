@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -32,6 +32,7 @@ from relaxlite.ir.symbolic import SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 Axes = tuple[int, ...]

@@ -13,11 +13,12 @@ holds the amounts and says at which sizes the answer would be the other one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, product, sym
+from relaxlite.records import dataclass
 
 # Of one core of 4 GHz with vectors of 512 bits, out of its last cache. Only ratios matter: 1 byte is worth 1 FLOP.
 FLOPS_PER_NS = 50

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf
 
 from relaxlite.ir.expr import (
@@ -27,6 +27,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import ShapeType, TensorType, TupleType, type_symbols
 from relaxlite.ir.visitor import expr_symbols, used_vars
 from relaxlite.passes.loop_pattern import LoopPattern
+from relaxlite.records import dataclass
 
 _VARIABLES = Var | SymVar
 

@@ -20,7 +20,6 @@ that overlap write elements twice (schedule_cpu.py), rows may be staged in the o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from relaxlite import dtypes
@@ -28,6 +27,7 @@ from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.program import Buffer, For, IfThenElse, Load, Seq, Stmt, Store, TensorProgram
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
+from relaxlite.records import dataclass
 
 IN_PLACE = "in_place"  # attribute of a program: pairs (parameter that is read, parameter that may take over its memory)
 

@@ -16,7 +16,6 @@ of less than 8 bits. Measured with AVX2 alone on a Zen 4, 2048 x 5632 in 4 bits:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from relaxlite.ir.expr import Call, Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
@@ -26,6 +25,7 @@ from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 LOW_BITS: Mapping[str, int] = {"int8": 0, "int12": 4, "int16": 8}
 """Bits of an activation beyond eight, in each precision."""

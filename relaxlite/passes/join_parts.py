@@ -14,7 +14,7 @@ function by itself; and the sizes of the result must be known where the first of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import (
@@ -42,6 +42,7 @@ from relaxlite.ir.visitor import inner_bodies
 from relaxlite.passes.aliases import find_aliases
 from relaxlite.passes.make_views import JOINS
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 
 def join_parts(module: IRModule, context: PassContext) -> IRModule:

@@ -7,7 +7,6 @@ elements afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +17,7 @@ from relaxlite.ir.expr import Array, Call, Constant, Expr, ShapeValue, Var
 from relaxlite.ir.op import Op
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
+from relaxlite.records import dataclass
 
 _LARGEST = 1 << 15  # magnitude of integers whose differences and float32 values are exact
 

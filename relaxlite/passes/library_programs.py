@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Block, Body, Call, Constant, Expr, Function, Let, TupleGetItem, Var
@@ -16,6 +15,7 @@ from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.loop_pattern import top_stages
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 

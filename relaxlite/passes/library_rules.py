@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from relaxlite import dtypes
 from relaxlite.errors import InvalidArgumentError, ParseError
@@ -19,6 +19,7 @@ from relaxlite.ir.program import AddressOf, Buffer, Convention, IndexValue, Lite
 from relaxlite.ir.reader import Reader
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, sym
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 Dims = tuple["str | int", ...]
 Range = tuple["int | None", "int | None"]

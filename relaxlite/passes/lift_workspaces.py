@@ -14,7 +14,7 @@ how many there are is known only when a call runs: that stays in the program, wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -27,6 +27,7 @@ from relaxlite.ir.signatures import is_destination_passing
 from relaxlite.ir.symbolic import SymExpr, as_int, product, substitute
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 WORKSPACES = "workspaces"  # attribute of a program: how many of its outputs, the last ones, are scratch memory
 MOST_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack

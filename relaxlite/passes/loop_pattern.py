@@ -13,7 +13,7 @@ OPAQUE        anything else: several stages, data-dependent stores, scans
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import TypeGuard
 
@@ -35,6 +35,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import loads, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.rows import rows_of
+from relaxlite.records import dataclass
 
 
 class LoopPattern(IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from relaxlite import config
@@ -19,6 +19,7 @@ from relaxlite.passes.decisions import Decision
 from relaxlite.passes.library_rules import LibraryRule
 from relaxlite.passes.memory_plan import MemoryPlan
 from relaxlite.passes.tuning import Tuning
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 DEFAULT_PRECISION = "auto"

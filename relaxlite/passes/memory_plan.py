@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.passes.arena_order import nearest
+from relaxlite.records import dataclass
 
 _EXAMPLES = (1, 16, 128, 1024)
 

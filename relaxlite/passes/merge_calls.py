@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from relaxlite.ir.types import TensorType, TupleType, Type, type_symbols
 from relaxlite.ir.visitor import body_uses, expr_symbols, used_vars
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.records import dataclass
 
 ChangeBlock: TypeAlias = Callable[[Block, Mapping[Var, int], ProgramTable], Sequence[Binding]]
 

@@ -12,7 +12,7 @@ from them, and what is computed for each element of the row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.layout import flat_offset
@@ -21,6 +21,7 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import Reduction, injective_store, perfect_nest, reduction_of
 from relaxlite.passes.rows import Rows, rows_of
+from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 

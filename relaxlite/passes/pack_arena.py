@@ -9,7 +9,6 @@ end that is provably never the largest is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.simplify import weight
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, smax, sym
 from relaxlite.passes.arena_order import Problem, Tenant, search, valuations
+from relaxlite.records import dataclass
 
 ALIGNMENT = 64
 _MAX_WEIGHT, _MAX_FAILURES = 20, 40  # of what proofs are tried for

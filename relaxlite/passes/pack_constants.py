@@ -14,7 +14,7 @@ width; attribute `groups`: input, group). Programs that read the same large cons
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_value
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
+from relaxlite.records import dataclass
 
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 

@@ -10,7 +10,7 @@ element of x is loaded once for both. The epilogue runs as that of a single redu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, Value, seq
@@ -19,6 +19,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loop_pattern import Reduction, perfect_nest, reduction_of
 from relaxlite.passes.register_tile import ColumnPiece, Tile, TileLoops
 from relaxlite.passes.schedule import nest
+from relaxlite.records import dataclass
 
 
 def pair_of(stage: Stmt) -> tuple[Reduction, Reduction] | None:

@@ -21,13 +21,14 @@ above: a request that misses the first cache takes one of the few places that lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, LetIndex, Load, Prefetch, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
+from relaxlite.records import dataclass
 
 LINE = 64  # bytes that come from memory together
 LEAST_BLOCKS = 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -43,6 +43,7 @@ from relaxlite.passes.memory_plan import MemoryPlan, PlannedTensor
 from relaxlite.passes.pack_arena import ALIGNMENT as ALIGNMENT
 from relaxlite.passes.pack_arena import Packing, pack
 from relaxlite.passes.replay_plan import replay_plan
+from relaxlite.records import dataclass
 
 
 def plan_memory(module: IRModule, context: PassContext) -> IRModule:

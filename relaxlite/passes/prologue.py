@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -27,6 +27,7 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, value_chil
 from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.schedule import GuardLoads, nest, when_positive
+from relaxlite.records import dataclass
 
 ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
 UNROLLED_SUMS = 20  # vectors of sums at most where those steps are unrolled: with more, registers run out

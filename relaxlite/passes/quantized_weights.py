@@ -15,7 +15,7 @@ as in a decoder, none is still there when its turn comes again, and only the byt
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies, map_functions
 from relaxlite.passes.known_weights import Half, Known, Scaled
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 LEAST_GROUP = 16  # rows that share a scale: with fewer, the scales take as much room as the numbers
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from relaxlite.ir import ops
@@ -30,6 +29,7 @@ from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
 from relaxlite.passes import recognize_rotary
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 ULPS = 4  # by which a written constant may miss the exact one, in units of its own dtype
 

@@ -9,14 +9,13 @@ become rotary(x, cos, sin).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from relaxlite.errors import TypeInferenceError
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Call, Expr, ShapeValue
 from relaxlite.ir.pattern import Match, Matcher, Pattern, is_const, is_op, wildcard
 from relaxlite.ir.symbolic import SymExpr, as_int
 from relaxlite.ir.types import TensorType
+from relaxlite.records import dataclass
 
 
 def _add(a: Pattern, b: Pattern) -> Pattern:

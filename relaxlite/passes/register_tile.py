@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from relaxlite import dtypes
@@ -43,6 +43,7 @@ from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.panel_requests import Asks, Requests, requests_of
 from relaxlite.passes.prologue import Instead, Stream
 from relaxlite.passes.schedule import distribute, less, nest
+from relaxlite.records import dataclass
 
 TileLoops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
 # (panel, (first step, number of steps), first column) -> what fills panel[step, column]

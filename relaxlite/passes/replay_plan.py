@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -45,6 +44,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.ir.types import ShapeType, TensorType, Type, defined_symbols, type_symbols
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.arena_order import valuations
+from relaxlite.records import dataclass
 
 _MAX_SIZES, _MAX_PATHS = 8, 12
 _ITERATIONS = 3  # of every loop: what the first carries to the second, and that to the third

@@ -10,7 +10,7 @@ A result that leaves the body takes all of its operand's memory or none, so that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Binding, Body, Call, Expr, GlobalVar, Let, ShapeValue, Var
@@ -24,6 +24,7 @@ from relaxlite.passes.aliases import Aliases, find_aliases
 from relaxlite.passes.in_place import IN_PLACE
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.plan_memory import tensor_bytes
+from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 

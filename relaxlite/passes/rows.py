@@ -14,13 +14,14 @@ Stages may write further outputs, at the place of the row where they are, and re
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values, loads, stores, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.passes.access import accesses
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

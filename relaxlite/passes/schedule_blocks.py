@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from relaxlite import dtypes
@@ -47,6 +47,7 @@ from relaxlite.passes.prologue import Instead, symbols_of
 from relaxlite.passes.register_tile import ColumnPiece, Tile, TileLoops, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import GuardLoads, less, nest, with_variant
 from relaxlite.passes.schedule_reduction import Block
+from relaxlite.records import dataclass
 from relaxlite.target import Streams, Target
 
 MOST_ROWS = 128  # whose sums of 32 columns take 16 KB

@@ -7,11 +7,12 @@ alternatives here, and let the rule ask for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Literal
 
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.records import dataclass
 
 Outer = Literal["rows", "columns"]
 

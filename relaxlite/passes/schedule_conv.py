@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.program import (
@@ -41,6 +41,7 @@ from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import distribute, fuse, less, nest
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_reduction import Block
+from relaxlite.records import dataclass
 
 ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
 MOST_ROWS = 8

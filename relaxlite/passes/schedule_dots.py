@@ -9,7 +9,7 @@ The terms of `a` lie beside each other in memory; those of `b`, a constant, are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
@@ -20,6 +20,7 @@ from relaxlite.passes.pair_tile import apart, together
 from relaxlite.passes.schedule import split
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.scheduling.tensorize import tensorize
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 _AVAILABLE: Mapping[str, Callable[[Target], bool]] = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite.ir.ops.nn_conv import MOST_STRIDE, MOST_TAPS
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
@@ -27,6 +27,7 @@ from relaxlite.passes.register_tile import grid
 from relaxlite.passes.schedule import distribute, less, nest
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
+from relaxlite.records import dataclass
 
 _MOST_ROWS = 4
 _MOST_TERMS = 128

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Buffer, For, Literal, Load, Seq, Stmt, Store, Value, seq
@@ -38,6 +38,7 @@ from relaxlite.passes.register_tile import (
 )
 from relaxlite.passes.schedule import fuse, less, with_variant
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
+from relaxlite.records import dataclass
 
 MOST_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows

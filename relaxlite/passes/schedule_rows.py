@@ -19,7 +19,7 @@ what the first loop reads of the next row, and for the row of the result if a la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.ops.scalars import identity
@@ -31,6 +31,7 @@ from relaxlite.passes.panel_requests import LINE
 from relaxlite.passes.parallel_loops import parallel_nest, writes_apart
 from relaxlite.passes.rows import Rows
 from relaxlite.passes.schedule import collect, fill, less, past_caches, when_positive, with_variant
+from relaxlite.records import dataclass
 
 PARTS = 4  # vectors of a step of a loop over a row: partial results of a total
 MOST_REGISTERS = 8  # vectors of a row of known length that stay in registers from one stage to the next

@@ -18,7 +18,7 @@ may be computed twice; they are stored once, as what follows a product may write
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite.ir.program import (
     AddressOf,
@@ -44,6 +44,7 @@ from relaxlite.passes.register_tile import ColumnPiece, Tile, grid
 from relaxlite.passes.schedule import less, nest
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.schedule_tiles import FOUND, ROWS, TILES, call_tiles
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 SIDE = 2  # tiles of products down, and across

@@ -8,7 +8,6 @@ columns of a tile is turned in registers, square by square, into a panel in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
 
 from relaxlite.ir.program import (
@@ -35,6 +34,7 @@ from relaxlite.passes.prologue import symbols_of
 from relaxlite.passes.register_tile import Tile, column_pieces
 from relaxlite.passes.schedule import less, when_positive
 from relaxlite.passes.schedule_reduction import Block, over_panels, tile_shape
+from relaxlite.records import dataclass
 
 FEW_ROWS, LONG = 4, 256  # rows at most and steps at least for which sums along vectors are faster than panels
 

@@ -13,7 +13,7 @@ the rows of x skip a row of taps; those along w are tested once per tile, and on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relaxlite.ir.ops.nn_conv import MOST_TAPS
 from relaxlite.ir.program import Allocate, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
@@ -25,6 +25,7 @@ from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import distribute, less, nest
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
+from relaxlite.records import dataclass
 
 WINDOWS = 4  # neighbours along w in one tile
 BLOCK_VECTORS = 4  # vectors of channels that one thread takes together

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
 from relaxlite.passes.manager import PassContext
+from relaxlite.records import dataclass
 
 LEAST_COLUMNS = 16  # of a part: fewer would leave most of a vector empty
 

@@ -10,7 +10,6 @@ the depth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.ops.scalars import Scalar
@@ -18,6 +17,7 @@ from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
 from relaxlite.ir.symbolic import SymVar, as_int
 from relaxlite.passes.prologue import Instead, symbols_of
+from relaxlite.records import dataclass
 
 MOST_DEPTH = 64  # bytes in a row of a tile
 ORIGIN = 3 << 22

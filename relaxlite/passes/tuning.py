@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.program import TensorProgram
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 FORMAT = 1

@@ -14,7 +14,7 @@ would not keep.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from relaxlite.passes.schedule import less
 from relaxlite.passes.schedule_conv import FilterTile, Piece, column_vectors, tile_of
 from relaxlite.passes.schedule_reduction import Block, reduction_block
 from relaxlite.passes.specialize import clamped_loops
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 ENOUGH_CHANNELS = 16  # of x and of the result; with fewer, the transforms cost what the products save

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from relaxlite.errors import ArtifactError
+from relaxlite.records import dataclass
 
 X86_64, AARCH64 = 62, 183  # machines
 

@@ -7,13 +7,14 @@ and `artifact.py` stores it in a file. `validate` refuses bytecode that names an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ArtifactError
+from relaxlite.records import dataclass
 from relaxlite.version import __version__
 
 ENTRY = "main"

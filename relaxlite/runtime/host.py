@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import OutOfMemoryError
+from relaxlite.records import dataclass
 from relaxlite.runtime import array_reader, native
 from relaxlite.runtime.executable import ExecutableData, Signature
 from relaxlite.runtime.memory import MEMORY_LIMIT, Memory, allocate, rounded_size

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from relaxlite.errors import CacheFullError, InvalidArgumentError
+from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 
 Array: TypeAlias = "np.ndarray[Any, Any]"

@@ -17,13 +17,13 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from relaxlite import config, dtypes
 from relaxlite.errors import LibraryError
+from relaxlite.records import dataclass
 from relaxlite.runtime.executable import LibraryInfo
 from relaxlite.runtime.tensor import Tensor
 

@@ -13,11 +13,11 @@ import ctypes
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from relaxlite import dtypes
 from relaxlite.errors import ExecutionError
+from relaxlite.records import dataclass
 from relaxlite.runtime.executable import Call, Reg, VMFunction, instruction_text
 from relaxlite.runtime.memory import POISON, Memory
 from relaxlite.runtime.tensor import Tensor

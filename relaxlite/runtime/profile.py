@@ -19,11 +19,12 @@ import statistics
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from relaxlite.errors import ArtifactError
+from relaxlite.records import dataclass
 from relaxlite.runtime.executable import KernelCost, KernelInfo
 from relaxlite.runtime.expression import Expression, parse_expression
 from relaxlite.runtime.profile_html import page

@@ -14,12 +14,12 @@ import ctypes
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from relaxlite.errors import ExecutionError
+from relaxlite.records import dataclass
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.runtime.tensor import export_array, import_tensor
 from relaxlite.runtime.vm import Kernel, VirtualMachine

@@ -13,11 +13,12 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from relaxlite import config
+from relaxlite.records import dataclass
 from relaxlite.runtime import cpu, jit, threadpool
 
 PEAK = "compute"  # the name of the limit that is no memory

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from relaxlite.errors import ArtifactError
+from relaxlite.records import dataclass
 from relaxlite.runtime import elf, jit, linker
 
 _lock = threading.Lock()

@@ -38,11 +38,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import SupportsIndex
 
 from relaxlite import config
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.records import dataclass
 from relaxlite.runtime import support
 from relaxlite.runtime.support import SupportCode
 from relaxlite.runtime.threadpool_ir import (

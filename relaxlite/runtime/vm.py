@@ -13,13 +13,13 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
+from relaxlite.records import dataclass
 from relaxlite.runtime import array_reader, libraries, native, support, threadpool
 from relaxlite.runtime.executable import (
     Call,

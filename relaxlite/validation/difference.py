@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.records import dataclass
 from relaxlite.validation.oracle import Expected, distance
 from relaxlite.validation.rounding import epsilon
 

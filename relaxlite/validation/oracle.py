@@ -18,7 +18,6 @@ every intermediate in float64: an op that rounds less often than the chain that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from relaxlite import dtypes
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import RelaxliteError
 from relaxlite.ir.module import IRModule
+from relaxlite.records import dataclass
 from relaxlite.validation.rounding import Nudge, Widen
 
 Externs = Mapping[str, Callable[..., Any]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.expr import Function
 from relaxlite.ir.symbolic import SymVar, evaluate
 from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, defined_symbols, type_symbols
+from relaxlite.records import dataclass
 
 Symbols = dict[SymVar, int]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from relaxlite.passes.donate import donated_params
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.manager import Pass
+from relaxlite.records import dataclass
 from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep

@@ -7,13 +7,12 @@ With the exponent of 2**(23 - s), a number in the bits from s on of the mantissa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from relaxlite import dtypes
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
 from relaxlite.ir.program import Binary, Cast, IndexValue, Literal, Value
 from relaxlite.ir.symbolic import as_int
+from relaxlite.records import dataclass
 
 _WORD = 32
 _MANTISSA = 23  # bits of a float32

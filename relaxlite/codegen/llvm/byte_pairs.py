@@ -11,12 +11,12 @@ a = (a & 127) + 128 * (a >> 7).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.program import Intrinsic, Literal, Value
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 _MOST = 127  # that the greatest values of a in one sum of pairs add up to: 2 * 127 * 128 < 2**15

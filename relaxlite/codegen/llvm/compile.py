@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from relaxlite.codegen.llvm.module import KernelText, emit_kernel, emit_program
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_printer import print_program
+from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import KernelInfo
 from relaxlite.target import Target

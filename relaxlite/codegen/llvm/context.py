@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, TypeAlias
 
 from relaxlite import dtypes
@@ -13,6 +13,7 @@ from relaxlite.codegen.llvm.indices import Indices
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.ir.program import Buffer, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar
+from relaxlite.records import dataclass
 
 OVERFLOWED, OUT_OF_MEMORY = -1, -2  # statuses that a kernel may return beside 0 and 1 + the index of a failed check
 

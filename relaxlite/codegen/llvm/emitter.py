@@ -11,10 +11,10 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 Lines: TypeAlias = "list[str | Lines]"

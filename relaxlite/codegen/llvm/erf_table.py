@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
+from relaxlite.records import dataclass
 
 _LANES = 16
 _DEGREE = 4

@@ -8,11 +8,11 @@ that allocates, and one for each tensor that is read from a variable. All slots 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from string import Template
 from typing import TypeAlias
 
 from relaxlite.codegen.llvm.emitter import Val
+from relaxlite.records import dataclass
 from relaxlite.runtime import host
 
 

@@ -7,7 +7,7 @@ What is computed from the heap is remembered up to the next label, for LLVM runs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from relaxlite.codegen.llvm.host_values import (
     rebuilt,
     tensors_of,
 )
+from relaxlite.records import dataclass
 from relaxlite.runtime import host
 from relaxlite.runtime.executable import Call, Const, KernelInfo, Operand, Reg, Signature
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
 from relaxlite.codegen.llvm.emitter import FALSE, Emitter, Lines, Val, int_const, lane_numbers
@@ -33,6 +33,7 @@ from relaxlite.ir.symbolic import (
     substitute,
     sym,
 )
+from relaxlite.records import dataclass
 
 Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound known
 

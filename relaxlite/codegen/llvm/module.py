@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from relaxlite.codegen.llvm.context import Kernel
@@ -17,6 +16,7 @@ from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import AHEAD, Buffer, TensorProgram
+from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 

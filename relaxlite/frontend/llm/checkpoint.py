@@ -12,7 +12,7 @@ Matrices are [out, in], as in both kinds of checkpoints. Rotary embeddings work 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight
+from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
+from relaxlite.records import dataclass
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -9,12 +9,12 @@ import mmap
 import os
 import struct
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from relaxlite.errors import ImportModelError
+from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -6,7 +6,6 @@ Activations are [..., hidden]; rows are tokens, whatever the leading dimensions 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_quantized import pack_codes
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
+from relaxlite.records import dataclass
 
 _CODES_AT_ONCE = 1 << 18  # bytes of codes that are unpacked and packed again while caches hold them
 

@@ -7,7 +7,8 @@ left. They are those that the models' tokenizer.json files publish, under the na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from relaxlite.records import dataclass
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

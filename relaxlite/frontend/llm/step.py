@@ -11,8 +11,6 @@ any of this is another STEP_VERSION.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from relaxlite.errors import InvalidArgumentError
@@ -23,6 +21,7 @@ from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
+from relaxlite.records import dataclass
 from relaxlite.version import STEP_VERSION
 
 PAGE = 64  # tokens; vectors run along them, so that fewer are slower and more are left empty (measured: 16 to 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.ir.types import TensorType
+from relaxlite.records import dataclass
 
 Shape = tuple[SymExpr, ...]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +15,7 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, as_int, floordiv, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 _MAX_ELEMENTS = 64
 _MAX_VISITED = 200  # variables that one question follows

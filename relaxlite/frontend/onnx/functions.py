@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -16,6 +15,7 @@ from relaxlite.frontend.onnx.validation import schema_of
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

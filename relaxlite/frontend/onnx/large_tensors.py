@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from onnx import StringStringEntryProto, TensorProto
+
+from relaxlite.records import dataclass
 
 KEY = "relaxlite_range"
 LEAST_FILE, LEAST_TENSOR = 32 << 20, 16 << 10  # bytes; below it is not worth it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -11,6 +10,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.onnx.large_tensors import LEAST_FILE, without_large_tensors
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ symbols, or differ from one branch or iteration to the next: a MatchShape behind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -18,6 +18,7 @@ from relaxlite.ir.expr import Body, Expr, If, Loop, Tuple, TupleGetItem, Var
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.ir.types import TensorType, TupleType
+from relaxlite.records import dataclass
 
 Dims = tuple["SymExpr | None", ...]  # None: not known outside
 Outputs = tuple[Expr, list[Expr]]  # next condition, next values

@@ -7,12 +7,11 @@ are meant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import ml_dtypes
 import numpy as np
 
 from relaxlite.ir.expr import Array
+from relaxlite.records import dataclass
 
 # What may be done with a tensor of a narrow type, beside casts and (de)quantization; all outputs are of the same type.
 MOVES = frozenset((

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, smax, smin, sym
+from relaxlite.records import dataclass
 
 _HUGE = (1 << 31) - 1  # exporters write "to the end" as INT32_MAX, INT64_MAX and numbers near to them
 

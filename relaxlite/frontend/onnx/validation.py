@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import onnx
@@ -11,6 +11,7 @@ from onnx import AttributeProto, GraphProto, NodeProto
 
 from relaxlite.errors import ImportModelError, UnsupportedOpsError
 from relaxlite.frontend.onnx.registry import canonical_domain, find_converter
+from relaxlite.records import dataclass
 
 Opsets = Mapping[str, int]
 FunctionKey = tuple[str, str, str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +16,7 @@ from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Buffer, Stmt, Value, compute, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 _ELLIPSIS_LABELS = "0123456789"  # what "..." stands for, last dimension "9"
 

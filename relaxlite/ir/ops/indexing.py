@@ -7,7 +7,6 @@ both out of the loops that they do not depend on.) Negative indices count from t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from relaxlite.ir.ops.shape import int_tuple
 from relaxlite.ir.program import Buffer, Check, LetIndex, Load, Stmt, Store, Value, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 REDUCTIONS = ("none", "add", "mul", "max", "min")
 _UFUNCS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}

@@ -18,7 +18,6 @@ with a range of the pages, whose results a second loop combines (Dao et al., "Fl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,6 +33,7 @@ from relaxlite.ir.ops.scalars import Scalar, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Stmt, Store, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 BLOCK_FIELDS = 6  # of a block: its sequence, first row, number of rows, position of the first row, part, parts
 SPAN = 4  # pages whose scores are computed before their values are read

@@ -15,7 +15,6 @@ single elements of k and v against vectors of queries, and nothing is reduced ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -33,6 +32,7 @@ from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 BLOCKS = (64, 16)  # queries of a block: keys and values are read once for each; then smaller ones for what is left
 FEW = 4  # queries that are left and better taken one by one, with vectors along keys and widths

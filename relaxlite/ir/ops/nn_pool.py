@@ -9,7 +9,7 @@ dimensions that need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, literal, s
 from relaxlite.ir.program import Buffer, Stmt, Value, compute, reduce, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
+from relaxlite.records import dataclass
 
 Ints = tuple[int, ...]
 

@@ -9,7 +9,6 @@ Numbers take the dtype of the other operand. `/` is true division; integers use 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +17,7 @@ from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.program import Binary, Cast, Compare, IndexValue, Literal, Select, Unary, Value
 from relaxlite.ir.symbolic import IntLike, SymExpr, sym
+from relaxlite.records import dataclass
 
 Number: TypeAlias = "int | float | bool"
 Operand: TypeAlias = "Scalar | int | float | bool | SymExpr"

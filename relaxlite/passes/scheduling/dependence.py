@@ -13,7 +13,6 @@ stores of one kind may change places (the order of a sum is not part of its mean
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
 
@@ -24,6 +23,7 @@ from relaxlite.ir.program_printer import print_value
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.symbolic import Division, FloorMod, SymExpr, SymVar, as_int, map_atoms
 from relaxlite.passes.access import coefficient
+from relaxlite.records import dataclass
 
 Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound
 ANY: Interval = (None, None)

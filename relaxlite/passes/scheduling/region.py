@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 from relaxlite.errors import ScheduleError
@@ -15,6 +14,7 @@ from relaxlite.passes.access import coefficient
 from relaxlite.passes.schedule import less
 from relaxlite.passes.scheduling.dependence import Access, accesses_of
 from relaxlite.passes.scheduling.tree import with_ranges
+from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

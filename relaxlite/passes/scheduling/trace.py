@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.expr import Attrs, AttrValue
 from relaxlite.ir.program import SCHEDULE, TensorProgram
+from relaxlite.records import dataclass
 
 Argument = AttrValue
 

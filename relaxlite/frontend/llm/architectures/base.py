@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
+from relaxlite.records import dataclass
 
 # ours -> as config.json of Hugging Face calls it, and as GGUF does behind the architecture's name
 _KEYS = {
