@@ -7,6 +7,7 @@ installed, `Unsupported` from `open` or `prepare` that it has no form of this wo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -77,9 +78,14 @@ class Relaxlite(Peer):
 
 
 class RelaxliteCompile(Relaxlite):
-    """With kernels that are kept, but not whole models."""
+    """With kernels that are kept, but not whole models. The compiler is imported before, as other libraries are."""
 
     title = "relaxlite, compiled anew"
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        for module in ("relaxlite.driver", "relaxlite.frontend.onnx"):
+            importlib.import_module(module)
 
     def open(self, workload: Workload) -> None:
         super().open(replace(workload, cache=None))
