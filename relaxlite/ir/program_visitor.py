@@ -182,7 +182,7 @@ class ProgramRewriter:
         if isinstance(value, _Indexed):
             buffer, indices = self.buffer(value.buffer), self.indices(value.indices)
             is_same = buffer is value.buffer and indices is value.indices
-            return value if is_same else replace(value, buffer=buffer, indices=indices)
+            return value if is_same else type(value)(buffer, indices)
         if isinstance(value, IndexValue):
             index = self.index(value.index)
             return value if index is value.index else IndexValue(index, value.dtype)
@@ -202,7 +202,7 @@ class ProgramRewriter:
             return stmt if is_same else replace(stmt, buffer=buffer, indices=indices)
         if isinstance(stmt, For):
             extent, body = self.index(stmt.extent), self.stmt(stmt.body)
-            return stmt if extent is stmt.extent and body is stmt.body else replace(stmt, extent=extent, body=body)
+            return stmt if extent is stmt.extent and body is stmt.body else For(stmt.var, extent, body, stmt.kind)
         if isinstance(stmt, Seq):
             stmts = tuple(self.stmt(s) for s in stmt.stmts)
             return stmt if all(a is b for a, b in zip(stmts, stmt.stmts, strict=True)) else seq(*stmts)
@@ -258,9 +258,15 @@ class Substitute(ProgramRewriter):
         self.symbols = dict(symbols or {})
         self.buffers = dict(buffers or {})
         self.fresh = fresh
+        self._indices: dict[SymExpr, SymExpr] = {}  # found for `symbols`
 
     def index(self, expr: SymExpr) -> SymExpr:
-        return substitute(expr, self.symbols)
+        if not expr.terms:
+            return expr
+        found = self._indices.get(expr)
+        if found is None:
+            found = self._indices[expr] = substitute(expr, self.symbols)
+        return found
 
     def buffer(self, buffer: Buffer) -> Buffer:
         found = self.buffers.get(buffer)
@@ -274,10 +280,11 @@ class Substitute(ProgramRewriter):
         if self.fresh and isinstance(stmt, Binder):
             var = _renewed(stmt.var)
             self.symbols[stmt.var] = var
-            self._done = {}  # a value shared with another loop over the same variable must not keep that loop's new one
-            renamed = super().stmt(stmt)
-            assert isinstance(renamed, Binder)
-            return replace(renamed, var=var)
+            # What is shared with another loop over the same variable must not keep that loop's new one.
+            self._done, self._indices = {}, {}
+            if isinstance(stmt, For):
+                return For(var, self.index(stmt.extent), self.stmt(stmt.body), stmt.kind)
+            return LetIndex(var, self.value(stmt.value), self.stmt(stmt.body))
         if self.fresh and isinstance(stmt, Allocate) and stmt.buffer not in self.buffers:
             self.buffers[stmt.buffer] = replace(stmt.buffer, shape=self.indices(stmt.buffer.shape))
         return super().stmt(stmt)
