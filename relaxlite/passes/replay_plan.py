@@ -41,7 +41,7 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.signatures import is_destination_passing
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
-from relaxlite.ir.types import ShapeType, TensorType, Type, defined_symbols, type_symbols
+from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, defined_symbols, type_symbols
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.arena_order import valuations
 from relaxlite.records import dataclass
@@ -220,21 +220,39 @@ class _Replay:
 
     def _loop(self, loop: Loop) -> _Value:
         self._read(self._value(loop.cond))
-        carried = tuple(map(self._value, loop.inits))
+        carried, types = tuple(map(self._value, loop.inits)), tuple(init.ty for init in loop.inits)
         outer = self._iteration
         for iteration in range(self._path.iterations):
             self._iteration = iteration
-            for param, value in zip(loop.params, carried, strict=True):
-                self._values[param] = value
-                for symbol in defined_symbols(param.ty):
-                    self._symbols.setdefault(symbol, _UNKNOWN_SIZE)
-            yielded = self._body(loop.body)
-            assert isinstance(yielded, tuple)
+            self._enter(loop, carried, types)
+            yielded, ty = self._body(loop.body), loop.body.result.ty
+            assert isinstance(yielded, tuple) and isinstance(ty, TupleType)
+            types = ty.fields[1:]
             cond, *rest = yielded
             self._read(cond)
             carried = tuple(rest)
         self._iteration = outer
         return carried
+
+    def _enter(self, loop: Loop, carried: Sequence[_Value], types: Sequence[Type]) -> None:
+        """Give the parameters their values, and the symbols of their types the sizes of these, which may be others in
+        every iteration."""
+        known = []  # of each parameter's sizes, before the symbols change
+        for param, ty in zip(loop.params, types, strict=True):
+            wanted = _sizes_of(param.ty, 0)
+            known.append(dict(zip(wanted, map(self._known, _sizes_of(ty, len(wanted))), strict=False)))
+        defined: set[SymVar] = set()
+        for param, value, sizes in zip(loop.params, carried, known, strict=True):
+            self._values[param] = value
+            unknown = []
+            for symbol in defined_symbols(param.ty):
+                size = sizes.get(symbol)
+                if symbol not in defined:
+                    self._symbols[symbol] = _UNKNOWN_SIZE if size is None else size
+                    unknown += [symbol] if size is None else []
+                defined.add(symbol)
+            if unknown and isinstance(value, _Piece):
+                self._fit(unknown, param, value)
 
     def _value(self, expr: Expr) -> _Value:
         if isinstance(expr, Var):
