@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import random
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -115,6 +116,20 @@ def test_weights_that_are_not_dense_are_saved_dense(tmp_path: Path) -> None:
     for constant in load(tmp_path / "m").constants:
         np.testing.assert_array_equal(constant, array)
         assert constant.dtype == np.float64 and constant.dtype.isnative
+
+
+def test_saving_copies_one_weight_at_a_time(tmp_path: Path) -> None:
+    views = tuple(np.full((512, 1024), float(k)).T for k in range(8))  # 4 MB each, which are saved dense
+    data = sample(constants=views)
+    tracemalloc.start()
+    try:
+        save(data, tmp_path / "m")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * views[0].nbytes
+    for view, constant in zip(views, load(tmp_path / "m").constants, strict=True):
+        np.testing.assert_array_equal(constant, view)
 
 
 def test_saving_over_a_mapped_file_leaves_the_old_weights_alone(saved: Path) -> None:

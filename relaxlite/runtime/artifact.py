@@ -60,6 +60,7 @@ FORMAT = 5
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
+_MOST = (1 << 32) - 1  # a checksum
 _HEADER = struct.Struct("<8sI20sQQI")  # magic, format, producer, file size, manifest's size, manifest's crc32
 _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
@@ -109,31 +110,43 @@ def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableDat
 
 
 def _write(data: ExecutableData, file: BinaryIO) -> None:
+    """Section after section, of which one is in memory at a time: weights may be views, whose bytes are copies. What
+    comes first in the file is written last, as it holds their checksums."""
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
-    weights = [_bytes_of(array) for array in data.constants]
     code = (b"".join(data.objects), data.host.object_code, b"".join(data.support.values()))
-    blobs: list[bytes | memoryview] = [bytecode, *code, *data.attachments.values(), *weights]
-    sections, size = _layout(blobs, len(blobs) - len(weights))
-    manifest = _to_json({**_manifest(data), "sections": sections})
-    payload = _align(_HEADER_SIZE + len(manifest), _PAGE)
-    producer = data.metadata.producer.encode()[:20]
-    header = _HEADER.pack(MAGIC, FORMAT, producer, payload + size, len(manifest), zlib.crc32(manifest))
-    file.write((header + _CRC.pack(zlib.crc32(header))).ljust(_HEADER_SIZE, b"\0"))
-    file.write(manifest)
-    for (offset, *_), blob in zip(sections, blobs, strict=True):
+    blobs: list[bytes | np.ndarray] = [bytecode, *code, *data.attachments.values(), *data.constants]
+    places, size = _layout(blobs, len(blobs) - len(data.constants))
+    facts = _manifest(data)
+
+    def manifest(checksums: list[tuple[int, int]]) -> bytes:
+        sections = [(*place, *sums) for place, sums in zip(places, checksums, strict=True)]
+        return _to_json({**facts, "sections": sections})
+
+    room = len(manifest([(_MOST, _MOST)] * len(blobs)))
+    payload, checksums = _align(_HEADER_SIZE + room, _PAGE), []
+    for (offset, _), blob in zip(places, blobs, strict=True):
+        content = blob if isinstance(blob, bytes) else _bytes_of(blob)
         file.seek(payload + offset)
-        file.write(blob)
+        file.write(content)
+        checksums.append((zlib.crc32(content), _sampled_crc(content)))
     file.truncate(payload + size)
+    text = manifest(checksums).ljust(room)
+    producer = data.metadata.producer.encode()[:20]
+    header = _HEADER.pack(MAGIC, FORMAT, producer, payload + size, room, zlib.crc32(text))
+    file.seek(0)
+    file.write((header + _CRC.pack(zlib.crc32(header))).ljust(_HEADER_SIZE, b"\0"))
+    file.write(text)
 
 
-def _layout(blobs: list[bytes | memoryview], first_weight: int) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Each section's offset in the payload, size, crc32 and sampled crc32; and the payload's size."""
-    sections, end = [], 0
+def _layout(blobs: list[bytes | np.ndarray], first_weight: int) -> tuple[list[tuple[int, int]], int]:
+    """Each section's offset in the payload and size; and the payload's size."""
+    places, end = [], 0
     for index, blob in enumerate(blobs):
         offset = _align(end, _PAGE if index == first_weight else _ALIGNMENT)
-        end = offset + len(blob)
-        sections.append((offset, len(blob), zlib.crc32(blob), _sampled_crc(blob)))
-    return sections, end
+        size = len(blob) if isinstance(blob, bytes) else blob.nbytes
+        places.append((offset, size))
+        end = offset + size
+    return places, end
 
 
 def _sampled_crc(blob: bytes | memoryview) -> int:
