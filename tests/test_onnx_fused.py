@@ -62,6 +62,10 @@ QUANTIZED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
         "QLinearAveragePool", [bytes_of(2, 3, 6, 7), SMALL, ZERO, np.float32(0.02), np.uint8(128)],
         {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "count_include_pad": 1},
     ),
+    "average pool, channels last": (
+        "QLinearAveragePool", [bytes_of(2, 6, 7, 3), SMALL, ZERO, np.float32(0.02), np.uint8(128)],
+        {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "channels_last": 1},
+    ),
     "gemm": (
         "QGemm", [bytes_of(3, 8), SMALL, ZERO, bytes_of(8, 5, low=-128), np.float32(0.01), np.int8(3),
                   np.int32([300, -20, 0, 5000, 7]), np.float32(0.4), np.uint8(100)], {},
@@ -97,6 +101,10 @@ def test_scales_of_channels_before_opset_13_as_onnxruntime_writes_them() -> None
 
 
 TABLE = np.arange(20, dtype=np.float32)[:, None] / 2.0 ** np.arange(8, dtype=np.float32)
+GROUPED = {
+    "q": draw(1, 3, 64), "k": draw(1, 3, 32), "v": draw(1, 3, 32), "pk": draw(1, 2, 4, 16), "pv": draw(1, 2, 4, 16),
+    "l": np.int32([6]), "t": np.array(7, np.int32),
+}  # fmt: skip
 ATTENTION: list[tuple[str, dict[str, Any], list[str], dict[str, Any]]] = [
     ("Attention", {"x": draw(2, 5, 6), "w": draw(6, 24), "b": draw(24), "m": np.int32([5, 3])}, ["x", "w", "b", "m"],
      {"num_heads": 2}),
@@ -106,9 +114,17 @@ ATTENTION: list[tuple[str, dict[str, Any], list[str], dict[str, Any]]] = [
                             "m": np.int32([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])},
      ["q", "k", "v", "b", "m"], {"num_heads": 2}),
     ("GroupQueryAttention",
-     {"q": draw(1, 3, 64), "k": draw(1, 3, 32), "v": draw(1, 3, 32), "pk": draw(1, 2, 4, 16), "pv": draw(1, 2, 4, 16),
-      "l": np.int32([6]), "t": np.array(7, np.int32), "c": np.cos(TABLE), "s": np.sin(TABLE)},
+     {**GROUPED, "c": np.cos(TABLE), "s": np.sin(TABLE)},
      ["q", "k", "v", "pk", "pv", "l", "t", "c", "s"], {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}),
+    ("GroupQueryAttention",
+     {**GROUPED, "i": np.int64([[2, 5, 9]]), "a": 3 * draw(1, 4, 3, 7), "c": np.cos(TABLE), "s": np.sin(TABLE)},
+     ["q", "k", "v", "pk", "pv", "l", "t", "c", "s", "i", "a"], {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}),
+    ("GroupQueryAttention", {**GROUPED, "h": 5 * draw(4)},
+     ["q", "k", "v", "pk", "pv", "l", "t", "", "", "", "", "h"],
+     {"num_heads": 4, "kv_num_heads": 2, "local_window_size": 3, "softcap": 0.7}),
+    ("GroupQueryAttention", {**GROUPED, "a": draw(1, 1, 3, 7)},
+     ["q", "k", "v", "pk", "pv", "l", "t", "", "", "", "a"],
+     {"num_heads": 4, "kv_num_heads": 2, "smooth_softmax": 1, "softcap": 0.7}),
     ("RotaryEmbedding", {"x": draw(2, 3, 32), "i": np.int64([[3, 4, 5], [0, 1, 2]]), "c": np.cos(TABLE),
                          "s": np.sin(TABLE)},
      ["x", "i", "c", "s"], {"interleaved": 1}),
@@ -130,6 +146,29 @@ def test_attention_matches_onnxruntime(
     ):
         assert have.shape == want.shape
         assert np.allclose(have, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_attention_of_packed_keys_and_values_is_that_of_loose_ones(count: int) -> None:
+    """onnxruntime takes these on GPUs only."""
+    q, k, v = (draw(2, 5, 3, 8) for _ in range(3))
+    flat = {name: x.reshape(2, 5, 24) for name, x in (("q", q), ("k", k), ("v", v))}
+    loose = model([node("MultiHeadAttention", list(flat), domain=MICROSOFT, num_heads=3, unidirectional=1)],
+                  values(**{name: list(x.shape) for name, x in flat.items()}), domains=[MICROSOFT])  # fmt: skip
+    given = [np.stack([q, k, v], axis=3)] if count == 3 else [flat["q"], np.stack([k, v], axis=3)]
+    named = {f"x{i}": ["batch", *x.shape[1:]] for i, x in enumerate(given)}
+    packed = model(
+        [node("MultiHeadAttention", list(named), domain=MICROSOFT, num_heads=3, unidirectional=1)],
+        values(**named), domains=[MICROSOFT],
+    )  # fmt: skip
+    assert np.allclose(run(packed, *given), onnxruntime_result(loose, flat)[0], atol=1e-5)
+
+
+def test_packed_keys_and_values_of_another_shape_are_an_error() -> None:
+    nodes = [node("MultiHeadAttention", ["q", "k"], domain=MICROSOFT, num_heads=3)]
+    given = values(q=[2, 5, 24], k=[2, 5, 3, 3, 8])
+    with pytest.raises(ImportModelError, match=r"k and v in one tensor must be of \(b, s, h, 2, d\)"):
+        from_onnx(model(nodes, given, domains=[MICROSOFT]))
 
 
 def test_sequences_of_known_length_exist_at_import_only() -> None:

@@ -36,8 +36,12 @@ def _number(n: Node, x: Expr, value: float) -> Constant:
     return Constant.of(value, n.type_of(x).dtype)
 
 
-def _attend(n: Node, q: Expr, k: Expr, v: Expr, *, scale: float, masks: Sequence[Expr], softcap: float = 0.0) -> Expr:
-    """softmax(q @ k.T * scale + masks) @ v, for q, k, v of (b, h, s, d)."""
+def _attend(
+    n: Node, q: Expr, k: Expr, v: Expr, *, scale: float, masks: Sequence[Expr], softcap: float = 0.0,
+    sink: Expr | None = None,
+) -> Expr:  # fmt: skip
+    """softmax(q @ k.T * scale + masks) @ v, for q, k, v of (b, h, s, d). `sink` (1 or h,): the score of one more key,
+    whose value is zero."""
     scores = n.emit(ops.matmul(q, n.emit(ops.transpose(k, axes=(0, 1, 3, 2)))))
     scores = n.emit(ops.multiply(scores, _number(n, q, scale)))
     if softcap:
@@ -45,7 +49,12 @@ def _attend(n: Node, q: Expr, k: Expr, v: Expr, *, scale: float, masks: Sequence
         scores = n.emit(ops.multiply(inner, _number(n, q, softcap)))
     for mask in masks:
         scores = n.emit(ops.add(scores, mask))
-    return n.emit(ops.matmul(n.emit(ops.softmax(scores, axis=-1)), v))
+    if sink is None:
+        return n.emit(ops.matmul(n.emit(ops.softmax(scores, axis=-1)), v))
+    *outer, keys = n.shape_of(scores)
+    column = n.emit(ops.broadcast_to(n.emit(ops.reshape(sink, (*n.shape_of(sink), 1, 1))), (*outer, sym(1))))
+    shares = n.emit(ops.softmax(n.emit(ops.concat(scores, column, axis=3)), axis=-1))
+    return n.emit(ops.matmul(n.emit(ops.slice(shares, (0,), (keys,), axes=(3,))), v))
 
 
 def _joined(n: Node, past: Expr | None, x: Expr) -> Expr:
@@ -135,11 +144,16 @@ def _masks(n: Node, q: Expr, k: Expr, mask: Expr | None, bias: Expr | None, low:
 
 @onnx_op("MultiHeadAttention", domain=MICROSOFT)
 def multi_head_attention(n: Node) -> Result:
-    """Inputs: query, key, value, bias, key padding mask, attention bias, past key, past value."""
+    """Inputs: query, key, value, bias, key padding mask, attention bias, past key, past value. Keys and values may be
+    one tensor (b, s, h, 2, d), and all three (b, s, h, 3, d)."""
     heads, low = n.int("num_heads"), n.float("mask_filter_value", -10000.0)
-    if n.optional(1) is None or n.optional(2) is None or n.optional(8) is not None or n.wants(3):
-        n.fail("MultiHeadAttention with packed inputs or a shared cache is not supported")
-    tensors = [n.input(k) for k in (0, 1, 2)]
+    if n.optional(8) is not None or n.wants(3):
+        n.fail("MultiHeadAttention with a shared cache, or that gives its scores, is not supported")
+    tensors = [n.input(0)] if n.optional(1) is None else [n.input(0), n.input(1)]
+    if n.optional(2) is None:
+        tensors = [*tensors[:-1], *_unpacked(n, tensors[-1], 4 - len(tensors))]
+    else:
+        tensors.append(n.input(2))
     if n.optional(3) is not None:
         tensors = _with_biases(n, tensors, n.input(3))
     q, k, v = (x if len(n.shape_of(x)) == 4 else _heads(n, x, heads) for x in tensors)
@@ -147,6 +161,17 @@ def multi_head_attention(n: Node) -> Result:
     masks = _masks(n, q, k, n.optional(4), n.optional(5), low, causal=n.flag("unidirectional"))
     result = _merged(n, _attend(n, q, k, v, scale=_scale(n, n.shape_of(q)[3]), masks=masks))
     return result, k, v
+
+
+def _unpacked(n: Node, x: Expr, count: int) -> list[Expr]:
+    """The parts (b, h, s, d) of a tensor (b, s, h, count, d)."""
+    shape = n.shape_of(x)
+    if len(shape) != 5 or shape[3] != sym(count):
+        n.fail(
+            f"{'q, k and v' if count == 3 else 'k and v'} in one tensor must be of (b, s, h, {count}, d), got {shape}"
+        )
+    parts = [n.emit(ops.squeeze(n.emit(ops.slice(x, (i,), (1,), axes=(3,))), axes=(3,))) for i in range(count)]
+    return [n.emit(ops.transpose(part, axes=(0, 2, 1, 3))) for part in parts]
 
 
 def _with_biases(n: Node, tensors: list[Expr], bias: Expr) -> list[Expr]:
@@ -163,29 +188,36 @@ def _with_biases(n: Node, tensors: list[Expr], bias: Expr) -> list[Expr]:
 
 @onnx_op("GroupQueryAttention", domain=MICROSOFT)
 def group_query_attention(n: Node) -> Result:
-    """Inputs: query (or q, k, v side by side), key, value, past key, past value, lengths - 1, total length, cos, sin.
+    """Inputs: query (or q, k, v side by side), key, value, past key, past value, lengths - 1, total length, cos, sin,
+    positions (b, s), a bias of the scores, sinks (h,): scores of a key whose value is zero.
 
     The caches hold exactly the past: present = past + new. Keys beyond the length of a sequence are masked.
     """
     heads, groups = n.int("num_heads"), n.int("kv_num_heads")
     window, softcap = n.int("local_window_size", -1), n.float("softcap", 0.0)
     interleaved, rotary = n.flag("rotary_interleaved"), n.flag("do_rotary")
-    if n.flag("smooth_softmax") or any(n.optional(k) is not None for k in (9, 10, 11)):
-        n.fail("GroupQueryAttention with smooth softmax, position ids or an attention bias is not supported")
+    if any(n.optional(k) is not None for k in (12, 13)) or n.wants(3):
+        n.fail("GroupQueryAttention with a quantized cache, or that gives its scores, is not supported")
     q, k, v = _grouped_inputs(n, heads, groups)
     past = n.optional(3)
     begin = sym(0) if past is None else n.shape_of(past)[2]
     if rotary:
-        places = n.emit(ops.expand_dims(_positions(n, n.shape_of(q)[2], begin), axes=(0,)))
+        places = n.optional(9)
+        if places is None:
+            places = n.emit(ops.expand_dims(_positions(n, n.shape_of(q)[2], begin), axes=(0,)))
         q, k = (_rotated(n, x, places, n.input(7), n.input(8), interleaved) for x in (q, k))
     k, v = _joined(n, past, k), _joined(n, n.optional(4), v)
     low = -1e4 if n.type_of(q).dtype == "float16" else -1e9
     lengths = n.emit(ops.add(n.input(5), Constant.of(1, n.dtype(5))))
     flat = n.emit(ops.reshape(lengths, (n.shape_of(q)[0],)))
     masks = [_padding_mask(n, flat, n.shape_of(k)[2], n.type_of(q).dtype, low), _causal(n, q, k, low, window)]
+    masks += [] if n.optional(10) is None else [n.input(10)]
+    sink = n.optional(11)
+    if sink is None and n.flag("smooth_softmax"):
+        sink = Constant.of([0.0], n.type_of(q).dtype)
     repeated = [_repeated(n, x, heads // groups) for x in (k, v)]
     scale = _scale(n, n.shape_of(q)[3])
-    result = _attend(n, q, repeated[0], repeated[1], scale=scale, masks=masks, softcap=softcap)
+    result = _attend(n, q, repeated[0], repeated[1], scale=scale, masks=masks, softcap=softcap, sink=sink)
     return _merged(n, result), k, v
 
 

@@ -284,12 +284,14 @@ def qlinear_global_average_pool(n: Node) -> Result:
 
 @onnx_op("QLinearAveragePool", domain=MICROSOFT)
 def qlinear_average_pool(n: Node) -> Result:
-    x = n.emit(_dequantized(n, 0))
-    if n.flag("channels_last"):
-        n.fail("QLinearAveragePool with channels last is not supported")
-    pads, attrs = pool(n)
-    made = ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs)
-    return _quantized(n, n.emit(made), 3)
+    last, rank, x = n.flag("channels_last"), n.rank(), n.emit(_dequantized(n, 0))
+    if last:
+        x = n.emit(ops.transpose(x, axes=(0, rank - 1, *range(1, rank - 1))))
+    pads, attrs = pool(n, n.shape_of(x)[2:])
+    made = n.emit(ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs))
+    if last:
+        made = n.emit(ops.transpose(made, axes=(0, *range(2, rank), 1)))
+    return _quantized(n, made, 3)
 
 
 @onnx_op("QGemm", domain=MICROSOFT)

@@ -103,13 +103,13 @@ def conv_transpose(n: Node) -> Result:
 # Pools
 
 
-def pool(n: Node) -> tuple[Shape, dict[str, Any]]:
-    """(pads, attributes) that all pools share.
+def pool(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
+    """(pads, attributes) that all pools share; `sizes` of the picture, by default those behind batch and channels.
 
     at_least_one: by the formula of ONNX an input smaller than the window has no result. It has one in onnxruntime and
     in Paddle, whose text recognisers fold what height there is with such a pool.
     """
-    sizes, kernel = n.shape(0)[2:], n.ints("kernel_shape")
+    sizes, kernel = n.shape(0)[2:] if sizes is None else sizes, n.ints("kernel_shape")
     if len(kernel) != len(sizes):
         n.fail(f"attribute 'kernel_shape' must have {len(sizes)} values, one per spatial dimension, got {len(kernel)}")
     strides, dilations = per_axis(n, "strides", len(sizes)), per_axis(n, "dilations", len(sizes))
