@@ -171,6 +171,22 @@ def test_packed_keys_and_values_of_another_shape_are_an_error() -> None:
         from_onnx(model(nodes, given, domains=[MICROSOFT]))
 
 
+@pytest.mark.parametrize("mask", [[[1, 1, 0, 0], [1, 1, 1, 1]], [[0, 1, 1, 0], [2, 0, 1, 0]], None])
+def test_attention_masked_by_what_the_embedding_counts(mask: Any) -> None:
+    """As onnxruntime's optimizer writes BERT."""
+    weights = {"words": draw(10, 8), "places": draw(6, 8), "g": draw(8), "b": draw(8), "w": draw(8, 24), "c": draw(24)}
+    names = ["i", "", "words", "places", "", "g", "b", *([] if mask is None else ["k"])]
+    nodes = [node("EmbedLayerNormalization", names, ["x", "lengths", "sum"], domain=MICROSOFT)]
+    nodes += [] if mask is None else [node("Attention", ["x", "w", "c", "lengths"], domain=MICROSOFT, num_heads=2)]
+    given = {"i": np.int32([[1, 2, 3, 4], [5, 6, 7, 8]])} | ({} if mask is None else {"k": np.int32(mask)})
+    inputs = [value(name, ["batch", 4], "int32") for name in given]
+    results = ["lengths", "sum", "x" if mask is None else "y"]
+    outputs = [value(name, None, "int32" if name == "lengths" else "float32") for name in results]
+    proto = model(nodes, inputs, outputs, weights=weights, domains=[MICROSOFT])
+    for found, wanted in zip(run(proto, *given.values()), onnxruntime_result(proto, given), strict=True):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape and np.allclose(found, wanted, atol=1e-5)
+
+
 def test_sequences_of_known_length_exist_at_import_only() -> None:
     nodes = [
         node("SplitToSequence", ["x", "two"], ["parts"], axis=0),

@@ -167,7 +167,8 @@ def skip_layer_norm(n: Node) -> Result:
 
 @onnx_op("EmbedLayerNormalization", domain=MICROSOFT)
 def embed_layer_norm(n: Node) -> Result:
-    """Word, position and segment embeddings, summed and normalized."""
+    """Word, position and segment embeddings, summed and normalized. Output 1: how many ones each row of the mask has,
+    which Attention takes for the lengths; zeros without a mask. Output 2: the sum."""
     ids, segments, (word, position, segment), (gamma, beta) = (
         n.input(0),
         n.optional(1),
@@ -175,8 +176,8 @@ def embed_layer_norm(n: Node) -> Result:
         (n.input(5), n.input(6)),
     )
     n.int("mask_index_type", 0)
-    if word is None or position is None or (n.wants(1) and n.optional(7) is not None):
-        n.fail("EmbedLayerNormalization needs word and position tables; a mask index is not supported")
+    if word is None or position is None:
+        n.fail("EmbedLayerNormalization needs word and position tables")
     total: Expr = n.emit(ops.gather(word, ids, axis=0))
     places = n.optional(8)
     if places is None:
@@ -187,8 +188,13 @@ def embed_layer_norm(n: Node) -> Result:
     if segment is not None and segments is not None:
         total = n.emit(ops.add(total, n.emit(ops.gather(segment, segments, axis=0))))
     result = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
-    mask = Constant.of(np.zeros(1, np.int32))
-    return result, mask, total
+    if not n.wants(1):
+        return result, None, total
+    mask = n.optional(7)
+    if mask is None:
+        return result, ops.broadcast_to(Constant.of(np.zeros((), np.int32)), n.shape()[:1]), total
+    ones = n.emit(ops.cast(n.emit(ops.equal(mask, Constant.of(1, n.dtype(7)))), dtype="int32"))
+    return result, ops.sum(ones, axes=(1,)), total
 
 
 @onnx_op("GroupNorm", domain=MICROSOFT)
