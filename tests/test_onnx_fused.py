@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import relaxlite as rl
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx import from_onnx
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES
@@ -185,6 +186,163 @@ def test_attention_masked_by_what_the_embedding_counts(mask: Any) -> None:
     proto = model(nodes, inputs, outputs, weights=weights, domains=[MICROSOFT])
     for found, wanted in zip(run(proto, *given.values()), onnxruntime_result(proto, given), strict=True):
         assert found.dtype == wanted.dtype and found.shape == wanted.shape and np.allclose(found, wanted, atol=1e-5)
+
+
+def quantized_table(shape: tuple[int, ...], block: int, bits: int, axis: int, kind: str) -> tuple[Any, Any, Any]:
+    """Codes, scales and zero points as the op takes them, and all of these in a byte each."""
+    rng, low = np.random.default_rng(bits), -8 if kind == "INT4" else 0
+    blocks = [-(-size // block) if k == axis else size for k, size in enumerate(shape)]
+    codes, zeros = (rng.integers(low, low + (1 << bits), size) for size in (shape, blocks))
+    return codes, rng.uniform(0.1, 0.2, blocks), zeros
+
+
+def in_bytes(codes: Any, bits: int) -> Any:
+    per_byte = 8 // bits
+    wide = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per_byte)])
+    return sum(wide[..., k::per_byte] << bits * k for k in range(per_byte)).astype(np.uint8)
+
+
+TABLES: list[tuple[str, int, tuple[int, ...], int, int, int, str, bool]] = [  # kind, bits, shape, block, axes, scales
+    ("UINT8", 4, (7, 64), 32, 0, 1, "float32", True),
+    ("UINT8", 4, (7, 64), 16, 0, 1, "float16", False),
+    ("UINT8", 4, (7, 80), 32, 0, 1, "float32", True),
+    ("UINT8", 8, (7, 64), 32, 0, 1, "float32", True),
+    ("UINT8", 2, (7, 64), 16, 0, 1, "float32", True),
+    ("UINT4", 4, (7, 64), 16, 0, 1, "float32", True),
+    ("INT4", 4, (7, 64), 16, 0, 1, "float16", False),
+    ("INT4", 4, (32, 6, 5), 16, 1, 0, "float32", True),
+    ("UINT4", 4, (3, 6, 48), 16, 1, 2, "float32", False),
+]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_rows_of_a_table_in_blocks(table: Any) -> None:
+    kind, bits, shape, block, axis, along, dtype, has_zeros = table
+    codes, scales, zeros = quantized_table(shape, block, bits, along, kind)
+    tensors = {"d": codes, "z": zeros} if has_zeros else {"d": codes}
+    names = ["d", "i", "s", *(["z"] if has_zeros else [])]
+    attrs = {"bits": bits, "block_size": block, "gather_axis": axis, "quantize_axis": along}
+    nodes = [node("GatherBlockQuantized", names, domain=MICROSOFT, **attrs)]
+    given, result = [value("i", ["batch", 3], "int64")], [value("y", None, dtype)]
+    proto = model(nodes, given, result, weights={"s": scales.astype(dtype)}, opset=21, domains=[MICROSOFT])
+    for name, array in tensors.items():
+        if kind == "UINT8":
+            proto.graph.initializer.append(numpy_helper.from_array(in_bytes(array, bits), name))
+        else:
+            number = TensorProto.DataType.Value(kind)
+            proto.graph.initializer.append(helper.make_tensor(name, number, array.shape, array.reshape(-1)))
+    exe, size = rl.compile(from_onnx(proto)), shape[axis]
+    for indices in ([[0, 1, 2], [2, 1, size - 1]], [[-1, -size, 1]], np.zeros((0, 3))):
+        i = np.asarray(indices, np.int64)
+        unset = 0 if kind != "UINT8" else 1 << (bits - 1)
+        spread = [
+            np.repeat(x, block, axis=along).take(range(shape[along]), axis=along) for x in (scales.astype(dtype), zeros)
+        ]
+        wanted = ((codes - (spread[1] if has_zeros else unset)) * spread[0].astype(np.float32)).take(i, axis=axis)
+        found = exe(i)
+        assert found.dtype == dtype and found.shape == wanted.shape
+        np.testing.assert_allclose(found.astype(np.float32), wanted, rtol=2e-3 if dtype == "float16" else 1e-6)
+        if len(i):
+            np.testing.assert_allclose(found, onnxruntime_result(proto, {"i": i})[0], rtol=2e-3)
+
+
+def test_a_table_that_is_gathered_along_its_blocks_is_an_error() -> None:
+    weights = {"d": np.zeros((4, 16), np.uint8), "s": np.ones((4, 1), np.float32)}
+    nodes = [node("GatherBlockQuantized", ["d", "i", "s"], domain=MICROSOFT, gather_axis=1, block_size=32)]
+    proto = model(nodes, [value("i", [2], "int64")], weights=weights, domains=[MICROSOFT])
+    with pytest.raises(ImportModelError, match="along the axis of its blocks"):
+        from_onnx(proto)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "groups", "both"])
+def test_weights_of_few_bits_that_only_floats_can_say(kind: str) -> None:
+    """Zero points that are no integers, and groups in any order."""
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 16, (5, 64)), rng.uniform(0.1, 0.2, (5, 2)).astype(np.float32)
+    zeros = rng.uniform(4, 12, (5, 2)).astype(np.float32) if kind != "groups" else np.full((5, 2), 8, np.float32)
+    groups = rng.permutation(np.repeat([0, 1], 32)).astype(np.int32) if kind != "zeros" else np.arange(64) // 32
+    weights = {"b": in_bytes(codes, 4).reshape(5, 2, 16), "s": scales.reshape(-1)}
+    weights |= {"z": zeros} if kind != "groups" else {}
+    weights |= {"g": groups} if kind != "zeros" else {}
+    names = ["x", "b", "s", "z" if kind != "groups" else "", *(["g"] if kind != "zeros" else [])]
+    nodes = [node("MatMulNBits", names, domain=MICROSOFT, K=64, N=5, bits=4, block_size=32)]
+    x = draw(3, 64)
+    wanted = x @ ((codes - zeros[:, groups]) * scales[:, groups]).T
+    proto = model(nodes, values(x=["n", 64]), weights=weights, domains=[MICROSOFT])
+    np.testing.assert_allclose(run(proto, x), wanted, rtol=1e-4, atol=1e-4)
+    if kind == "zeros":
+        np.testing.assert_allclose(onnxruntime_result(proto, {"x": x})[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_group_indices_beyond_the_groups_are_an_error() -> None:
+    weights = {"b": np.zeros((5, 2, 16), np.uint8), "s": np.ones(10, np.float32), "g": np.full(64, 2, np.int32)}
+    nodes = [node("MatMulNBits", ["x", "b", "s", "", "g"], domain=MICROSOFT, K=64, N=5, bits=4, block_size=32)]
+    with pytest.raises(ImportModelError, match="group indices must be 64 numbers from 0 to 1"):
+        from_onnx(model(nodes, values(x=[3, 64]), weights=weights, domains=[MICROSOFT]))
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "past", "columns"])
+def test_quantized_attention_matches_onnxruntime(kind: str) -> None:
+    tensors: dict[str, Any] = {
+        "x": bytes_of(2, 5, 6), "w": bytes_of(6, 24, low=-128), "b": draw(24), "sx": np.float32(0.01),
+        "sw": np.float32(0.02) if kind != "columns" else np.linspace(0.01, 0.03, 24, dtype=np.float32),
+        "m": np.int32([5, 3]), "zx": np.uint8(120), "zw": np.int8(0),
+    }  # fmt: skip
+    names = list(tensors)
+    if kind == "past":
+        tensors["p"], names = draw(2, 2, 2, 3, 4), [*(name if name != "m" else "" for name in names), "p"]
+        del tensors["m"]
+    given = {name: x for name, x in tensors.items() if name in ("x", "m", "p")}
+    nodes = [node("QAttention", names, ["y", *(["p2"] if kind == "past" else [])], domain=MICROSOFT, num_heads=2,
+                  unidirectional=int(kind in ("causal", "past")))]  # fmt: skip
+    inputs = [value(name, list(x.shape), x.dtype.name) for name, x in given.items()]
+    weights = {name: np.asarray(x) for name, x in tensors.items() if name not in given}
+    outputs = ["y", "p2"] if kind == "past" else ["y"]
+    proto = model(nodes, inputs, outputs, weights, domains=[MICROSOFT])
+    found = run(proto, *given.values())
+    for have, want in zip(
+        found if isinstance(found, tuple) else (found,), onnxruntime_result(proto, given), strict=True
+    ):
+        assert have.shape == want.shape and np.allclose(have, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_segments", [True, False])
+def test_quantized_embeddings_match_onnxruntime(has_segments: bool) -> None:
+    tables = [bytes_of(10, 8), bytes_of(6, 8), bytes_of(2, 8), bytes_of(8), bytes_of(8)]
+    weights: dict[str, Any] = {f"t{k}": table for k, table in enumerate(tables)}
+    weights |= {f"s{k}": np.float32(0.01 * (k + 1)) for k in range(5)} | {f"z{k}": np.uint8(100 + k) for k in range(5)}
+    names = ["i", "g", *(f"t{k}" for k in range(5)), "m", *(f"s{k}" for k in range(5)), *(f"z{k}" for k in range(5))]
+    if not has_segments:
+        names = ["" if name in ("g", "t2", "s2", "z2") else name for name in names]
+    given = {"i": np.int32([[1, 2, 3, 4], [5, 6, 7, 8]]), "m": np.int32([[1, 1, 0, 0], [1, 1, 1, 1]])}
+    given |= {"g": np.int32([[0, 0, 1, 1], [0, 1, 1, 1]])} if has_segments else {}
+    nodes = [node("QEmbedLayerNormalization", names, ["y", "lengths"], domain=MICROSOFT)]
+    inputs, outputs = (
+        [value(name, ["b", 4], "int32") for name in given],
+        [value("y", None), value("lengths", None, "int32")],
+    )
+    proto = model(nodes, inputs, outputs, weights=weights, domains=[MICROSOFT])
+    for have, want in zip(run(proto, *given.values()), onnxruntime_result(proto, given), strict=True):
+        assert have.dtype == want.dtype and np.allclose(have, want, atol=1e-4)
+
+
+def test_a_choice_of_two_quantizations_matches_onnxruntime() -> None:
+    weights = {"sx": np.float32(0.1), "zx": np.uint8(3), "sy": np.float32(0.05), "zy": np.uint8(90),
+               "sz": np.float32(0.07), "zz": np.uint8(20)}  # fmt: skip
+    given = {"c": np.array([[True], [False]]), "x": bytes_of(2, 5), "y": bytes_of(5)}
+    nodes = [node("QLinearWhere", ["c", "x", "sx", "zx", "y", "sy", "zy", "sz", "zz"], ["out"], domain=MICROSOFT)]
+    inputs = [value(name, list(x.shape), x.dtype.name) for name, x in given.items()]
+    proto = model(nodes, inputs, [value("out", None, "uint8")], weights=weights, domains=[MICROSOFT])
+    assert np.abs(run(proto, *given.values()).astype(int) - onnxruntime_result(proto, given)[0]).max() <= 1
+
+
+def test_small_floats_in_blocks_are_scaled_block_by_block() -> None:
+    x, scales = draw(3, 8), np.float32([[1, 2], [3, 4], [5, 6]])
+    bits = x.astype(NARROW_TYPES["FLOAT8E4M3FN"].dtype)
+    proto = model([node("DequantizeLinear", ["w", "s"], ["d"], axis=1, block_size=4), node("Add", ["x", "d"])],
+                  values(x=[3, 8]), weights={"s": scales}, opset=21)  # fmt: skip
+    proto.graph.initializer.append(helper.make_tensor("w", TensorProto.FLOAT8E4M3FN, [3, 8], bits.tobytes(), raw=True))
+    np.testing.assert_allclose(run(proto, 0 * x), bits.astype(np.float32) * np.repeat(scales, 4, axis=1), rtol=1e-6)
 
 
 def test_sequences_of_known_length_exist_at_import_only() -> None:

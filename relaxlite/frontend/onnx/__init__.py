@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its converters)
     convert_attention,
+    convert_blocks,
     convert_casts,
     convert_contrib,
     convert_control,

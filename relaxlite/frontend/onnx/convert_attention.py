@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
+from relaxlite.frontend.onnx.convert_quantization import zero_points
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -110,24 +111,41 @@ def _scale(n: Node, width: SymExpr) -> float:
 @onnx_op("Attention", domain=MICROSOFT)
 def attention(n: Node) -> Result:
     """Inputs: x, weights of q, k and v side by side, their bias, mask, past (2, b, h, t, d), a bias of the scores."""
-    heads, low = n.int("num_heads"), n.float("mask_filter_value", -10000.0)
-    if n.flag("do_rotary") or n.flag("past_present_share_buffer") or n.optional(6) is not None:
-        n.fail("Attention with rotary embedding or a shared buffer is not supported")
-    total = n.shape(1)[1]
-    widths = n.ints("qkv_hidden_sizes", None) or (total // 3,) * 3
+    if n.optional(6) is not None:
+        n.fail("Attention with a shared buffer is not supported")
+    widths = n.ints("qkv_hidden_sizes", None) or (n.shape(1)[1] // 3,) * 3
     projected: Expr = n.emit(ops.matmul(n.input(0), n.input(1)))
     if n.optional(2) is not None:
         projected = n.emit(ops.add(projected, n.input(2)))
+    return _self_attention(n, projected, widths, n.optional(3), n.optional(4), n.optional(5))
+
+
+@onnx_op("QAttention", domain=MICROSOFT)
+def quantized_attention(n: Node) -> Result:
+    """The same of 8 bits: x, weights, bias (float), their two scales, mask, their two zero points, past."""
+    zeros = zero_points(n, 6, 7)
+    product = n.emit(ops.cast(n.emit(ops.matmul_integer(n.input(0), n.input(1), *zeros)), dtype="float32"))
+    scale = n.emit(ops.multiply(n.input(3), n.input(4)))
+    projected = n.emit(ops.add(n.emit(ops.multiply(product, scale)), n.input(2)))
+    return _self_attention(n, projected, (n.shape(1)[1] // 3,) * 3, n.optional(5), n.optional(8), None)
+
+
+def _self_attention(
+    n: Node, projected: Expr, widths: Sequence[SymExpr | int], mask: Expr | None, past: Expr | None, bias: Expr | None
+) -> Result:
+    """Of q, k and v (b, s, sum of widths) side by side."""
+    heads, low = n.int("num_heads"), n.float("mask_filter_value", -10000.0)
+    if n.flag("do_rotary") or n.flag("past_present_share_buffer"):
+        n.fail(f"{n.op_type} with rotary embedding or a shared buffer is not supported")
     parts, begin = [], sym(0)
     for width in widths:
         parts.append(_heads(n, n.emit(ops.slice(projected, (begin,), (width,), axes=(2,))), heads))
         begin = begin + width
     q, k, v = parts
-    past = n.optional(4)
     if past is not None:
         held = [n.emit(ops.squeeze(n.emit(ops.slice(past, (i,), (1,), axes=(0,))), axes=(0,))) for i in (0, 1)]
         k, v = _joined(n, held[0], k), _joined(n, held[1], v)
-    masks = _masks(n, q, k, n.optional(3), n.optional(5), low, causal=n.flag("unidirectional"))
+    masks = _masks(n, q, k, mask, bias, low, causal=n.flag("unidirectional"))
     result = _merged(n, _attend(n, q, k, v, scale=_scale(n, n.shape_of(q)[3]), masks=masks))
     if not n.wants(1):
         return result

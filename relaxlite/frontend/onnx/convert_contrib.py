@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -169,32 +168,46 @@ def skip_layer_norm(n: Node) -> Result:
 def embed_layer_norm(n: Node) -> Result:
     """Word, position and segment embeddings, summed and normalized. Output 1: how many ones each row of the mask has,
     which Attention takes for the lengths; zeros without a mask. Output 2: the sum."""
-    ids, segments, (word, position, segment), (gamma, beta) = (
-        n.input(0),
-        n.optional(1),
-        [n.optional(k) for k in (2, 3, 4)],
-        (n.input(5), n.input(6)),
-    )
     n.int("mask_index_type", 0)
-    if word is None or position is None:
+    if n.optional(2) is None or n.optional(3) is None:
         n.fail("EmbedLayerNormalization needs word and position tables")
-    total: Expr = n.emit(ops.gather(word, ids, axis=0))
-    places = n.optional(8)
-    if places is None:
-        row = n.emit(ops.slice(position, (0,), (n.shape()[1],), axes=(0,)))
+    total = n.emit(ops.gather(n.input(2), n.input(0), axis=0))
+    if n.optional(8) is None:
+        row = n.emit(ops.slice(n.input(3), (0,), (n.shape()[1],), axes=(0,)))
     else:
-        row = n.emit(ops.gather(position, places, axis=0))
+        row = n.emit(ops.gather(n.input(3), n.input(8), axis=0))
     total = n.emit(ops.add(total, row))
-    if segment is not None and segments is not None:
-        total = n.emit(ops.add(total, n.emit(ops.gather(segment, segments, axis=0))))
-    result = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    if n.optional(1) is not None and n.optional(4) is not None:
+        total = n.emit(ops.add(total, n.emit(ops.gather(n.input(4), n.input(1), axis=0))))
+    made = n.emit(ops.layer_norm(total, n.input(5), n.input(6), axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    return made, _lengths(n, n.optional(7)), total
+
+
+@onnx_op("QEmbedLayerNormalization", domain=MICROSOFT)
+def quantized_embed_layer_norm(n: Node) -> Result:
+    """The same, of tables of 8 bits: inputs 8 to 12 are the scales of inputs 2 to 6, inputs 13 to 17 zero points."""
+
+    def looked_up(table: int, indices: Expr) -> Expr:
+        rows = n.emit(ops.gather(n.input(table), indices, axis=0))
+        return n.emit(ops.dequantize_linear(rows, n.input(table + 6), n.input(table + 11)))
+
+    places = n.emit(ops.arange(Constant.of(0, "int64"), Constant.of(1, "int64"), (n.shape()[1],)))
+    total = n.emit(ops.add(looked_up(2, n.input(0)), looked_up(3, places)))
+    if n.optional(1) is not None and n.optional(4) is not None:
+        total = n.emit(ops.add(total, looked_up(4, n.input(1))))
+    gamma, beta = (n.emit(ops.dequantize_linear(n.input(k), n.input(k + 6), n.input(k + 11))) for k in (5, 6))
+    made = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    return made, _lengths(n, n.optional(7))
+
+
+def _lengths(n: Node, mask: Expr | None) -> Expr | None:
+    """How many ones each row of a mask has, where that is asked for."""
     if not n.wants(1):
-        return result, None, total
-    mask = n.optional(7)
+        return None
     if mask is None:
-        return result, ops.broadcast_to(Constant.of(np.zeros((), np.int32)), n.shape()[:1]), total
-    ones = n.emit(ops.cast(n.emit(ops.equal(mask, Constant.of(1, n.dtype(7)))), dtype="int32"))
-    return result, ops.sum(ones, axes=(1,)), total
+        return n.emit(ops.broadcast_to(Constant.of(np.zeros((), np.int32)), n.shape()[:1]))
+    ones = n.emit(ops.cast(n.emit(ops.equal(mask, Constant.of(1, n.type_of(mask).dtype))), dtype="int32"))
+    return n.emit(ops.sum(ones, axes=(1,)))
 
 
 @onnx_op("GroupNorm", domain=MICROSOFT)
@@ -266,6 +279,13 @@ def _quantized(n: Node, x: Expr, index: int) -> Expr:
     return ops.quantize_linear(x, n.input(index), zero, dtype=None if zero is not None else n.dtype(0))
 
 
+@onnx_op("QLinearWhere", domain=MICROSOFT)
+def qlinear_where(n: Node) -> Result:
+    """Inputs: condition, x, its scale, its zero point, the same of y, and the result's scale and zero point."""
+    x, y = (n.emit(_dequantized(n, k)) for k in (1, 4))
+    return _quantized(n, n.emit(ops.where(n.input(0), x, y)), 7)
+
+
 @onnx_op("QLinearSigmoid", "QLinearLeakyRelu", domain=MICROSOFT)
 def qlinear_unary(n: Node) -> Result:
     x = n.emit(_dequantized(n, 0))
@@ -322,43 +342,6 @@ def qlinear_concat(n: Node) -> Result:
     parts = [n.emit(_dequantized(n, k)) for k in range(2, len(n.inputs), 3)]
     joined = n.emit(ops.concat(*parts, axis=n.int("axis")))
     return ops.quantize_linear(joined, n.input(0), n.input(1))
-
-
-@onnx_op("MatMulNBits", domain=MICROSOFT)
-def matmul_nbits(n: Node) -> Result:
-    """x (..., k) @ w.T, where w (n, k) has 2, 4 or 8 bits in blocks along k, each with a scale and a zero point."""
-    depth, width, bits, block = n.int("K"), n.int("N"), n.int("bits", 4), n.int("block_size")
-    n.ignore("accuracy_level")  # how exact an approximation may be; ours is exact
-    n.int("weight_prepacked", 0)
-    packed, zeros = n.const(1), n.const(3) if n.optional(3) is not None else None
-    if (
-        packed is None
-        or (n.optional(3) is not None and zeros is None)
-        or n.optional(4) is not None
-        or bits not in (2, 4, 8)
-    ):
-        n.fail("MatMulNBits needs constant weights of 2, 4 or 8 bits, without group indices")
-    blocks = math.ceil(depth / block)
-    weights = _unpacked(packed.reshape(width, -1), bits)[:, :depth]
-    scale = n.emit(ops.reshape(n.input(2), (width, blocks)))
-    if zeros is not None and zeros.dtype == np.uint8:
-        zero = Constant.of(_unpacked(zeros.reshape(width, -1), bits)[:, :blocks])
-        made = ops.dequantize_linear(Constant.of(weights), scale, zero, axis=1, block_size=block)
-    elif zeros is None:
-        zero = Constant.of(np.full((width, blocks), 1 << (bits - 1), np.uint8))
-        made = ops.dequantize_linear(Constant.of(weights), scale, zero, axis=1, block_size=block)
-    else:
-        n.fail("MatMulNBits with float zero points is not supported")
-    product = emit_matmul(n, n.input(0), n.emit(ops.transpose(n.emit(made), axes=(1, 0))))
-    return product if n.optional(5) is None else ops.add(product, n.input(5))
-
-
-def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of bytes as rows of elements, the lowest bits first."""
-    per_byte = 8 // bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * bits
-    elements = (packed[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
-    return np.ascontiguousarray(elements.reshape(packed.shape[0], -1).astype(np.uint8))
 
 
 # Others

@@ -58,11 +58,14 @@ def quantize_linear(n: Node) -> Result:
 
 def _spread(n: Node, scale: Expr, axis: int, block: int) -> Expr:
     """A scale per slice in a shape that broadcasts to the input."""
-    if block:
-        n.fail("blocks of floats of 8 bits are not supported")
     if len(n.shape_of(scale)) == 0:
         return scale
     axis = normalize_axis(n, axis, n.rank())
+    if block:
+        size = n.shape()[axis]
+        if not size.is_const:
+            n.fail("the size of the axis that is in blocks must be known")
+        return n.emit(ops.gather(scale, Constant.of(np.arange(size.const) // block), axis=axis))
     return n.emit(ops.reshape(scale, (*n.shape_of(scale), *(1,) * (n.rank() - 1 - axis))))
 
 

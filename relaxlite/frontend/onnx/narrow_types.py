@@ -18,7 +18,7 @@ MOVES = frozenset((
     "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Gather", "Concat", "Expand",
     "Split", "Tile",
 ))  # fmt: skip
-CONVERSIONS = frozenset(("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear"))
+CONVERSIONS = frozenset(("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "GatherBlockQuantized"))
 MEASURES = frozenset(("Shape", "Size"))
 
 
