@@ -86,8 +86,9 @@ def packed(values: np.ndarray, kind: str) -> np.ndarray:
     block = BLOCK_FORMATS[kind]
     rows, columns = values.shape
     data = np.random.default_rng(columns).integers(0, 256, (rows * columns // block.size, block.nbytes), np.uint8)
-    for at in (208,) if kind == "Q6_K" else (0, 2):
-        data[:, at : at + 2] = np.asarray([2e-4], np.float16).view(np.uint8)
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}.get(kind, (0, 2)):
+        size = 5e-5 if kind == "IQ4_XS" else 2e-4  # whose codes and scales are the largest
+        data[:, at : at + 2] = np.asarray([size], np.float16).view(np.uint8)
     return data.reshape(rows, -1)
 
 
@@ -194,9 +195,9 @@ def test_unknown_and_missing_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_unread_tensor_types_are_named(tmp_path: Path) -> None:
-    weights = {**files.tensors("llama"), "output.weight": (np.zeros((40, 84), np.uint8), "Q2_K")}
+    weights = {**files.tensors("llama"), "output.weight": (np.zeros((40, 74), np.uint8), "IQ2_XS")}
     with pytest.raises(
-        ImportModelError, match=r"'output\.weight' is of type Q2_K, which is not read; known are F32, F16"
+        ImportModelError, match=r"'output\.weight' is of type IQ2_XS, which is not read; known are F32, F16"
     ):
         read_checkpoint(changed(tmp_path, weights))
 

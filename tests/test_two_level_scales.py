@@ -25,8 +25,10 @@ from relaxlite.ir.ops.block_quantized import pack_codes, unpack_codes
 from relaxlite.ir.types import TensorType
 from tests import tiny_llm
 
-HALVES: Mapping[str, tuple[int, ...]] = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
+HALVES: Mapping[str, tuple[int, ...]] = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)
+}  # fmt: skip
+K_FORMATS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 def weight(kind: str, n: int, k: int, scale: float = 1.0, seed: int = 0) -> Weight:
@@ -69,19 +71,23 @@ def test_operands_stand_for_the_same_numbers_bit_for_bit(kind: str, n: int, k: i
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
-    """Scales of 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K."""
+    """Scales of 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K. Codes of 2 and 3 bits take 4, and those
+    that are places in a table 8."""
     given = weight(kind, 64, 1024)
-    more = {"Q4_K": 4 / 144, "Q5_K": 4 / 176}.get(kind, 0)
+    more = {
+        "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": (64 + 16) / 84, "Q3_K": (32 + 4) / 110, "IQ4_NL": 16 / 18,
+        "IQ4_XS": (128 + 2) / 136,
+    }.get(kind, 0)  # fmt: skip
     assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
 
 
 @pytest.mark.parametrize("kind", K_FORMATS)
 def test_scales_have_two_levels(kind: str) -> None:
     found = [(c.value.dtype.name, c.value.shape) for c in Blocks.of(weight(kind, 5, 512), "w").operands[1:]]
-    if kind == "Q6_K":
+    if kind in ("Q3_K", "Q6_K"):
         assert found == [("int8", (32, 5)), ("float16", (2, 5))]
     else:
-        assert found == [("uint8", (16, 5)), ("float16", (2, 5))] * 2
+        assert found == [("uint8", (32 if kind == "Q2_K" else 16, 5)), ("float16", (2, 5))] * 2
 
 
 @pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 16), (4, 8), (5, 32), (6, 32), (6, 16), (8, 32), (8, 8)])
@@ -160,7 +166,7 @@ def test_products(kind: str, precision: str, tolerance: float, columns: int) -> 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_compiled_products_keep_the_bytes(precision: str) -> None:
-    given = [weight(kind, 128, 512) for kind in K_FORMATS]
+    given = [weight(kind, 128, 512) for kind in ("Q4_K", "Q5_K", "Q6_K")]
     for one in given:
         made = rl.compile(product(Blocks.of(one, "w"), 512), precision=precision)
         kept = sum(a.nbytes for a in made.data.constants)

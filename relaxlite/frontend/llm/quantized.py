@@ -5,8 +5,9 @@ Every block format of GGUF says the same thing in its own packing: the weights o
     weight[n, k] = scale[n, k // group] * (code[n, k] - zero) + offset[n, k // group]
 
 with small integer codes. Scales and offsets are float16, or in the K formats integers of few bits times a float16 of
-256 weights. `GroupedWeight` holds just that, so nothing is rounded and nothing grows. Formats: llama.cpp,
-ggml-common.h and ggml-quants.c.
+256 weights. `GroupedWeight` holds just that, so nothing is rounded. Codes have 4, 5, 6 or 8 bits: those of 2 and 3 bits
+are kept in 4, and places in a table, which the IQ4 formats have for codes, as the numbers there in 8. Formats:
+llama.cpp, ggml-common.h and ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -162,6 +163,45 @@ def _q6_k(blocks: Array) -> _Parts:
     return low | high << 4, GroupScales(scales, _half(blocks, 208)), None
 
 
+def _pairs(packed: Array) -> Array:
+    """64 bytes of four pairs of bits each to codes [count, 2, 4, 32]: each half's lowest pairs come first."""
+    return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+
+
+def _q2_k(blocks: Array) -> _Parts:
+    scales, mins = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    return _pairs(blocks[:, 16:80]), GroupScales(scales, _half(blocks, 80)), GroupScales(mins, -_half(blocks, 82))
+
+
+def _q3_k(blocks: Array) -> _Parts:
+    """The third bits of the eight runs of 32 weights are the eight bits of 32 bytes; scales of 6 bits, less 32."""
+    third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    low = _nibbles(blocks[:, 96:104])
+    high = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 16)
+    scales = (low | high << 4).astype(np.int8) - np.int8(32)
+    return _pairs(blocks[:, 32:96]) | third.reshape(-1, 2, 4, 32) << 2, GroupScales(scales, _half(blocks, 108)), None
+
+
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
+
+
+def _iq4(packed: Array) -> Array:
+    """Codes of 4 bits, which are places in a table, as the table's numbers plus 128."""
+    return (_IQ4 + 128).astype(np.uint8)[_nibbles(packed)]
+
+
+def _iq4_nl(blocks: Array) -> _Parts:
+    return _iq4(blocks[:, 2:]), _scale(blocks, 0), None
+
+
+def _iq4_xs(blocks: Array) -> _Parts:
+    """Scales of 6 bits, less 32: high pairs of bits in a word, low nibbles in four bytes."""
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
+    scales = (low | high << 4).astype(np.int8) - np.int8(32)
+    return _iq4(blocks[:, 8:].reshape(-1, 8, 16)), GroupScales(scales, _half(blocks, 0)), None
+
+
 BLOCK_FORMATS: Mapping[str, BlockFormat] = {
     name: BlockFormat(name, size, nbytes, bits, zero, decode)
     for name, size, nbytes, bits, zero, decode in (
@@ -170,8 +210,12 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("Q4_1", 32, 20, 4, 0, _q4_1),
         ("Q5_0", 32, 22, 5, 16, _q5_0),
         ("Q5_1", 32, 24, 5, 0, _q5_1),
+        ("Q2_K", 256, 84, 4, 0, _q2_k),
+        ("Q3_K", 256, 110, 4, 4, _q3_k),
         ("Q4_K", 256, 144, 4, 0, _q4_k),
         ("Q5_K", 256, 176, 5, 0, _q5_k),
         ("Q6_K", 256, 210, 6, 32, _q6_k),
+        ("IQ4_NL", 32, 18, 8, 128, _iq4_nl),
+        ("IQ4_XS", 256, 136, 8, 128, _iq4_xs),
     )
 }
