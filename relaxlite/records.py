@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, frozen=False, eq=True, slots=False):
-        """As `dataclasses.dataclass`, of these options."""
+        """As `dataclasses.dataclass`, of these options; what is frozen has slots."""
 
         def decorate(cls):
             return _with_methods(cls, frozen=frozen, eq=eq, slots=slots)
@@ -29,6 +29,8 @@ else:
 
 
 def _with_methods(cls: type, *, frozen: bool, eq: bool, slots: bool) -> type:
+    if frozen and not slots:
+        raise TypeError(f"{cls.__name__} is frozen, so it needs slots=True")
     own = {name for name, value in vars(cls).items() if value is not None}  # a class with __eq__ has None for __hash__
     cls.__doc__ = cls.__doc__ or cls.__name__  # or else the decorator makes a text of a signature
     cls = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)

@@ -149,6 +149,13 @@ def test_copies_and_pickles_are_equal(made: Any) -> None:
         assert other == made and type(other) is type(made) and repr(other) == repr(made)
 
 
+def test_what_is_frozen_has_slots() -> None:
+    with pytest.raises(TypeError, match="Open is frozen, so it needs slots=True"):
+
+        @dataclass(frozen=True)
+        class Open: ...
+
+
 def test_own_methods_stay() -> None:
     @dataclass(frozen=True, slots=True)
     class Own:
