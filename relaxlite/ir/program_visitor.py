@@ -258,15 +258,9 @@ class Substitute(ProgramRewriter):
         self.symbols = dict(symbols or {})
         self.buffers = dict(buffers or {})
         self.fresh = fresh
-        self._indices: dict[SymExpr, SymExpr] = {}  # found for `symbols`
 
     def index(self, expr: SymExpr) -> SymExpr:
-        if not expr.terms:
-            return expr
-        found = self._indices.get(expr)
-        if found is None:
-            found = self._indices[expr] = substitute(expr, self.symbols)
-        return found
+        return substitute(expr, self.symbols)
 
     def buffer(self, buffer: Buffer) -> Buffer:
         found = self.buffers.get(buffer)
@@ -280,8 +274,7 @@ class Substitute(ProgramRewriter):
         if self.fresh and isinstance(stmt, Binder):
             var = _renewed(stmt.var)
             self.symbols[stmt.var] = var
-            # What is shared with another loop over the same variable must not keep that loop's new one.
-            self._done, self._indices = {}, {}
+            self._done = {}  # a value shared with another loop over the same variable must not keep that loop's new one
             if isinstance(stmt, For):
                 return For(var, self.index(stmt.extent), self.stmt(stmt.body), stmt.kind)
             return LetIndex(var, self.value(stmt.value), self.stmt(stmt.body))
