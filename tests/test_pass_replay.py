@@ -141,6 +141,45 @@ def test_a_broken_plan_is_found_and_named(name: str) -> None:
         replay(planned(statements, "out"))
 
 
+GROWING = """
+n = symbol("n", upper=16)
+length = symbol("length")
+j = symbol("j")
+@function
+def main(x: f32[n], c: bool[]):
+    arena: Object = memory.alloc_arena(shape(1024))
+    @loop(c, x)
+    def w(p: f32[length]) -> Tuple(Tensor(rank=1, dtype="float32")):
+        y: f32[j] = match_shape(p, (j,))
+        a: f32[j*2] = memory.view(arena, shape(PLACE), shape(j*2), dtype='float32')
+        call(fill, a, sym=(j*2,))
+        b: f32[j] = memory.alloc_tensor(shape(j), dtype='float32')
+        call(copy, y, b, sym=(j,))
+        return (c, a)
+    q: Tensor(rank=1, dtype="float32") = w[0]
+    return q
+"""
+FILL = """
+k = symbol("k")
+@program(symbols=(k,), outputs=1)
+def fill(out: f32[k]):
+    for i in serial(k):
+        out[i] = float32(1.0)
+"""
+
+
+@pytest.mark.parametrize("place", ["0", "j*8"])
+def test_what_a_loop_carries_is_followed_as_it_grows(place: str) -> None:
+    """Behind a match in its body, which no other size of a later iteration could pass."""
+    made = module(GROWING.replace("PLACE", place) + COPY + FILL)
+    verify(made, "dps")
+    if place == "0":
+        with pytest.raises(PassError, match="a is read, but a in step"):
+            replay(made)
+    else:
+        replay(made)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=12, control=True))
 def test_what_the_planner_makes_is_sound(given: IRModule) -> None:

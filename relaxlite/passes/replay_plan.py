@@ -221,10 +221,10 @@ class _Replay:
     def _loop(self, loop: Loop) -> _Value:
         self._read(self._value(loop.cond))
         carried, types = tuple(map(self._value, loop.inits)), tuple(init.ty for init in loop.inits)
-        outer = self._iteration
+        outer, symbols = self._iteration, tuple(self._symbols)
         for iteration in range(self._path.iterations):
             self._iteration = iteration
-            self._enter(loop, carried, types)
+            self._enter(loop, carried, types, symbols)
             yielded, ty = self._body(loop.body), loop.body.result.ty
             assert isinstance(yielded, tuple) and isinstance(ty, TupleType)
             types = ty.fields[1:]
@@ -234,13 +234,14 @@ class _Replay:
         self._iteration = outer
         return carried
 
-    def _enter(self, loop: Loop, carried: Sequence[_Value], types: Sequence[Type]) -> None:
+    def _enter(self, loop: Loop, carried: Sequence[_Value], types: Sequence[Type], symbols: Sequence[SymVar]) -> None:
         """Give the parameters their values, and the symbols of their types the sizes of these, which may be others in
-        every iteration."""
+        every iteration, as what the body matches may be: of before the loop are `symbols` alone."""
         known = []  # of each parameter's sizes, before the symbols change
         for param, ty in zip(loop.params, types, strict=True):
             wanted = _sizes_of(param.ty, 0)
             known.append(dict(zip(wanted, map(self._known, _sizes_of(ty, len(wanted))), strict=False)))
+        self._symbols = {symbol: self._symbols[symbol] for symbol in symbols}
         defined: set[SymVar] = set()
         for param, value, sizes in zip(loop.params, carried, known, strict=True):
             self._values[param] = value
