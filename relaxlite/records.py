@@ -37,9 +37,10 @@ def _with_methods(cls: type, *, frozen: bool, eq: bool, slots: bool) -> type:
     fields = dataclasses.fields(cls)
     methods: dict[str, Any] = {"__init__": _first_init(cls, frozen), "__repr__": _repr(fields)}
     if eq:
-        values = _values(fields)
+        values = _values(tuple(f for f in fields if f.compare))
+        hashed = _values(tuple(f for f in fields if (f.compare if f.hash is None else f.hash)))
         methods["__eq__"] = _eq(values)
-        methods["__hash__"] = (lambda self: hash(values(self))) if frozen else None
+        methods["__hash__"] = (lambda self: hash(hashed(self))) if frozen else None
     if frozen:
         names = {f.name for f in fields}
         methods |= {"__setattr__": _setattr(cls, names), "__delattr__": _delattr(cls, names)}

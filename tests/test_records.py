@@ -19,7 +19,8 @@ class Point:
     x: int
     y: int = 2
     names: list[str] = field(default_factory=list)
-    hidden: int = field(default=7, repr=False)
+    hidden: int = field(default=7, repr=False, compare=False)
+    marked: int = field(default=0, hash=False)
     dimensions: ClassVar[int] = 2
 
 
@@ -28,7 +29,8 @@ class Standard:
     x: int
     y: int = 2
     names: list[str] = field(default_factory=list)
-    hidden: int = field(default=7, repr=False)
+    hidden: int = field(default=7, repr=False, compare=False)
+    marked: int = field(default=0, hash=False)
     dimensions: ClassVar[int] = 2
 
 
@@ -77,7 +79,7 @@ def outcome(function: Callable[[], Any]) -> Any:
 
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((1,), {}), ((1, 2, ["a"]), {}), ((1,), {"y": 5}), ((), {"x": 1, "names": ["b"], "hidden": 3}),
-    ((), {}), ((1, 2, [], 4, 5), {}), ((1,), {"x": 2}), ((1,), {"z": 2}),
+    ((), {}), ((1, 2, [], 4, 5, 6), {}), ((1,), {"x": 2}), ((1,), {"z": 2}),
 ]  # fmt: skip
 
 
@@ -96,6 +98,8 @@ def test_fields_slots_and_texts_are_the_standard_ones() -> None:
         lambda kind: outcome(lambda: hash(kind(1))),  # a list has no hash
         lambda kind: hash(kind(1, 2, ())),
         lambda kind: kind(1) == kind(1, 2) != kind(2),
+        lambda kind: kind(1, 2, (), hidden=3) == kind(1, 2, (), hidden=4) != kind(1, 2, (), marked=4),
+        lambda kind: hash(kind(1, 2, (), marked=3, hidden=4)) == hash(kind(1, 2, ())),
         lambda kind: outcome(lambda: setattr(kind(1), "x", 3)),
         lambda kind: outcome(lambda: delattr(kind(1), "x")),
         lambda kind: dataclasses.asdict(dataclasses.replace(kind(1), y=9)),
@@ -109,11 +113,11 @@ def test_fields_slots_and_texts_are_the_standard_ones() -> None:
 def test_a_class_inherits_fields_and_may_check_them() -> None:
     made = Named(1, name="n")
     assert (made.x, made.y, made.name) == (1, 2, "n") and made != Point(1) and made == Named(1, name="n")
-    assert repr(made) == "Named(x=1, y=2, names=[], name='n')"
+    assert repr(made) == "Named(x=1, y=2, names=[], marked=0, name='n')"
     with pytest.raises(AssertionError, match="a name"):
         Named(1, name="")
     with pytest.raises(TypeError):
-        Named(1, 2, [], 7, "n")  # type: ignore[misc]
+        Named(1, 2, [], 7, 0, "n")  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError, match="'name'"):
         made.name = "m"  # type: ignore[misc]
 
