@@ -274,6 +274,14 @@ def test_weights_of_few_bits_that_only_floats_can_say(kind: str) -> None:
         np.testing.assert_allclose(onnxruntime_result(proto, {"x": x})[0], wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_weights_that_are_packed_for_one_processor_are_refused() -> None:
+    weights = {"b": np.zeros((5, 2, 16), np.uint8), "s": np.ones(10, np.float32)}
+    attrs = {"K": 64, "N": 5, "bits": 4, "block_size": 32, "weight_prepacked": 1}
+    nodes = [node("MatMulNBits", ["x", "b", "s"], domain=MICROSOFT, **attrs)]
+    with pytest.raises(ImportModelError, match="export the model without 'weight_prepacked'"):
+        from_onnx(model(nodes, values(x=[3, 64]), weights=weights, domains=[MICROSOFT]))
+
+
 def test_group_indices_beyond_the_groups_are_an_error() -> None:
     weights = {"b": np.zeros((5, 2, 16), np.uint8), "s": np.ones(10, np.float32), "g": np.full(64, 2, np.int32)}
     nodes = [node("MatMulNBits", ["x", "b", "s", "", "g"], domain=MICROSOFT, K=64, N=5, bits=4, block_size=32)]

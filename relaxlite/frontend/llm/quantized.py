@@ -182,12 +182,13 @@ def _q3_k(blocks: Array) -> _Parts:
     return _pairs(blocks[:, 32:96]) | third.reshape(-1, 2, 4, 32) << 2, GroupScales(scales, _half(blocks, 108)), None
 
 
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+_IQ4_CODES = (_IQ4 + 128).astype(np.uint8)
 
 
 def _iq4(packed: Array) -> Array:
     """Codes of 4 bits, which are places in a table, as the table's numbers plus 128."""
-    return (_IQ4 + 128).astype(np.uint8)[_nibbles(packed)]
+    return _IQ4_CODES[_nibbles(packed)]
 
 
 def _iq4_nl(blocks: Array) -> _Parts:
