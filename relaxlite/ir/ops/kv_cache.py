@@ -114,7 +114,7 @@ class PagedAttention(Op):
     m): the pages of each sequence in order. blocks int64 (w, 6): sequence, first row of q, rows (at most `block`), the
     position of the first row, part and parts; a row at position p sees the keys at positions p - `window` + 1 (None:
     0) to p. The parts 0, 1, ... of a block stand one after another, alike but for their number; each takes its share of
-    the pages.
+    the pages. Scores s = `scale` * q . key become cap * tanh(s / cap) where there is a `cap` (Gemma 2).
 
     Rows of q that no block names are 0; blocks do not overlap. Sums are in float32, and so are q and the result.
     """
@@ -124,6 +124,7 @@ class PagedAttention(Op):
     attrs: ClassVar[Mapping[str, Attr]] = {
         "scale": Attr("float", 1.0),
         "window": Attr("int", None),
+        "cap": Attr("float", None),
         "block": Attr("int", 16),
     }
 
@@ -150,9 +151,13 @@ class PagedAttention(Op):
                 self.fail(f"scales must be float32 of ({kv_heads}, pages, {page}, 1), got {ty}")
         if attrs["block"] < 1 or (attrs["window"] is not None and attrs["window"] < 1):
             self.fail(f"block {attrs['block']} and window {attrs['window']} must be positive")
+        if attrs["cap"] is not None and not attrs["cap"] > 0:
+            self.fail(f"cap {attrs['cap']} must be positive")
         return TensorType.of((qs[0], qs[1], depth), "float32")
 
-    def lower(self, *operands: Buffer, out: Buffer, scale: float, window: int | None, block: int) -> Stmt:
+    def lower(
+        self, *operands: Buffer, out: Buffer, scale: float, window: int | None, cap: float | None, block: int
+    ) -> Stmt:
         q, keys, values, table, blocks, *scales = operands
         checks = equality_checks(
             "paged_attention: pools of different sizes",
@@ -164,7 +169,7 @@ class PagedAttention(Op):
             Buffer(name, (*shape, *more), "float32")
             for name, more in (("part_sums", (width,)), ("part_top", ()), ("part_total", ()))
         )
-        parts = _Parts(q, keys, values, table, blocks, tuple(scales), out, sums, top, total, scale, window, block)
+        parts = _Parts(q, keys, values, table, blocks, tuple(scales), out, sums, top, total, scale, window, cap, block)
         body = seq(_tasks(parts, _Attend), _tasks(parts, _Combine))
         for buffer in (sums, top, total):
             body = Allocate(buffer, body)
@@ -185,6 +190,7 @@ class PagedAttention(Op):
                     np.repeat(x[:, pages].reshape(len(x), -1, x.shape[3])[:, start:stop], group, axis=0) for x in (k, v)
                 )
                 scores = np.einsum("hd,hjd->hj", q[first + t] * np.float32(attrs["scale"]), seen_k)
+                scores = scores if attrs["cap"] is None else attrs["cap"] * np.tanh(scores / attrs["cap"])
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))
                 out[first + t] = np.einsum("hj,hje->he", weights / weights.sum(axis=1, keepdims=True), seen_v)
         return out
@@ -204,6 +210,7 @@ class PagedAttention(Op):
         made = {3: table, 4: blocks}
         yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, made)
         yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, made)
+        yield Sample(shapes, {"block": 4, "cap": 1.5}, ("float32",) * 3 + ints, made)
         half = ("float32", "float16", "float16", *ints)
         yield Sample(shapes, {"block": 4}, half, made, tolerance=2e-4)
         scaled = (*shapes, (2, "p + 5", 4, 1), (2, "p + 5", 4, 1))
@@ -232,6 +239,7 @@ class _Parts:
     part_total: Buffer
     scale: float
     window: int | None
+    cap: float | None
     block: int
 
 
@@ -422,6 +430,8 @@ class _Attend(_Block):
         def keep(r: SymExpr, j: SymExpr, found: Scalar) -> Stmt:
             if parts.scales:
                 found = found * Scalar(parts.scales[0][h, page, j, 0])
+            if parts.cap is not None:
+                found = (found * (1 / parts.cap)).tanh() * parts.cap
             query = self.position + r // self.group - number * self.page
             seen = index(j, "int32") <= query
             if parts.window is not None:
