@@ -14,6 +14,8 @@ gguf = pytest.importorskip("gguf")
 Array = np.ndarray[Any, Any]
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 64, 256, 2, 128
 EPSILON = 1e-5
+GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2")
+INTERLEAVED = ("llama", "smollm3", "granite")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -31,7 +33,13 @@ def fields(name: str, **more: Any) -> dict[str, Any]:
 
 
 def tensors(
-    name: str, *, seed: int = 0, tied: bool = False, biases: tuple[str, ...] = (), vocab: int = VOCAB
+    name: str,
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    biases: tuple[str, ...] = (),
+    vocab: int = VOCAB,
+    layers: int = LAYERS,
 ) -> dict[str, Array]:
     """Random weights in float32 for an architecture."""
     rng = np.random.default_rng(seed)
@@ -47,9 +55,14 @@ def tensors(
         found["output.weight"] = matrix(vocab, HIDDEN)
     widths = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH, "attn_output": HIDDEN}
     widths |= {"ffn_gate": INTER, "ffn_up": INTER, "ffn_down": HIDDEN}
-    norms = ["attn_norm", "ffn_norm"]
-    norms += ["post_attention_norm", "post_ffw_norm"] if name == "gemma3" else []
-    for k in range(LAYERS):
+    if name == "phi3":
+        widths = {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH, "attn_output": HIDDEN, "ffn_up": 2 * INTER}
+        widths["ffn_down"] = HIDDEN
+    norms = ["attn_norm", "ffn_norm"] if name != "olmo2" else []
+    norms += ["post_attention_norm", "post_ffw_norm"] if name in POST_NORMED else []
+    qk_norms = {"attn_q_norm": HEADS * WIDTH, "attn_k_norm": KV_HEADS * WIDTH} if name == "olmo2" else {}
+    qk_norms |= {"attn_q_norm": WIDTH, "attn_k_norm": WIDTH} if name in ("gemma3", "qwen3") else {}
+    for k in range(layers):
         at = f"blk.{k}."
         for part, rows in widths.items():
             found[f"{at}{part}.weight"] = matrix(rows, HIDDEN)
@@ -57,8 +70,8 @@ def tensors(
                 found[f"{at}{part}.bias"] = vector(rows)
         for part in norms:
             found[f"{at}{part}.weight"] = vector(HIDDEN, 1)
-        for part in ("attn_q_norm", "attn_k_norm") if name in ("gemma3", "qwen3") else ():
-            found[f"{at}{part}.weight"] = vector(WIDTH, 1)
+        for part, size in qk_norms.items():
+            found[f"{at}{part}.weight"] = vector(size, 1)
     return found
 
 
@@ -89,21 +102,30 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
     """Logits [tokens, VOCAB] in float64."""
     positions = np.arange(len(tokens))
     x = w["token_embd.weight"][tokens].astype(np.float64)
-    if name == "gemma3":
-        x *= HIDDEN**0.5
-    for k in range(LAYERS):
+    x *= HIDDEN**0.5 if name in GEMMAS else metadata.get(f"{name}.embedding_scale", 1.0)
+    added = metadata.get(f"{name}.residual_scale", 1.0)
+    for k in range(metadata[f"{name}.block_count"]):
         part = {key.removeprefix(f"blk.{k}."): v.astype(np.float64) for key, v in w.items() if f"blk.{k}." in key}
-        a = _attention(
-            name, metadata, part, _norm(x, part["attn_norm.weight"]), positions, k, w.get("rope_freqs.weight")
-        )
-        x = x + (_norm(a, part["post_attention_norm.weight"]) if name == "gemma3" else a)
-        h = _norm(x, part["ffn_norm.weight"])
+        if name == "phi3":
+            counts = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH}
+            rows = np.split(part["attn_qkv.weight"], np.cumsum([*counts.values()])[:-1])
+            part |= {f"{of}.weight": some for of, some in zip(counts, rows, strict=True)}
+            part["ffn_gate.weight"], part["ffn_up.weight"] = np.split(part["ffn_up.weight"], 2)
+        h = _norm(x, part["attn_norm.weight"]) if "attn_norm.weight" in part else x
+        a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
+        x = x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
+        h = _norm(x, part["ffn_norm.weight"]) if "ffn_norm.weight" in part else x
         gate, up = _linear(part, "ffn_gate", h), _linear(part, "ffn_up", h)
         gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-        fed = _linear(part, "ffn_down", (gelu if name == "gemma3" else gate / (1 + np.exp(-gate))) * up)
-        x = x + (_norm(fed, part["post_ffw_norm.weight"]) if name == "gemma3" else fed)
+        fed = _linear(part, "ffn_down", (gelu if name in GEMMAS else gate / (1 + np.exp(-gate))) * up)
+        x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)
     head = w.get("output.weight", w["token_embd.weight"]).astype(np.float64)
-    return _norm(x, w["output_norm.weight"].astype(np.float64)) @ head.T
+    logits = _norm(x, w["output_norm.weight"].astype(np.float64)) @ head.T / metadata.get(f"{name}.logit_scale", 1.0)
+    return _capped(logits, metadata.get(f"{name}.final_logit_softcapping"))
+
+
+def _capped(x: Array, cap: float | None) -> Array:
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def _norm(x: Array, scale: Array) -> Array:
@@ -118,10 +140,15 @@ def _attention(
     name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], x: Array, positions: Array, k: int,
     divisors: Array | None,
 ) -> Array:  # fmt: skip
-    q, keys, values = (_linear(part, f"attn_{c}", x).reshape(len(x), -1, WIDTH) for c in "qkv")
-    if "attn_q_norm.weight" in part:
+    q, keys, values = (_linear(part, f"attn_{c}", x) for c in "qkv")
+    if name == "olmo2":
         q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
-    is_local = name == "gemma3" and (k + 1) % metadata.get("gemma3.attention.sliding_window_pattern", 6) != 0
+    q, keys, values = (y.reshape(len(x), -1, WIDTH) for y in (q, keys, values))
+    if name in ("gemma3", "qwen3"):
+        q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
+    window = metadata.get(f"{name}.attention.sliding_window")
+    every = {"gemma3": metadata.get("gemma3.attention.sliding_window_pattern", 6), "gemma2": 2, "olmo2": 4}
+    is_local = window is not None and (k + 1) % every.get(name, k + 2) != 0
     base = 10000.0 if is_local else metadata[f"{name}.rope.freq_base"]
     width = metadata.get(f"{name}.rope.dimension_count", WIDTH)
     angles = positions[:, None] * base ** (-np.arange(0, width, 2) / width)
@@ -129,14 +156,16 @@ def _attention(
         angles = angles / divisors
     if not is_local and metadata.get(f"{name}.rope.scaling.type") == "linear":
         angles = angles / metadata[f"{name}.rope.scaling.factor"]
-    q, keys = (_turn(y, angles, interleaved=name == "llama") for y in (q, keys))
+    if name != "smollm3" or (k + 1) % 4 != 0:
+        q, keys = (_turn(y, angles, interleaved=name in INTERLEAVED) for y in (q, keys))
     seen = positions[None] <= positions[:, None]
     if is_local:
-        seen &= positions[None] > positions[:, None] - metadata["gemma3.attention.sliding_window"]
+        seen &= positions[None] > positions[:, None] - window
     heads = []
     for head in range(HEADS):
         shared = head // (HEADS // KV_HEADS)
-        scores = np.where(seen, q[:, head] @ keys[:, shared].T * WIDTH**-0.5, -np.inf)
+        scores = q[:, head] @ keys[:, shared].T * metadata.get(f"{name}.attention.scale", WIDTH**-0.5)
+        scores = np.where(seen, _capped(scores, metadata.get(f"{name}.attn_logit_softcapping")), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         heads.append(weights / weights.sum(-1, keepdims=True) @ values[:, shared])
     return _linear(part, "attn_output", np.concatenate(heads, -1))

@@ -25,6 +25,12 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "window": 5, "is_local": (True, True, False), "local_rope": Rope(1e4, 8), "rope": Rope(1e6, 8),
         "query_scale": 0.3, "embedding_scale": 5.6, "is_tied": True, "logit_cap": 30.0,
     },
+    "gemma2": {
+        "has_post_norms": True, "activation": "gelu_tanh", "window": 5, "is_local": (True, False), "score_cap": 0.7,
+        "query_scale": 0.5, "logit_cap": 3.0,
+    },
+    "olmo2": {"has_qk_norm": True, "is_qk_norm_joint": True, "has_pre_norms": False, "has_post_norms": True},
+    "smollm3, scaled as granite": {"unturned": (True, False), "residual_scale": 0.3, "logit_divisor": 4.0},
 }  # fmt: skip
 ARCHITECTURES = tuple(_SPECIFIC)
 

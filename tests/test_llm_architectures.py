@@ -5,6 +5,7 @@ transformers and torch are no dependencies of the tests: these are skipped where
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ SIZES: dict[str, Any] = {
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * k for k in range(8)], "long_factor": [2.0 + 3 * k for k in range(8)],
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,6 +56,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"num_hidden_layers": 7, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24},
     ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "smollm3, layers that do not turn": (
+        "SmolLM3Config",
+        {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": False, "pad_token_id": 0},
+    ),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "gemma, exact gelu": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2, nothing capped": (
+        "Gemma2Config",
+        {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "phi3, window": ("Phi3Config", {"sliding_window": 8, "pad_token_id": 0}),
+    "phi3, half of each head turned": (
+        "Phi3Config",
+        {"pad_token_id": 0, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3, beyond its original context": (
+        "Phi3Config",
+        {"pad_token_id": 0, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+    ),
+    "granite, biases": ("GraniteConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2, biases": ("Olmo2Config", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 8, "rope_parameters": YARN}),
 }
 
 
@@ -63,8 +107,15 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     for parameter in model.parameters():
         parameter.data.add_(0.02 * torch.randn_like(parameter))  # norms and biases too
     model.save_pretrained(tmp_path)
-    exe = rl.compile(build_dense(read_checkpoint(tmp_path)))
-    for batch, seq in ((1, 1), (2, 7), (1, 70)):
-        tokens = np.random.default_rng(seq).integers(0, SIZES["vocab_size"], (batch, seq))
-        wanted = model(torch.tensor(tokens)).logits.detach().numpy()
-        np.testing.assert_allclose(exe(tokens), wanted, atol=2e-5 * np.abs(wanted).max())
+    checkpoint = read_checkpoint(tmp_path)
+    shapes = ((1, 1), (2, 7), (1, 70))
+    contexts = {shape: checkpoint.config.context for shape in shapes}
+    if checkpoint.config.usual_context:  # beyond it another rotary embedding is used, for all positions
+        contexts = {(batch, seq): 64 if seq <= 64 else 256 for batch, seq in shapes}
+    for context in set(contexts.values()):
+        config = replace(checkpoint.config, context=context)
+        exe = rl.compile(build_dense(replace(checkpoint, config=config)))
+        for batch, seq in (shape for shape in shapes if contexts[shape] == context):
+            tokens = np.random.default_rng(seq).integers(0, SIZES["vocab_size"], (batch, seq))
+            wanted = model(torch.tensor(tokens)).logits.detach().numpy()
+            np.testing.assert_allclose(exe(tokens), wanted, atol=2e-5 * np.abs(wanted).max())

@@ -44,6 +44,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "rope.scaling.factor": 8.0},
         {"tied": True},
     ),
+    "gemma": ("gemma", {}, {"tied": True}),
+    "gemma2": (
+        "gemma2",
+        {"attention.sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        {"tied": True},
+    ),
+    "phi3": ("phi3", {"rope.dimension_count": 32, "attention.sliding_window": 5}, {}),
+    "smollm3": ("smollm3", {"block_count": 5}, {"tied": True}),
+    "granite": (
+        "granite",
+        {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625, "logit_scale": 8.0},
+        {},
+    ),
+    "olmo2": ("olmo2", {}, {}),
+    "olmo2, which is olmo3": (
+        "olmo2",
+        {"block_count": 5, "attention.sliding_window": 5, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        {},
+    ),
 }  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, files.VOCAB, 23).tolist()
 
@@ -65,7 +84,8 @@ def check_logits(
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_a_plain_computation(case: str, tmp_path: Path) -> None:
     name, more, kind = CASES[case]
-    metadata, weights = files.fields(name, **more), files.tensors(name, **kind)
+    metadata = files.fields(name, **more)
+    weights = files.tensors(name, layers=metadata[f"{name}.block_count"], **kind)
     check_logits(files.write(tmp_path / "m.gguf", name, metadata, weights), name, metadata, weights)
 
 
@@ -76,6 +96,29 @@ def test_frequencies_that_a_file_brings_divide(tmp_path: Path) -> None:
     weights["rope_freqs.weight"] = np.ones(5, np.float32)
     with pytest.raises(ImportModelError, match=r"'rope_freqs.weight' has shape \(5,\); 64 .* so it needs 32 numbers"):
         read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
+
+
+def test_a_model_of_two_rotary_embeddings_is_compiled_for_the_context_of_its_training(tmp_path: Path) -> None:
+    more = {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.25}
+    metadata = {**files.fields("phi3", **more), **files.byte_tokenizer()}
+    weights = files.tensors("phi3", vocab=257)
+    divisors = {"short": np.linspace(1, 2, files.WIDTH // 2), "long": np.linspace(3, 40, files.WIDTH // 2)}
+    stored = {f"rope_factors_{kind}.weight": found.astype(np.float32) for kind, found in divisors.items()}
+    path = files.write(tmp_path / "m.gguf", "phi3", metadata, {**weights, **stored})
+    rope = read_checkpoint(path).config.rope
+    plain = 1e4 ** (-np.arange(0, files.WIDTH, 2) / files.WIDTH)
+    for context, kind in ((32, "short"), (33, "long")):
+        frequencies, factor = rope.frequencies(context)
+        np.testing.assert_allclose(frequencies, plain / divisors[kind], rtol=1e-6)
+        assert factor == 1.25
+    usual, wide = rl.llm.compile(path), rl.llm.compile(path, max_context=files.CONTEXT)
+    assert (usual.context, wide.context) == (32, files.CONTEXT)
+    first, second = (llm.generate([1, 2, 3], max_new_tokens=1, logits=True).logits for llm in (usual, wide))
+    assert np.abs(np.asarray(first) - np.asarray(second)).max() > 1e-3
+    short = dict(stored)
+    short["rope_factors_long.weight"] = np.ones(5, np.float32)
+    with pytest.raises(ImportModelError, match=r"'rope_factors_long.weight' has shape \(5,\); 64 .* needs 32 numbers"):
+        read_checkpoint(files.write(tmp_path / "m.gguf", "phi3", metadata, {**weights, **short}))
 
 
 def packed(values: np.ndarray, kind: str) -> np.ndarray:
@@ -156,7 +199,7 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"name": "phi3"}, "the architecture 'phi3' is not known; known are llama, mistral, qwen2, qwen3, gemma3"),
+        ({"name": "rwkv7"}, "the architecture 'rwkv7' is not known; known are llama, mistral, smollm3, qwen2, qwen3, "),
         ({"context_length": None}, "the hyperparameter 'llama.context_length' is missing"),
         ({"block_count": 0}, "'llama.block_count' is 0; it must be a positive integer, the same for all layers"),
         ({"block_count": 4_000_000_000}, "'llama.block_count' is 4000000000; it must be"),
@@ -168,7 +211,8 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
         ({"attention.value_length": 32}, "values of another width than keys are not supported"),
         ({"expert_count": 8}, "mixtures of experts are not supported"),
         ({"rope.dimension_count": 65}, "cannot turn 65 of 64 elements of a head"),
-        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "scaled by 'longrope' are not known"),
+        ({"rope.scaling.type": "ntk", "rope.scaling.factor": 4.0}, "scaled by 'ntk' are not known"),
+        ({"rope.scaling.type": "longrope"}, "scaled by 'longrope' need tensors, 'rope_factors_short.weight' too"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "is nan; it must be a positive number"),
     ],
 )

@@ -154,7 +154,7 @@ def test_biases() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "problem"),
     [
-        ("TinyLlama-1.1B-Chat", {"model_type": "phi3"}, "the architecture 'phi3' is not known; known are llama"),
+        ("TinyLlama-1.1B-Chat", {"model_type": "rwkv7"}, "the architecture 'rwkv7' is not known; known are llama"),
         ("TinyLlama-1.1B-Chat", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu' is"),
         ("TinyLlama-1.1B-Chat", {"num_hidden_layers": None}, "hyperparameter 'num_hidden_layers' is missing"),
         ("TinyLlama-1.1B-Chat", {"num_key_value_heads": 5}, "32 heads cannot share 5"),

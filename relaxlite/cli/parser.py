@@ -402,7 +402,10 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--quantize", choices=QUANTIZED, help="keep a language model's matrices, of floats in the checkpoint, in blocks"
     )
     parser.add_argument(
-        "--max-context", type=_at_least(1), metavar="N", help="tokens of a language model's sequences (default: all)"
+        "--max-context",
+        type=_at_least(1),
+        metavar="N",
+        help="tokens of a language model's sequences (default: all, of Phi-3 as many as in its training)",
     )
     parser.add_argument(
         "--cache-dtype", choices=CACHE_DTYPES, help="of a language model's keys and values (default: float32)"

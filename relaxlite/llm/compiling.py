@@ -33,10 +33,12 @@ def compile(
 ) -> LanguageModel:
     """Compile a GGUF file or a Hugging Face folder for a target, by default this processor.
 
-    `max_context`: how many tokens a sequence may have, where less than the model's own will do. `cache_dtype`: how keys
-    and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in floats, how its matrices are
-    kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0. `precision`: as in `relaxlite.compile`; "int8"
-    rounds what quantized weights are multiplied by as llama.cpp does, the default to 12 bits.
+    `max_context`: how many tokens a sequence may have, where less than the model's own will do; a model whose rotary
+    embedding is another one beyond the context of its training (Phi-3) is compiled for that context unless more is
+    said. `cache_dtype`: how keys and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in
+    floats, how its matrices are kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0. `precision`: as in
+    `relaxlite.compile`; "int8" rounds what quantized weights are multiplied by as llama.cpp does, the default to 12
+    bits.
     Raises ImportModelError for a checkpoint that cannot be read, has no tokenizer or is quantized already,
     InvalidArgumentError for a context beyond the model's or an unknown kind, and what `relaxlite.compile` raises.
     """
@@ -104,7 +106,7 @@ def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
     most = checkpoint.config.context
     if max_context is not None and not 1 <= max_context <= most:
         raise InvalidArgumentError(f"max_context must be from 1 to the model's own {most}, got {max_context}")
-    return max_context or most
+    return max_context or checkpoint.config.usual_context or most
 
 
 def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:

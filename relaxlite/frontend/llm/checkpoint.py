@@ -47,6 +47,10 @@ class Weight:
             return self.grouped().dequantize()
         return self.data.astype(np.float32)
 
+    def part(self, begin: int, end: int) -> Weight:
+        """Some of its rows, not copied."""
+        return Weight(self.data[begin:end], (end - begin, *self.shape[1:]), self.block_format)
+
     def rows(self, order: Array) -> Weight:
         """With its rows in another order."""
         return Weight(np.ascontiguousarray(self.data[order]), self.shape, self.block_format)
@@ -84,6 +88,8 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "o": (c.hidden, queries), "mlp_norm": (c.hidden,), "gate": (c.intermediate, c.hidden),
         "up": (c.intermediate, c.hidden), "down": (c.hidden, c.intermediate),
     }  # fmt: skip
+    if not c.has_pre_norms:
+        del layer["attn_norm"], layer["mlp_norm"]
     if c.has_qkv_bias:
         layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
     if c.has_o_bias:
@@ -91,13 +97,38 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if c.has_mlp_bias:
         layer |= {"gate_bias": (c.intermediate,), "up_bias": (c.intermediate,), "down_bias": (c.hidden,)}
     if c.has_qk_norm:
-        layer |= {"q_norm": (c.head_width,), "k_norm": (c.head_width,)}
+        joint = c.is_qk_norm_joint
+        layer |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
     if c.has_post_norms:
         layer |= {"attn_post_norm": (c.hidden,), "mlp_post_norm": (c.hidden,)}
     whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.is_tied:
         whole["head"] = (c.vocab, c.hidden)
     return whole | {f"layers.{k}.{name}": shape for k in range(c.layers) for name, shape in layer.items()}
+
+
+def split_fused(
+    config: DecoderConfig, weights: Mapping[str, Weight], fused: Mapping[str, tuple[str, ...]], source: str
+) -> dict[str, Weight]:
+    """The weights with those that are the rows of several others, by layer, taken apart. ImportModelError: one has not
+    as many rows as they."""
+    found, expected = dict(weights), expected_weights(config)
+    for k in range(config.layers):
+        for whole, parts in fused.items():
+            weight = found.pop(f"layers.{k}.{whole}", None)
+            if weight is None:
+                continue
+            counts = [expected[f"layers.{k}.{part}"][0] for part in parts]
+            if weight.shape[0] != sum(counts):
+                raise ImportModelError(
+                    f"{source}: weight layers.{k}.{whole} has shape {weight.shape}; as {', '.join(parts)} it would "
+                    f"have {' + '.join(map(str, counts))} rows"
+                )
+            begin = 0
+            for part, count in zip(parts, counts, strict=True):
+                found[f"layers.{k}.{part}"] = weight.part(begin, begin + count)
+                begin += count
+    return found
 
 
 def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.records import dataclass
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,20 @@ class RopeScaling:
 
     linear: positions divided by `factor`. llama3: low frequencies divided, those between `low_frequency_factor` and
     `high_frequency_factor` blended (Llama 3.1). yarn: Peng et al., arXiv 2309.00071, with `beta_fast`, `beta_slow`.
+    longrope: Ding et al., arXiv 2402.13753; divisors of the frequencies, `long` for contexts beyond `original_context`,
+    else `short`, width / 2 of each.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_context: int = 0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # yarn: of cos and sin; None: 0.1 * ln(factor) + 1
+    attention_factor: float | None = None  # of cos and sin; None: 0.1 * ln(factor) + 1 for yarn, else 1
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +46,18 @@ class Rope:
     scaling: RopeScaling | None = None
     divisors: tuple[float, ...] | None = None
 
-    def frequencies(self) -> tuple[np.ndarray[Any, Any], float]:
-        """Radians per position [width / 2] in float64, and the factor of cos and sin."""
+    def frequencies(self, context: int) -> tuple[np.ndarray[Any, Any], float]:
+        """Radians per position [width / 2] in float64, and the factor of cos and sin, for sequences of up to `context`
+        tokens."""
         steps = np.arange(0, self.width, 2, dtype=np.float64) / self.width
         plain = self.base**-steps
         if self.divisors is not None:
             return plain / np.asarray(self.divisors), 1.0
         if self.scaling is None:
             return plain, 1.0
+        if self.scaling.kind == "longrope":
+            divisors = self.scaling.long if context > self.scaling.original_context else self.scaling.short
+            return plain / np.asarray(divisors), self.scaling.attention_factor or 1.0
         return _SCALED[self.scaling.kind](self, self.scaling, plain)
 
 
@@ -84,7 +92,8 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 class DecoderConfig:
     """A decoder: token embedding, `layers` times (attention, gated MLP), norm, logits.
 
-    Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for.
+    Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for;
+    `usual_context`: those that it is compiled for unless more are asked for, where that costs something.
     """
 
     architecture: str
@@ -104,18 +113,27 @@ class DecoderConfig:
     has_o_bias: bool = False
     has_mlp_bias: bool = False  # of gate, up and down
     has_qk_norm: bool = False  # RMS norm of each head's query and key
-    has_post_norms: bool = False  # norms behind attention and MLP too, before they are added
+    is_qk_norm_joint: bool = False  # it goes over all heads together
+    has_pre_norms: bool = True  # norms of what attention and MLP read
+    has_post_norms: bool = False  # norms of what they give, before it is added
     query_scale: float | None = None  # None: head_width**-0.5
     embedding_scale: float | None = None
+    residual_scale: float | None = None  # of what attention and MLP give, before it is added
+    score_cap: float | None = None  # c * tanh(scores / c) of attention
     window: int | None = None  # local layers see that many last tokens, themselves included
     is_local: tuple[bool, ...] = ()  # by layer; empty: all of them where there is a window
     local_rope: Rope | None = None  # of local layers, where it differs
+    unturned: tuple[bool, ...] = ()  # by layer, those without a rotary embedding; empty: none
+    logit_divisor: float | None = None
     logit_cap: float | None = None  # c * tanh(logits / c)
+    usual_context: int | None = None
 
     def is_local_layer(self, layer: int) -> bool:
         if self.window is None:
             return False
         return self.is_local[layer] if self.is_local else True
 
-    def rope_of(self, layer: int) -> Rope:
+    def rope_of(self, layer: int) -> Rope | None:
+        if self.unturned and self.unturned[layer]:
+            return None
         return self.local_rope if self.local_rope is not None and self.is_local_layer(layer) else self.rope

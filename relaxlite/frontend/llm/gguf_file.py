@@ -14,12 +14,13 @@ from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE
-from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights
-from relaxlite.frontend.llm.config import DecoderConfig
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, split_fused
+from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_format import GgufFile, TensorInfo, read_file
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
 from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 
+_DIVISORS = {"all": "rope_freqs.weight", "short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PROVENANCE = ("name", "author", "organization", "license", "url", "source.url", "version", "description", "size_label")
 
@@ -37,11 +38,15 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     tensors = {tensor.name: tensor for tensor in file.tensors}
     raw |= {f"{name}.{key}": value for key, value in _seen_in(tensors).items()}
     config = architecture.describe(Hyperparameters(source, raw, True, f"{name}."))
-    divisors = tensors.pop("rope_freqs.weight", None)
-    if divisors is not None:
-        config = _with_divisors(config, _weight(file, divisors, source), source)
-    names = {theirs: ours for ours, theirs in _names(config).items()}
+    divisors = {
+        kind: _divisors(config, _weight(file, tensors.pop(name), source), name, source)
+        for kind, name in _DIVISORS.items()
+        if name in tensors
+    }
+    config = replace(config, rope=_with_divisors(config, divisors, source))
+    names = {theirs: ours for ours, theirs in _names(config, architecture.gguf or GGUF_LAYER).items()}
     weights = {names.get(theirs, theirs): _weight(file, tensor, source) for theirs, tensor in tensors.items()}
+    weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved:
         weights = _in_halves(weights, config)
@@ -58,13 +63,13 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         found["vocab_size"] = embedding.shape[0]
     for key, weight in (("qkv_bias", "q_bias"), ("o_bias", "o_bias"), ("mlp_bias", "down_bias")):
         found[key] = f"blk.0.{GGUF_LAYER[weight]}" in tensors
+    if _DIVISORS["short"] in tensors:
+        found["rope.scaling.type"] = "longrope"
     return found
 
 
-def _names(config: DecoderConfig) -> dict[str, str]:
-    layers = {
-        f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k in range(config.layers) for ours, theirs in GGUF_LAYER.items()
-    }
+def _names(config: DecoderConfig, layer: Mapping[str, str]) -> dict[str, str]:
+    layers = {f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k in range(config.layers) for ours, theirs in layer.items()}
     return GGUF_WHOLE | layers
 
 
@@ -93,13 +98,24 @@ def _bytes(file: GgufFile, tensor: TensorInfo, rows: int, row_bytes: int, what: 
     return file.data[tensor.offset : end].reshape(rows, row_bytes)
 
 
-def _with_divisors(config: DecoderConfig, divisors: Weight, source: str) -> DecoderConfig:
-    if divisors.shape != (config.rope.width // 2,) or divisors.block_format is not None:
+def _divisors(config: DecoderConfig, weight: Weight, name: str, source: str) -> tuple[float, ...]:
+    if weight.shape != (config.rope.width // 2,) or weight.block_format is not None:
         raise ImportModelError(
-            f"{source}: tensor 'rope_freqs.weight' has shape {divisors.shape}; {config.rope.width} elements of a head "
-            f"are turned, so it needs {config.rope.width // 2} numbers"
+            f"{source}: tensor {name!r} has shape {weight.shape}; {config.rope.width} elements of a head are turned, "
+            f"so it needs {config.rope.width // 2} numbers"
         )
-    return replace(config, rope=replace(config.rope, divisors=tuple(map(float, divisors.data))))
+    return tuple(map(float, weight.data))
+
+
+def _with_divisors(config: DecoderConfig, given: Mapping[str, tuple[float, ...]], source: str) -> Rope:
+    """The rotary embedding with the divisors that tensors bring."""
+    rope, scaling = config.rope, config.rope.scaling
+    if scaling is not None and scaling.kind == "longrope":
+        missing = [_DIVISORS[kind] for kind in ("short", "long") if kind not in given]
+        if missing:
+            raise ImportModelError(f"{source}: rotary embeddings scaled by 'longrope' need tensors, {missing[0]!r} too")
+        return replace(rope, scaling=replace(scaling, short=given["short"], long=given["long"]))
+    return replace(rope, divisors=given["all"]) if "all" in given else rope
 
 
 def _in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:

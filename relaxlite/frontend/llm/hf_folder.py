@@ -15,7 +15,7 @@ from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE, Architecture
-from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights
+from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -33,7 +33,7 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     source = str(folder)
     config, architecture = describe(raw, source)
     tensors = _tensors(folder)
-    weights = _renamed(tensors, architecture, config)
+    weights = split_fused(config, _renamed(tensors, architecture, config), architecture.fused, source)
     check_weights(config, weights, source)
     provenance = {"source": folder.resolve().name, **_model_card(folder)}
     generation = _json(folder / "generation_config.json")

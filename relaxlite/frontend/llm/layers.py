@@ -81,31 +81,36 @@ class Decoder:
         if self.config.embedding_scale is not None:
             x = self.op("multiply", x, np.float32(self.config.embedding_scale))
         for k in range(self.config.layers):
-            attended = self.attention(k, self.norm(f"layers.{k}.attn_norm", x), positions, mix)
-            x = self.op("add", x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
-            fed = self.mlp(k, self.norm(f"layers.{k}.mlp_norm", x))
-            x = self.op("add", x, self.post_norm(f"layers.{k}.mlp_post_norm", fed))
+            attended = self.attention(k, self.pre_norm(f"layers.{k}.attn_norm", x), positions, mix)
+            x = self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
+            fed = self.mlp(k, self.pre_norm(f"layers.{k}.mlp_norm", x))
+            x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", fed))
         return self.norm("norm", x)
 
     def logits(self, x: Expr) -> Var:
         """[..., vocab]"""
-        found = self.linear("embed" if self.config.is_tied else "head", x)
-        cap = self.config.logit_cap
-        if cap is None:
-            return found
-        return self.op("multiply", self.op("tanh", self.op("divide", found, np.float32(cap))), np.float32(cap))
+        found, c = self.linear("embed" if self.config.is_tied else "head", x), self.config
+        if c.logit_divisor is not None:
+            found = self.op("divide", found, np.float32(c.logit_divisor))
+        return found if c.logit_cap is None else self.capped(found, c.logit_cap)
+
+    def capped(self, x: Expr, cap: float) -> Var:
+        return self.op("multiply", self.op("tanh", self.op("divide", x, np.float32(cap))), np.float32(cap))
 
     # layers
 
     def attention(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         c, name = self.config, f"layers.{k}"
-        q = self.heads(self.linear(f"{name}.q", x, c.has_qkv_bias), c.heads)
-        keys = self.heads(self.linear(f"{name}.k", x, c.has_qkv_bias), c.kv_heads)
-        values = self.heads(self.linear(f"{name}.v", x, c.has_qkv_bias), c.kv_heads)
-        if c.has_qk_norm:
+        q, keys, values = (self.linear(f"{name}.{kind}", x, c.has_qkv_bias) for kind in "qkv")
+        if c.is_qk_norm_joint:
+            q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
+        q, keys, values = self.heads(q, c.heads), self.heads(keys, c.kv_heads), self.heads(values, c.kv_heads)
+        if c.has_qk_norm and not c.is_qk_norm_joint:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         rope = c.rope_of(k)
-        mixed = mix(k, self.rotate(q, positions, rope), self.rotate(keys, positions, rope), values)
+        if rope is not None:
+            q, keys = self.rotate(q, positions, rope), self.rotate(keys, positions, rope)
+        mixed = mix(k, q, keys, values)
         joined = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
         return self.linear(f"{name}.o", joined, c.has_o_bias)
 
@@ -115,11 +120,18 @@ class Decoder:
         if self.config.activation == "silu":
             gate = self.op("multiply", gate, self.op("sigmoid", gate))
         else:
-            gate = self.op("gelu", gate, approximate="tanh")
+            gate = self.op("gelu", gate, approximate="tanh" if self.config.activation == "gelu_tanh" else "none")
         return self.linear(f"{name}.down", self.op("multiply", gate, up), has_bias)
 
     def norm(self, name: str, x: Expr) -> Var:
         return self.op("rms_norm", x, self.vector(name), epsilon=self.config.norm_epsilon)
+
+    def pre_norm(self, name: str, x: Expr) -> Expr:
+        return self.norm(name, x) if self.config.has_pre_norms else x
+
+    def added(self, x: Expr, given: Expr) -> Var:
+        scale = self.config.residual_scale
+        return self.op("add", x, given if scale is None else self.op("multiply", given, np.float32(scale)))
 
     def post_norm(self, name: str, x: Expr) -> Expr:
         return self.norm(name, x) if self.config.has_post_norms else x
@@ -187,7 +199,7 @@ class Decoder:
     def tables(self, positions: Expr, rope: Rope) -> tuple[Var, Var]:
         """cos and sin [..., 1, rope.width] of every position, once for all layers."""
         if rope not in self._tables:
-            frequencies, factor = rope.frequencies()
+            frequencies, factor = rope.frequencies(self.config.context)
             both = np.concatenate([frequencies, frequencies]).astype(np.float32)
             places = self.op("cast", positions, dtype="float32")
             rank = len(_dims(positions))
@@ -221,6 +233,8 @@ class DenseAttention:
         turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, k, v)]
         keys = d.op("transpose", turned[1], axes=(0, 1, 3, 2))
         scores = d.op("multiply", d.op("matmul", turned[0], keys), np.float32(scale))
+        if c.score_cap is not None:
+            scores = d.capped(scores, c.score_cap)
         weights = d.op("softmax", d.op("add", scores, self._bias(c.is_local_layer(layer))), axis=-1)
         return d.op("transpose", d.op("matmul", weights, turned[2]), axes=(0, 2, 1, 3))
 

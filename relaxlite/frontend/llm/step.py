@@ -108,7 +108,7 @@ class CachedAttention:
         window = c.window if c.is_local_layer(layer) else None
         return d.op(
             "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:],
-            scale=scale, window=window, block=self.block,
+            scale=scale, window=window, cap=c.score_cap, block=self.block,
         )  # fmt: skip
 
     def _stored(self, x: Expr, dtype: str) -> tuple[Expr, Expr | None]:

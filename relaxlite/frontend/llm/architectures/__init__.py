@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
 from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
-from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL
+from relaxlite.frontend.llm.architectures.granite import GRANITE
+from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL, SMOLLM3
+from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3
+from relaxlite.frontend.llm.architectures.phi3 import PHI3
 from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN3
 
-ARCHITECTURES: tuple[Architecture, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3
+)  # fmt: skip
 
 
 def find_architecture(name: str, source: str) -> Architecture:

@@ -31,6 +31,11 @@ _KEYS = {
     "query_scalar": ("query_pre_attn_scalar", "attention.query_scalar"),
     "activation": ("hidden_act", "activation"),
     "logit_cap": ("final_logit_softcapping", "final_logit_softcapping"),
+    "score_cap": ("attn_logit_softcapping", "attn_logit_softcapping"),
+    "embedding_scale": ("embedding_multiplier", "embedding_scale"),
+    "residual_scale": ("residual_multiplier", "residual_scale"),
+    "query_scale": ("attention_multiplier", "attention.scale"),
+    "logit_divisor": ("logits_scaling", "logit_scale"),
     "qkv_bias": ("attention_bias", "qkv_bias"),
     "o_bias": ("attention_bias", "o_bias"),
     "mlp_bias": ("mlp_bias", "mlp_bias"),
@@ -67,6 +72,10 @@ class Hyperparameters:
         if _is_positive(found):
             return float(found)
         raise self._error(name, found, "a positive number")
+
+    def optional(self, name: str) -> float | None:
+        """A positive number, or None where the checkpoint does not say one."""
+        return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str) -> bool:
         return bool(self.get(name, False))
@@ -132,7 +141,18 @@ class Hyperparameters:
 
         if kind == "linear":
             return RopeScaling("linear", number("factor"))
-        original = number("original_max_position_embeddings", self.integer("context"))
+        original = number(
+            "original_max_position_embeddings",
+            self.raw.get("original_max_position_embeddings") or self.integer("context"),
+        )
+        if kind in ("longrope", "su"):
+            factor = number("factor", self.integer("context") / original)
+            usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            short, long = (self._divisors(said, f"{length}_factor") for length in ("short", "long"))
+            return RopeScaling(
+                "longrope", factor, int(original), attention_factor=number("attention_factor", usual), short=short,
+                long=long,
+            )  # fmt: skip
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
             return RopeScaling("llama3", number("factor"), int(original), low, high)
@@ -148,8 +168,15 @@ class Hyperparameters:
                 attention_factor=None if said.get("attention_factor") is None else number("attention_factor"),
             )  # fmt: skip
         raise ImportModelError(
-            f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, llama3, yarn"
+            f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, llama3, yarn, "
+            "longrope"
         )
+
+    def _divisors(self, said: Mapping[str, Any], key: str) -> tuple[float, ...]:
+        found = said.get(key)
+        if not isinstance(found, list) or not found or not all(map(_is_positive, found)):
+            raise ImportModelError(f"{self.source}: {key} of the rotary embedding (longrope) is {_short(found)}")
+        return tuple(map(float, found))
 
     def _gguf_scaling(self) -> RopeScaling | None:
         place = f"{self.prefix}rope.scaling."
@@ -160,6 +187,8 @@ class Hyperparameters:
         more = self.raw.get(place + "attn_factor", 1.0)
         if not all(_is_positive(value) for value in (factor, original, fast, slow, more)):
             raise ImportModelError(f"{self.source}: {place}* must be positive numbers")
+        if kind == "longrope":  # the divisors are tensors
+            return RopeScaling("longrope", float(factor), int(original), attention_factor=float(more))
         if kind == "none" or factor == 1.0:
             return None
         if kind == "linear":
@@ -168,7 +197,7 @@ class Hyperparameters:
             attention = None if more == 1.0 else more * (0.1 * math.log(factor) + 1)
             return RopeScaling("yarn", float(factor), int(original), 1.0, 4.0, float(fast), float(slow), attention)
         raise ImportModelError(
-            f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn"
+            f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn, longrope"
         )
 
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
@@ -191,6 +220,15 @@ class Hyperparameters:
         found |= specific
         if "rope" not in found:
             found["rope"] = self.rope(width)
+        scaling = found["rope"].scaling
+        if scaling is not None and scaling.kind == "longrope":
+            if not self.is_gguf and {len(scaling.short), len(scaling.long)} != {found["rope"].width // 2}:
+                raise ImportModelError(
+                    f"{self.source}: {found['rope'].width} elements of a head are turned, so that short_factor and "
+                    f"long_factor need {found['rope'].width // 2} numbers, got {len(scaling.short)} and "
+                    f"{len(scaling.long)}"
+                )
+            found["usual_context"] = min(scaling.original_context, found["context"])
         return DecoderConfig(architecture, **found)
 
 
@@ -207,15 +245,18 @@ def _short(value: Any) -> str:
 class Architecture:
     """One architecture, for both kinds of checkpoints.
 
-    `names`: what checkpoints call it. `describe` makes the configuration. `hugging_face` has the names of weights in a
-    layer that differ from the usual ones; `defaults` is what config.json may leave out, by its keys. `is_interleaved`:
-    GGUF stores its queries and keys with the two elements that are turned together side by side. `norm_offset`:
-    Hugging Face stores norms less that number.
+    `names`: what checkpoints call it. `describe` makes the configuration. `hugging_face` and `gguf` are the names of
+    weights in a layer where they differ from the usual ones; `fused`: those of them that are the rows of several
+    weights, one after another. `defaults` is what config.json may leave out, by its keys. `is_interleaved`: GGUF stores
+    its queries and keys with the two elements that are turned together side by side. `norm_offset`: Hugging Face stores
+    norms less that number.
     """
 
     names: tuple[str, ...]
     describe: Callable[[Hyperparameters], DecoderConfig]
     hugging_face: Mapping[str, str] | None = None
+    gguf: Mapping[str, str] | None = None
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_interleaved: bool = False
     norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)

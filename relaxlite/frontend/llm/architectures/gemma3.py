@@ -39,7 +39,7 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
         has_post_norms=True,
         query_scale=scalar**-0.5,
         embedding_scale=float(np.float32(h.integer("hidden") ** 0.5)),
-        logit_cap=h.number("logit_cap") if h.get("logit_cap") is not None else None,
+        logit_cap=h.optional("logit_cap"),
     )
 
 

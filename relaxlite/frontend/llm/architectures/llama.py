@@ -1,8 +1,10 @@
-"""Llama 2 and 3, TinyLlama, SmolLM (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783), and
-Mistral (Jiang et al., arXiv 2310.06825), which adds a sliding window."""
+"""Llama 2 and 3, TinyLlama, SmolLM (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783); Mistral
+(Jiang et al., arXiv 2310.06825), which adds a sliding window; SmolLM3, where every fourth layer does not turn queries
+and keys."""
 
 from __future__ import annotations
 
+from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
 
@@ -18,6 +20,20 @@ def _mistral(h: Hyperparameters) -> DecoderConfig:
     return h.decoder("mistral", window=h.integer("window") if h.get("window") is not None else None)
 
 
+def _smollm3(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu", use_sliding_window=False)
+    layers = h.integer("layers")
+    every = h.raw.get("no_rope_layer_interval") or _UNTURNED_EVERY
+    turned = h.raw.get("no_rope_layers")  # which are 0 in these layers
+    if turned is None and isinstance(every, int) and every > 0:
+        turned = [(k + 1) % every != 0 for k in range(layers)]
+    if not isinstance(turned, list) or len(turned) != layers:
+        raise ImportModelError(f"{h.source}: no_rope_layers must say 0 or 1 for each of {layers} layers")
+    biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias"), "has_mlp_bias": h.flag("mlp_bias")}
+    return h.decoder("smollm3", unturned=tuple(not says for says in turned), **biases)
+
+
+_UNTURNED_EVERY = 4
 LLAMA = Architecture(
     ("llama",), _llama, is_interleaved=True, defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 )
@@ -26,5 +42,14 @@ MISTRAL = Architecture(
     _mistral,
     defaults={
         "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096
+    },
+)  # fmt: skip
+SMOLLM3 = Architecture(
+    ("smollm3",),
+    _smollm3,
+    is_interleaved=True,
+    defaults={
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 2000000.0,
+        "tie_word_embeddings": True,
     },
 )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Gemma (arXiv 2403.08295): tied embeddings scaled by sqrt(hidden), GELU. Gemma 2 (arXiv 2408.00118): norms behind
+attention and MLP too, every other layer local, scores and logits capped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.config import Activation, DecoderConfig
+
+_ACTIVATIONS: dict[str | None, Activation] = {
+    None: "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"
+}  # fmt: skip
+_LAYERS_OF_27B = 46  # of Gemma 2
+
+
+def _shared(h: Hyperparameters) -> dict[str, Any]:
+    return {
+        "head_width": h.integer("head_width", 256),
+        "is_tied": True,
+        "embedding_scale": float(np.float32(h.integer("hidden") ** 0.5)),
+        "has_qkv_bias": h.flag("qkv_bias"),
+        "has_o_bias": h.flag("o_bias"),
+    }
+
+
+def _gemma(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(use_bidirectional_attention=False)
+    said = None if h.is_gguf else h.get("activation")
+    if said not in _ACTIVATIONS:
+        known = ", ".join(repr(name) for name in _ACTIVATIONS if name)
+        raise ImportModelError(f"{h.source}: hidden_act = {said!r} is not supported, only {known} are")
+    shared = _shared(h)
+    return h.decoder("gemma", activation=_ACTIVATIONS[said], rope=h.rope(shared["head_width"]), **shared)
+
+
+def _gemma2(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    width, layers = h.integer("head_width", 256), h.integer("layers")
+    # Only the largest model scales queries by another number, and GGUF files do not say it.
+    is_largest = h.is_gguf and layers == _LAYERS_OF_27B
+    scalar = h.number("query_scalar", h.integer("hidden") / h.integer("heads") if is_largest else width)
+    is_local = h.layer_types()
+    return h.decoder(
+        "gemma2",
+        rope=h.rope(width),
+        window=h.integer("window", 4096),
+        is_local=tuple(k % 2 == 0 for k in range(layers)) if is_local is None else is_local,
+        activation="gelu_tanh",
+        has_post_norms=True,
+        query_scale=scalar**-0.5,
+        score_cap=h.optional("score_cap"),
+        logit_cap=h.optional("logit_cap"),
+        **_shared(h),
+    )
+
+
+GEMMA = Architecture(
+    ("gemma",),
+    _gemma,
+    norm_offset=1.0,
+    defaults={
+        "vocab_size": 256000, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+    },
+)  # fmt: skip
+GEMMA2 = Architecture(
+    ("gemma2",),
+    _gemma2,
+    hugging_face={
+        **HUGGING_FACE_LAYER,
+        "attn_post_norm": "post_attention_layernorm.weight",
+        "mlp_norm": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm": "post_feedforward_layernorm.weight",
+    },
+    norm_offset=1.0,
+    defaults={
+        "vocab_size": 256000, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+)  # fmt: skip

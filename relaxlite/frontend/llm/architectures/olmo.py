@@ -1,0 +1,55 @@
+"""OLMo 2 (arXiv 2501.00656): norms behind attention and MLP instead of before them, queries and keys normed over all
+heads together. OLMo 3 adds local layers, three for each global one, whose rotary embedding is not stretched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.config import DecoderConfig
+
+_PATTERN = 4  # every fourth layer is global
+
+
+def _olmo2(h: Hyperparameters) -> DecoderConfig:
+    return _olmo(h, "olmo2", has_window=h.is_gguf and h.get("window") is not None)  # where GGUF has OLMo 3 too
+
+
+def _olmo3(h: Hyperparameters) -> DecoderConfig:
+    return _olmo(h, "olmo3", has_window=True)
+
+
+def _olmo(h: Hyperparameters, name: str, *, has_window: bool) -> DecoderConfig:
+    h.refuse(hidden_act="silu", clip_qkv=None)
+    c = h.decoder(
+        name,
+        has_qkv_bias=h.flag("qkv_bias"),
+        has_o_bias=h.flag("o_bias"),
+        has_qk_norm=True,
+        is_qk_norm_joint=True,
+        has_pre_norms=False,
+        has_post_norms=True,
+    )
+    if not has_window:
+        return c
+    is_local = h.layer_types()
+    if is_local is None:
+        is_local = tuple((k + 1) % _PATTERN != 0 for k in range(c.layers))
+    return replace(
+        c,
+        window=h.integer("window", 4096),
+        is_local=is_local,
+        rope=h.rope(c.head_width, section="full_attention"),
+        local_rope=replace(h.rope(c.head_width, section="sliding_attention"), scaling=None),
+    )
+
+
+_NAMES = {
+    **HUGGING_FACE_LAYER,
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+del _NAMES["mlp_norm"]
+_DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+OLMO2 = Architecture(("olmo2",), _olmo2, hugging_face=_NAMES, defaults=_DEFAULTS)
+OLMO3 = Architecture(("olmo3",), _olmo3, hugging_face=_NAMES, defaults=_DEFAULTS)
