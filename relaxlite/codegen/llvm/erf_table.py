@@ -72,19 +72,23 @@ def is_available(e: Emitter) -> bool:
 
 def erf(e: Emitter, x: Val) -> Val:
     """Of any number of lanes; fewer than sixteen take the place of sixteen."""
-    return _by_sixteen(e, x, _erf)
+    return by_vectors(e, x, (_LANES,), lambda part: _erf(e, part))
 
 
 def gelu(e: Emitter, x: Val) -> Val:
     """x times the normal distribution's function, of any number of lanes; off by at most 4e-7 and a rounding."""
-    return _by_sixteen(e, x, _gelu)
+    return by_vectors(e, x, (_LANES,), lambda part: _gelu(e, part))
 
 
-def _by_sixteen(e: Emitter, x: Val, function: Callable[[Emitter, Val], Val]) -> Val:
-    if x.lanes >= _LANES and x.lanes % _LANES == 0:
-        return e.by_parts([x], _LANES, lambda part: function(e, part))
+def by_vectors(e: Emitter, x: Val, widths: tuple[int, ...], function: Callable[[Val], Val]) -> Val:
+    """`function` of x, which has any number of lanes, by vectors of these widths, in ascending order: of the widest,
+    or of the least that has room."""
+    widest = widths[-1]
+    if x.lanes and x.lanes % widest == 0:
+        return e.by_parts([x], widest, function)
     first = x if x.lanes else e.op(f"insertelement <1 x float> poison, {x}, i64 0", "float", 1)
-    result = _resized(e, function(e, _resized(e, first, _LANES)), first.lanes)
+    room = next((width for width in widths if width >= first.lanes), -(-first.lanes // widest) * widest)
+    result = _resized(e, e.by_parts([_resized(e, first, room)], min(room, widest), function), first.lanes)
     return result if x.lanes else e.extract(result, 0)
 
 

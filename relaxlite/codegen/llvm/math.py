@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm import erf_table
 from relaxlite.codegen.llvm import math_double as double
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
+from relaxlite.codegen.llvm.erf_table import by_vectors
 from relaxlite.codegen.llvm.math_double import clamp, polynomial
 
 _INF, _NAN = float("inf"), float("nan")
@@ -22,6 +23,10 @@ _LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4  # HI has 10 bits: k*HI is exact
 _EXP = (0.4999999403953552, 0.1666652113199234, 0.04166838899254799, 0.008368724025785923, 0.0013814583653584123)
 # 2**r on |r| <= 1/2, relative error 9e-8
 _EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.0013264723820611835)
+# 2**r for 0 <= r < 1, error 1.2e-7 at both ends: of which results just below a power of two have the finest spacing
+_EXP2_UP = (
+    1.0, 0.6931524872779846, 0.24015261232852936, 0.05583662912249565, 0.008972415700554848, 0.0018857429968193173
+)  # fmt: skip
 # log(1 + f) = f - f*f/2 + f**3 * q(f) for sqrt(1/2) <= 1 + f <= sqrt(2), relative error 6e-9
 _LOG = (
     0.3333333134651184, -0.250008225440979, 0.20001232624053955, -0.16623254120349884, 0.14201541244983673,
@@ -32,6 +37,7 @@ _TANH_P = (
     0.9999999403953552, 0.13384142518043518, 0.003499121405184269, 2.0661276721511967e-05, 1.3415379918058079e-08,
 )  # fmt: skip
 _TANH_Q = (1.0, 0.4671746492385864, 0.02589084580540657, 0.0003291152243036777, 7.803926678207063e-07)
+_ROUND_DOWN = 0b1001  # of what vreduceps takes off, to whole numbers, without an exception for inexact ones
 _GELU_ENDS = 9.0  # erf(x / sqrt(2)) is 1 from here on, in float64 too
 # erf(x) = x * p(x*x) / q(x*x) on |x| <= 3.925, relative error 5e-8; above 1 from 3.94 on
 _ERF_P = (1.1283791065216064, 0.18971233069896698, 0.051491282880306244, 0.003578703384846449, 0.00023002499074209481)
@@ -52,6 +58,9 @@ def _exp(e: Emitter, x: Val) -> Val:
 
 def _exp2(e: Emitter, x: Val) -> Val:
     """With one constant of the polynomial less than exp and no reduction to round: for sums that are rounded anyway."""
+    if e.target.has("avx512dq"):
+        widths = (4, 8, 16) if e.target.has("avx512vl") else (16,)
+        return by_vectors(e, x, widths, lambda part: _exp2_up(e, part))
     if not _has_scalef(e, x.lanes):
         x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
         x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
@@ -60,6 +69,16 @@ def _exp2(e: Emitter, x: Val) -> Val:
     if _has_scalef(e, x.lanes):  # takes any k: only r, which is NaN for an infinity as for a NaN, must not decide
         r = e.select(e.fcmp("ogt", r, float_const(-0.5)), r, float_const(-0.5))
     return _times_power(e, polynomial(e, r, _EXP2), k)
+
+
+def _exp2_up(e: Emitter, x: Val) -> Val:
+    """The same for 4, 8 or 16 lanes by two instructions of AVX-512: one gives x less the whole number below it, and 0
+    for an infinity, the other multiplies by 2 to the power of that number."""
+    mask, rounding = ("i16", [int_const(4, "i32")]) if x.lanes == 16 else ("i8", [])
+    name = f"llvm.x86.avx512.mask.reduce.ps.{32 * x.lanes}"
+    zero, all_lanes = e.splat(float_const(0.0), x.lanes), int_const(-1, mask)
+    r = e.call(name, [x, int_const(_ROUND_DOWN, "i32"), zero, all_lanes, *rounding], "float", x.lanes, "r")
+    return _scalef(e, polynomial(e, r, _EXP2_UP), x)
 
 
 def _times_power(e: Emitter, y: Val, k: Val) -> Val:
