@@ -32,6 +32,7 @@ class Rows:
     locals: tuple[Buffer, ...]
     stages: tuple[Stmt, ...]
     asks: bool = False  # for the next row, while one is computed
+    cores: int | None = None  # rows overlap (rows_in_flight.py), in blocks that so many cores share; None: they do not
 
     @property
     def final(self) -> For:

@@ -207,7 +207,9 @@ class _Rules:
         if block is not None:
             return self.reduction(block)
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
-        rows = None if rows is None else replace(rows, asks=self.target.asks_for_next_row)
+        if rows is not None:
+            asks = self.target.asks_for_next_row
+            rows = replace(rows, asks=asks, cores=None if asks else self.target.cores)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
