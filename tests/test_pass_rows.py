@@ -257,6 +257,36 @@ def requests_in(make: Callable[..., Expr], shapes: Sequence[tuple[int | str, ...
     return [s for program in scheduled for s in walk_stmts(program.body) if isinstance(s, Prefetch)]
 
 
+def scaled_sum(emit: Any, x: Var, scale: Var, y: Var) -> Var:
+    return emit(ops.add(emit(ops.multiply(x, scale)), y))
+
+
+def test_loops_over_two_arrays_from_memory_ask_for_both_ahead() -> None:
+    shapes = (("n", 1024), (1024,), ("n", 1024))
+    found = requests_in(scaled_sum, shapes, ZEN)
+    assert sorted(request.buffer.name for request in found) == ["x0", "x2"]  # the scale stays in the first cache
+    for request in found:
+        known = {v: {"i": 3, "j": 5}.get(v.name[0], 0) for index in request.indices for v in index.free_vars()}
+        row, column = (evaluate(index, known) for index in request.indices)
+        assert (row, column) == (3, (5 + 16) * 16) and request.cache == 2
+    assert not requests_in(lambda emit, x: emit(ops.relu(x)), shapes[:1], ZEN)  # one stream gains nothing
+    assert not requests_in(scaled_sum, shapes, INTEL)
+
+
+@pytest.mark.parametrize("m", [1024, 37, "m"])
+def test_sums_of_arrays_from_memory_are_right(m: int | str) -> None:
+    given = build((("n", m), (m,), ("n", m)), scaled_sum)
+    assert len(fused(given)) == 1
+    for l3_bytes in (4096, 1 << 25):
+        target = replace(Target.host(), l3_bytes=l3_bytes)
+        exe = rl.compile(given, target)
+        for n, size in ((0, 5), (1, 1), (3, 1000), (50, 1024)):
+            size = size if m == "m" else m
+            rng = np.random.default_rng(n)
+            x, scale, y = (rng.standard_normal(s).astype(np.float32) for s in ((n, size), (size,), (n, size)))
+            np.testing.assert_allclose(exe(x, scale, y), x * scale + y, rtol=1e-6, atol=1e-6)
+
+
 def scaled_softmax(emit: Any, x: Var, mask: Var) -> Var:
     return emit(ops.softmax(emit(ops.add(x, mask)), axis=-1))
 

@@ -42,13 +42,18 @@ def scheduled(make: Callable[..., Expr], shape: tuple[int | str, ...], target: T
 @overlaps
 @pytest.mark.parametrize("size", ["m", 144, 200, 1024])
 @pytest.mark.parametrize("name", [name for name in FUSED if "softmax" in name])
-def test_every_number_of_rows_gives_what_the_ops_do(name: str, size: int | str) -> None:
+@pytest.mark.parametrize(
+    "target", [HOST, replace(Target.parse("llvm -mcpu=x86-64-v3"), cores=CORES)], ids=["host", "v3"]
+)
+def test_every_number_of_rows_gives_what_the_ops_do(target: Target, name: str, size: int | str) -> None:
+    if target is not HOST and not HOST.has("avx2"):
+        pytest.skip("needs an x86 CPU with AVX2")
     shapes, make = FUSED[name]
     shapes = tuple(tuple(size if d == "m" else d for d in shape) for shape in shapes)
     given = build(shapes, make)
     (made,) = fused(given).values()
-    assert "block_rows" in print_module(IRModule({"kernel": schedule_program(made, HOST)}))
-    exe, oracle = rl.compile(given, HOST), Interpreter(decompose(given))
+    assert "block_rows" in print_module(IRModule({"kernel": schedule_program(made, target)}))
+    exe, oracle = rl.compile(given, target), Interpreter(decompose(given))
     rng = np.random.default_rng(0)
     for m in (1, 16, 65, 129, 1024, 1040, 4096, 4097) if size == "m" else (size,):
         for n in COUNTS if m in (129, 144) else (1, FEWEST, FEWEST + 5):

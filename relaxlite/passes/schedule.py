@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import (
     Allocate,
@@ -39,7 +40,8 @@ from relaxlite.ir.program_visitor import (
     walk_stmts,
     walk_values,
 )
-from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, product, sym
+from relaxlite.passes.access import stride
 
 _ANALYZER = Analyzer()
 
@@ -112,6 +114,32 @@ class _PastCaches(ProgramRewriter):
         if isinstance(stmt, Prefetch) and stmt.buffer is self._output:
             return Seq(())
         return super().stmt(stmt)
+
+
+def ask_for_streams(stmt: Stmt, output: Buffer, num_bytes: int) -> Stmt:
+    """Loops over vectors that read two or more buffers as large as the output, as they lie there, ask for their
+    elements so many bytes ahead."""
+    return _AskForStreams(output, num_bytes).stmt(stmt)
+
+
+class _AskForStreams(ProgramRewriter):
+    def __init__(self, output: Buffer, num_bytes: int) -> None:
+        super().__init__()
+        self._size, self._num_bytes = product(output.shape), num_bytes
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        if not isinstance(stmt, For) or not isinstance(stmt.body, For) or stmt.body.kind != "vectorized":
+            return super().stmt(stmt)
+        inner, found = stmt.body, dict[Buffer, Load]()
+        for x in loads(inner.body):
+            if product(x.buffer.shape) == self._size and stride(x, inner.var) == 1:
+                found.setdefault(x.buffer, x)
+        if len(found) < 2:
+            return stmt
+        width = max(dtypes.itemsize(x.buffer.dtype) for x in found.values()) * (as_int(inner.extent) or 1)
+        place = Substitute({inner.var: 0, stmt.var: stmt.var + self._num_bytes // width})
+        asked = [Prefetch(x.buffer, place.indices(x.indices)) for x in found.values()]
+        return replace(stmt, body=seq(*asked, inner))
 
 
 def nest(loops: Sequence[For], body: Stmt) -> Stmt:

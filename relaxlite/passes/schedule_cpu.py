@@ -54,6 +54,7 @@ from relaxlite.passes.panel_requests import Asks, width_that_fits
 from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
+    ask_for_streams,
     fuse,
     hoist_lets,
     less,
@@ -243,7 +244,10 @@ class _Rules:
             return scheduled
         self.note("store_past_caches", store.buffer.name)
         most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
-        return with_variant(less(most, product(store.buffer.shape)), past_caches(scheduled, store.buffer), scheduled)
+        past = past_caches(scheduled, store.buffer)
+        if self.target.streams_ahead:
+            past = ask_for_streams(past, store.buffer, self.target.streams_ahead)
+        return with_variant(less(most, product(store.buffer.shape)), past, scheduled)
 
     # Generic nests
 
