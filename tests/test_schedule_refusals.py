@@ -205,6 +205,17 @@ for i in serial(n):
 )
 
 
+LANES = text(
+    "x: f32[n, 8], y: f32[n, 8], out: f32[n]",
+    """
+for i in serial(n):
+    out[i] = float32(0)
+    for k in vectorized(8):
+        out[i] += x[i, k] * y[i, k]
+""",
+)
+
+
 COLUMNS = text(
     "x: i32[n, m], out: i32[m]",
     """
@@ -419,6 +430,11 @@ FORMS: list[tuple[TensorProgram, Callable[[Schedule], Any], str]] = [
         "loop 'k' has 4 iterations, and dot2_bf16 adds 2 products; split",
     ),
     (SIGNED, lambda s: s.tensorize("k", "fma"), "fma is of floats; out is int32"),
+    (
+        LANES,
+        lambda s: s.tensorize("k", "fma"),
+        "the lanes of loop 'k' add to one element of out, of which fma would keep the last lane's sum; split_reduction",
+    ),
 ]
 
 

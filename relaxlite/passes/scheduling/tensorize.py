@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.intrinsics import DOT_PRODUCTS, INTRINSICS, DotProduct
-from relaxlite.ir.program import Binary, Cast, For, Intrinsic, Load, Stmt, Store, Value
+from relaxlite.ir.program import Allocate, Binary, Cast, For, Intrinsic, Load, Stmt, Store, Value
 from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import as_int
-from relaxlite.passes.scheduling.tree import describe, replaced
+from relaxlite.passes.scheduling.tree import describe, path_to, replaced
 
 
 def tensorize(root: Stmt, loop: For, name: str) -> Stmt:
@@ -36,6 +37,11 @@ def tensorize(root: Stmt, loop: For, name: str) -> Stmt:
         raise ScheduleError(
             f"loop {loop.var.name!r} adds no product to {store.buffer.name}; {name} is a sum of products"
         )
+    for outer in _lanes_around(root, loop, store, name):
+        raise ScheduleError(
+            f"the lanes of loop {outer.var.name!r} add to one element of {store.buffer.name}, of which {name} would "
+            "keep the last lane's sum; split_reduction() gives each lane a partial result"
+        )
     total = Load(store.buffer, store.indices)
     if name == "fma":
         if not dtypes.is_float(store.buffer.dtype):
@@ -47,6 +53,17 @@ def tensorize(root: Stmt, loop: For, name: str) -> Stmt:
     factors = [Substitute({loop.var: k}).value(x) for x in (a, b) for k in range(dot.length)]
     value = Intrinsic(name, (total, *factors), dot.total)
     return replaced(root, loop, Store(store.buffer, store.indices, value))
+
+
+def _lanes_around(root: Stmt, loop: For, store: Store, name: str) -> Iterator[For]:
+    """The vectorized loops around the intrinsic whose lanes share the element that the store combines into."""
+    path = path_to(root, loop)
+    own = [k for k, stmt in enumerate(path) if isinstance(stmt, Allocate) and stmt.buffer is store.buffer]
+    around = path[own[-1] if own else 0 :]
+    used = {v for index in store.indices for v in index.free_vars()}
+    for stmt in around if name == "fma" else around[:-1]:  # a dot product takes the place of its loop
+        if isinstance(stmt, For) and stmt.kind == "vectorized" and stmt.var not in used:
+            yield stmt
 
 
 def _operands(loop: For, store: Store, product: Binary, name: str, dot: DotProduct) -> tuple[Value, Value]:
