@@ -71,7 +71,7 @@ def draw_step(draw: Draw, s: Schedule) -> Callable[[], Any]:
 
 KINDS = (
     *("split", "reorder", "distribute", "stage", "compute_at", "decompose_reduction", "vectorize", "parallelize") * 2,
-    *("fuse", "pack", "split_reduction", "tensorize", "predicate", "specialize", "unroll", "bind"),
+    *("fuse", "pack", "split_reduction", "tensorize", "predicate", "specialize", "unroll", "unroll", "bind"),
 )
 FITS: dict[str, Callable[[For], bool]] = {
     "distribute": lambda loop: isinstance(loop.body, Seq),
@@ -123,15 +123,18 @@ def layout(draw: Draw, s: Schedule, buffer: str) -> tuple[Any, ...]:
 
 @st.composite
 def pipelines(draw: Draw) -> TensorProgram:
-    """A stage that fills a scratch buffer, and one that reads it: what compute_at and distribute are for."""
-    x, y, out = Buffer("x", (N, M), "int32"), Buffer("y", (N, M), "int32"), Buffer("out", (N, M), "int32")
+    """A stage that fills a scratch buffer, and one that reads it: what compute_at and distribute are for. One input may
+    be read at more than a variable: a copy of a loop must have its own there."""
+    stretch, offset = draw(st.sampled_from(((1, 0), (1, 0), (2, 1), (1, 3))))
+    x, out = Buffer("x", (N, M), "int32"), Buffer("out", (N, M), "int32")
+    y = Buffer("y", (N, M * stretch + offset), "int32")
     t = Buffer("t", draw(st.sampled_from(((N, M), (M,), (M, N)))), "int32")
     rank, is_swapped = len(t.shape), t.shape == (M, N)
     shift = draw(st.sampled_from((0, 0, 1)))
 
     def element(*i: SymVar) -> Stmt:
         at = (i[1], i[0]) if is_swapped else i if rank == 2 else (0, i[0])
-        value = Binary("add", x[at], y[at])
+        value = Binary("add", x[at], y[at[0], at[1] * stretch + offset])
         return Store(t, i, value)
 
     def use(i: SymVar, j: SymVar) -> Stmt:
