@@ -136,3 +136,28 @@ def test_rows_overlap_where_that_was_measured_to_gain() -> None:
     assert not has_blocks(softmax, ("n", 1024), INTEL)  # asks for the next row instead
     asked = requests_in(softmax, (("n", 1024),), zen)
     assert {request.cache for request in asked} == {2}
+
+
+@overlaps
+def test_a_further_output_is_right_where_the_result_takes_the_place_of_an_operand() -> None:
+    def sum_and_softmax(emit: Any, x: Var, y: Var) -> tuple[Expr, Expr]:
+        total = emit(ops.add(x, y))
+        return total, emit(ops.softmax(total, axis=-1))
+
+    (made,) = fused(build((("n", 1024), ("n", 1024)), sum_and_softmax)).values()
+    program = schedule_program(made, HOST)
+    pairs = program.attrs.get(IN_PLACE)
+    kernel = NativeKernel(program, target=HOST)
+    for n in COUNTS[1:]:
+        rng = np.random.default_rng(n)
+        x, y = (rng.standard_normal((n, 1024)).astype(np.float32) for _ in range(2))
+        total = x + y
+        wanted = np.exp(total) / np.exp(total).sum(axis=1, keepdims=True)
+        assert pairs
+        for given, taken in ((None, None), *pairs):
+            buffers = [x.copy(), y.copy(), np.zeros_like(x), np.zeros_like(x)]
+            if given is not None:
+                buffers[taken] = buffers[given]
+            assert kernel(buffers, [n for _ in program.symbols]) == 0
+            np.testing.assert_array_equal(buffers[2], total)
+            np.testing.assert_allclose(buffers[3], wanted, rtol=2e-5)

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, LetIndex, Load, Stmt, Store, Unary, seq
 from relaxlite.ir.program_visitor import Substitute, all_values
-from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, ceildiv, product, smax, smin, sym
+from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.passes.access import accesses
 from relaxlite.passes.rows import Rows
 from relaxlite.records import dataclass
@@ -63,10 +63,15 @@ def in_flight(
         return None
     if not any(isinstance(v, Unary) and v.op not in _INSTRUCTIONS for s in stages for v in all_values(s.loop)):
         return None
+    extents = [loop.extent for loop in rows.spatial]
+    count, blocks = product(extents), BLOCKS_PER_CORE * max(cores, 1)
+    known, fewest = as_int(count), blocks * FEWEST_ROWS
+    if (known is not None and known < fewest) or {v for e in extents for v in e.free_vars()} & {
+        loop.var for loop in rows.spatial
+    }:
+        return None
     plan = _Plan(rows, stages, over_row, ahead)
-    count = product([loop.extent for loop in rows.spatial])
-    blocks = BLOCKS_PER_CORE * max(cores, 1)
-    return sym(blocks * FEWEST_ROWS), plan.blocks(count, smax(smin(count // blocks, MOST_ROWS), 1))
+    return sym(fewest), plan.blocks(count, smax(smin(count // blocks, MOST_ROWS), 1))
 
 
 def _stages(stmts: Sequence[Stmt]) -> list[_Stage]:
