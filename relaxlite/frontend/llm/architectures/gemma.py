@@ -15,6 +15,12 @@ _ACTIVATIONS: dict[str | None, Activation] = {
     None: "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"
 }  # fmt: skip
 _LAYERS_OF_27B = 46  # of Gemma 2
+WITH_POST_NORMS = {
+    **HUGGING_FACE_LAYER,
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
 
 
 def _shared(h: Hyperparameters) -> dict[str, Any]:
@@ -70,12 +76,7 @@ GEMMA = Architecture(
 GEMMA2 = Architecture(
     ("gemma2",),
     _gemma2,
-    hugging_face={
-        **HUGGING_FACE_LAYER,
-        "attn_post_norm": "post_attention_layernorm.weight",
-        "mlp_norm": "pre_feedforward_layernorm.weight",
-        "mlp_post_norm": "post_feedforward_layernorm.weight",
-    },
+    hugging_face=WITH_POST_NORMS,
     norm_offset=1.0,
     defaults={
         "vocab_size": 256000, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,

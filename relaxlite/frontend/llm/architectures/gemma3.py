@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.gemma import WITH_POST_NORMS
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 
 _PATTERN = 6  # every sixth layer is global
@@ -46,12 +47,7 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
 GEMMA3 = Architecture(
     ("gemma3", "gemma3_text"),
     _gemma3,
-    hugging_face={
-        **HUGGING_FACE_LAYER,
-        "attn_post_norm": "post_attention_layernorm.weight",
-        "mlp_norm": "pre_feedforward_layernorm.weight",
-        "mlp_post_norm": "post_feedforward_layernorm.weight",
-    },
+    hugging_face=WITH_POST_NORMS,
     norm_offset=1.0,
     # config.json of the published models that see pictures says little more than how wide and deep they are
     defaults={
