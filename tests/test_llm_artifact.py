@@ -253,3 +253,11 @@ def test_checkpoints_without_a_tokenizer_and_contexts_beyond_the_models_are_refu
             InvalidArgumentError, match=f"max_context must be from 1 to the model's own 64, got {wrong}"
         ):
             build_checkpoint(checkpoint(), max_context=wrong)
+
+
+def test_a_token_to_stop_at_beyond_the_vocabulary_is_left_out() -> None:
+    """As a configuration says that leaves it to its architecture's default: no reply can meet it."""
+    tiny = checkpoint()
+    assert tiny.tokenizer is not None
+    said = attachments_of(replace(tiny, tokenizer=replace(tiny.tokenizer, stop=(128001, *tiny.tokenizer.stop))))
+    assert Description.from_json(said["language_model"]).stop == tiny.tokenizer.stop

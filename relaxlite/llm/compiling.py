@@ -125,7 +125,7 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
         context=_context(checkpoint, max_context),
         bos=tokenizer.bos,
         adds_bos=tokenizer.adds_bos,
-        stop=tokenizer.stop,
+        stop=tuple(token for token in tokenizer.stop if 0 <= token < config.vocab),  # config.json's default may be more
         special_tokens=dict(tokenizer.special_tokens),
         chat_template=tokenizer.chat_template,
         generation=dict(checkpoint.generation),
