@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [0, 1, 0], "tie_word_embeddings": False, "pad_token_id": 0},
     ),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
-    "gemma, exact gelu": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma, one head of keys": ("GemmaConfig", {"head_dim": 32, "num_key_value_heads": 1}),
     "gemma2": (
         "Gemma2Config",
         {

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.checkpoint import Weight, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
@@ -170,6 +171,28 @@ def test_biases() -> None:
             "Qwen2.5-0.5B-Instruct",
             {"use_sliding_window": True, "max_window_layers": "x"},
             "max_window_layers is 'x', no integer",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 1}},
+            "longrope needs an original context of more than 1",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 64, "short_factor": "x"}},
+            "short_factor of the rotary embedding",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "original_max_position_embeddings": 64,
+                    "short_factor": [1.0],
+                    "long_factor": [2.0],
+                }
+            },
+            "64 elements of a head are turned, so that short_factor and long_factor need 32 numbers, got 1 and 1",
         ),
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not"),
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
@@ -359,3 +382,24 @@ def test_the_licence_stands_in_the_model_card(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n")
     assert read_checkpoint(tmp_path).provenance == {"source": tmp_path.name, "license": "apache-2.0"}
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (7, 4)])
+def test_fused_weights_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
+    config = DecoderConfig("phi3", 10, 4, 1, 2, 1, 2, 6, 16, 1e-5, Rope(1e4, 2), True)
+    weights = {"layers.0.qkv": Weight(np.zeros(shape, np.float32), shape)}
+    with pytest.raises(
+        ImportModelError, match=r"place: weight layers.0.qkv has shape .*; as q, k, v .* 4 \+ 2 \+ 2 rows"
+    ):
+        split_fused(config, weights, {"qkv": ("q", "k", "v")}, "place")
+
+
+def test_gemma_means_the_approximation_whatever_its_first_releases_say() -> None:
+    raw = {
+        "model_type": "gemma", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
+        "num_hidden_layers": 1, "num_key_value_heads": 2,
+    }  # fmt: skip
+    for said in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}):
+        assert describe({**raw, **said}, "place")[0].activation == "gelu_tanh"
+    with pytest.raises(ImportModelError, match="hidden_act = 'relu' is not supported, only 'gelu_pytorch_tanh' is"):
+        describe({**raw, "hidden_act": "relu"}, "place")

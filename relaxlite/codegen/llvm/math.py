@@ -61,14 +61,10 @@ def _exp2(e: Emitter, x: Val) -> Val:
     if e.target.has("avx512dq"):
         widths = (4, 8, 16) if e.target.has("avx512vl") else (16,)
         return by_vectors(e, x, widths, lambda part: _exp2_up(e, part))
-    if not _has_scalef(e, x.lanes):
-        x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
-        x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
+    x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
+    x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
     k = e.intrinsic("rint", x)
-    r = e.fsub(x, k)
-    if _has_scalef(e, x.lanes):  # takes any k: only r, which is NaN for an infinity as for a NaN, must not decide
-        r = e.select(e.fcmp("ogt", r, float_const(-0.5)), r, float_const(-0.5))
-    return _times_power(e, polynomial(e, r, _EXP2), k)
+    return _times_power(e, polynomial(e, e.fsub(x, k), _EXP2), k)
 
 
 def _exp2_up(e: Emitter, x: Val) -> Val:

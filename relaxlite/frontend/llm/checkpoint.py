@@ -119,7 +119,7 @@ def split_fused(
             if weight is None:
                 continue
             counts = [expected[f"layers.{k}.{part}"][0] for part in parts]
-            if weight.shape[0] != sum(counts):
+            if weight.shape[:1] != (sum(counts),):
                 raise ImportModelError(
                     f"{source}: weight layers.{k}.{whole} has shape {weight.shape}; as {', '.join(parts)} it would "
                     f"have {' + '.join(map(str, counts))} rows"

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.records import dataclass
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)

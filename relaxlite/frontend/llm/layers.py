@@ -120,7 +120,7 @@ class Decoder:
         if self.config.activation == "silu":
             gate = self.op("multiply", gate, self.op("sigmoid", gate))
         else:
-            gate = self.op("gelu", gate, approximate="tanh" if self.config.activation == "gelu_tanh" else "none")
+            gate = self.op("gelu", gate, approximate="tanh")
         return self.linear(f"{name}.down", self.op("multiply", gate, up), has_bias)
 
     def norm(self, name: str, x: Expr) -> Var:

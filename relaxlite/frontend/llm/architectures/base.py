@@ -146,6 +146,8 @@ class Hyperparameters:
             self.raw.get("original_max_position_embeddings") or self.integer("context"),
         )
         if kind in ("longrope", "su"):
+            if original <= 1:
+                raise ImportModelError(f"{self.source}: longrope needs an original context of more than {original}")
             factor = number("factor", self.integer("context") / original)
             usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
             short, long = (self._divisors(said, f"{length}_factor") for length in ("short", "long"))

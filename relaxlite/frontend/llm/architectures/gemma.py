@@ -9,11 +9,9 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
-from relaxlite.frontend.llm.config import Activation, DecoderConfig
+from relaxlite.frontend.llm.config import DecoderConfig
 
-_ACTIVATIONS: dict[str | None, Activation] = {
-    None: "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"
-}  # fmt: skip
+_SAID = (None, "gelu_pytorch_tanh", "gelu")  # the last in the first releases, which mean the same
 _LAYERS_OF_27B = 46  # of Gemma 2
 WITH_POST_NORMS = {
     **HUGGING_FACE_LAYER,
@@ -35,12 +33,12 @@ def _shared(h: Hyperparameters) -> dict[str, Any]:
 
 def _gemma(h: Hyperparameters) -> DecoderConfig:
     h.refuse(use_bidirectional_attention=False)
-    said = None if h.is_gguf else h.get("activation")
-    if said not in _ACTIVATIONS:
-        known = ", ".join(repr(name) for name in _ACTIVATIONS if name)
-        raise ImportModelError(f"{h.source}: hidden_act = {said!r} is not supported, only {known} are")
+    if not h.is_gguf and h.get("activation") not in _SAID:
+        raise ImportModelError(
+            f"{h.source}: hidden_act = {h.get('activation')!r} is not supported, only 'gelu_pytorch_tanh' is"
+        )
     shared = _shared(h)
-    return h.decoder("gemma", activation=_ACTIVATIONS[said], rope=h.rope(shared["head_width"]), **shared)
+    return h.decoder("gemma", activation="gelu_tanh", rope=h.rope(shared["head_width"]), **shared)
 
 
 def _gemma2(h: Hyperparameters) -> DecoderConfig:

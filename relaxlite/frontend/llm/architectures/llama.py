@@ -8,6 +8,8 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
 
+_UNTURNED_EVERY = 4  # of SmolLM3: which layer leaves queries and keys as they are
+
 
 def _llama(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
@@ -33,7 +35,6 @@ def _smollm3(h: Hyperparameters) -> DecoderConfig:
     return h.decoder("smollm3", unturned=tuple(not says for says in turned), **biases)
 
 
-_UNTURNED_EVERY = 4
 LLAMA = Architecture(
     ("llama",), _llama, is_interleaved=True, defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 )
