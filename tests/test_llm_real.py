@@ -50,8 +50,12 @@ def test_greedy_text_and_logits_are_those_of_transformers(
         given = llm.tokenizer.encode(prompt)
         with torch.no_grad():  # behind all of our tokens at once: equal choices at each are an equal text
             wanted = oracle(torch.tensor([[*given, *result.tokens]])).logits[0, len(given) - 1 : -1].numpy()
-        assert wanted.argmax(axis=1).tolist() == list(result.tokens)
         assert np.abs(wanted - result.logits).max() <= tolerance * np.abs(wanted).max()
+        lost = wanted.max(axis=1) - wanted[np.arange(len(wanted)), list(result.tokens)]
+        if precision == "float32":
+            assert not lost.any()
+        else:  # activations of 12 bits may choose the other one of two tokens that are as likely
+            assert lost.max() <= 1e-3 * np.abs(wanted).max() and np.count_nonzero(lost) <= 1
 
 
 def test_a_batch_says_what_its_prompts_say_alone(llm: LanguageModel) -> None:
