@@ -39,11 +39,15 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
     """Products of one operand, and copies for one call, become one kernel each."""
 
     def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
+        bindings = block.bindings
         for groups in (partial(_products, context=context), _copies):
-            for names in [found for found in groups(sites_of(block, module)) if len(found) > 1]:
-                sites = {site.var: site for site in sites_of(block, module)}  # at their present places
-                block = _joined(block, [sites[name] for name in names], table, context)
-        return block.bindings
+            sites = sites_of(bindings, module)
+            by_var = {site.var: site for site in sites}
+            slots: list[list[Binding]] = [[binding] for binding in bindings]
+            for names in [found for found in groups(sites) if len(found) > 1]:
+                _join(slots, [by_var[name] for name in names], table, context)
+            bindings = tuple(binding for slot in slots for binding in slot)
+        return bindings
 
     return map_blocks(module, change)
 
@@ -106,10 +110,12 @@ def _is_copy(program: TensorProgram) -> bool:
     return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MOST_OPERATIONS
 
 
-def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassContext) -> Block:
-    """The block with the calls of a group as one call; as it was where fewer than two can meet in one place."""
+def _join(slots: list[list[Binding]], group: list[Site], table: ProgramTable, context: PassContext) -> None:
+    """Make one call of the calls of a group, unless fewer than two can meet in one place. `slots` is a block: what
+    stands now at each of the positions that the sites name."""
     group = sorted(group, key=lambda site: site.position)
-    members, place = _meeting(group, Places(block))
+    part = range(group[0].position, group[-1].position + 1)
+    members, place = _meeting(group, Places((position, binding) for position in part for binding in slots[position]))
     members = members[:MOST_CALLS]
     for site in group:
         if site not in members:
@@ -120,7 +126,7 @@ def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassC
             )
             context.decide("join_calls", f"{site.var.name} beside {group[0].var.name}", False, reason)
     if len(members) < 2:
-        return block
+        return
     parts = Instances()
     stages = [parts.stages(site) for site in members]
     checks = [s for own in stages for s in own if isinstance(s, Check)]
@@ -137,21 +143,16 @@ def _joined(block: Block, group: list[Site], table: ProgramTable, context: PassC
     result = Var(f"{outputs[0].name}_joined", call.ty)
     made = [Let(result, replace(call, loc=members[0].call.loc))]
     made += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
-    moved = set(outputs)
-    bindings: list[Binding] = []
-    for position, binding in enumerate(block.bindings):
-        if position == place:
-            bindings += made
-        if binding.var not in moved:
-            bindings.append(binding)
-    return replace(block, bindings=tuple(bindings))
+    for site in members:
+        slots[site.position] = [binding for binding in slots[site.position] if binding.var is not site.var]
+    slots[place] = made + slots[place]
 
 
 def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
     """The calls of a group that can move to one position: up to that of the first, or down to that of the last."""
     first, last = group[0].position, group[-1].position
     up = [site for site in group if places.defined(site) < first]
-    down = [site for site in group if places.used(site.var) > last]
+    down = [site for site in group if (first_use := places.used(site.var)) is None or first_use > last]
     return (up, first) if len(up) >= len(down) else (down, last)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import TypeAlias
@@ -32,10 +32,10 @@ class Site:
     position: int  # in its block
 
 
-def sites_of(block: Block, module: IRModule) -> list[Site]:
-    """The calls of programs in a block whose results are tensors and which do no more than fill these."""
+def sites_of(bindings: Sequence[Binding], module: IRModule) -> list[Site]:
+    """The calls of programs whose results are tensors and which do no more than fill these."""
     found = []
-    for position, binding in enumerate(block.bindings):
+    for position, binding in enumerate(bindings):
         call = binding.value if isinstance(binding, Let) else None
         if not isinstance(call, Call) or not isinstance(call.callee, GlobalVar):
             continue
@@ -46,12 +46,12 @@ def sites_of(block: Block, module: IRModule) -> list[Site]:
 
 
 class Places:
-    """Where a block's values are defined and used."""
+    """Where the values of a part of a block are defined and used."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, bindings: Iterable[tuple[int, Binding]]) -> None:
         self._defined: dict[Var | SymVar, int] = {}
         self._used: dict[Var, int] = {}  # first use
-        for position, binding in enumerate(block.bindings):
+        for position, binding in bindings:
             value = binding.value if isinstance(binding, Let) else binding.source
             for var in used_vars(value):
                 self._used.setdefault(var, position)
@@ -61,13 +61,13 @@ class Places:
                     self._defined.setdefault(symbol, position)
 
     def defined(self, site: Site) -> int:
-        """The position from which on all that a call needs is there; -1: from the beginning of the block."""
+        """The position from which on all that a call needs is there; -1: it was there before this part."""
         needed: tuple[Var | SymVar, ...] = (*used_vars(site.call), *expr_symbols(site.call))
         return max((self._defined.get(x, -1) for x in needed), default=-1)
 
-    def used(self, var: Var) -> int:
-        """The position of the first use in the block; beyond all positions if there is none."""
-        return self._used.get(var, len(self._defined))
+    def used(self, var: Var) -> int | None:
+        """The position of the first use; None: there is none in this part."""
+        return self._used.get(var)
 
 
 class Instances:

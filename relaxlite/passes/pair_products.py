@@ -40,7 +40,7 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
 
     def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
-        sites = {site.var: site for site in sites_of(block, module) if site.call.callee.name in products}
+        sites = {site.var: site for site in sites_of(block.bindings, module) if site.call.callee.name in products}
         for second in list(sites.values()):
             for arg in second.call.args:
                 first = sites.get(arg) if isinstance(arg, Var) else None
