@@ -22,7 +22,9 @@ _SCALES = (16, 1, 2, 100, 512, 1024)
 _CONTRASTS = ((1, 128), (1, 1024), (16, 256), (64, 1024))  # one symbol against the others
 _MAX_VALUATIONS = 40
 _BUDGET, _MAX_STEPS = 80_000, 300  # tensors that the search may place, and changes from one start
+_START_BUDGET = 100_000  # tensors that the starts may place, at fewer valuations where there are many
 _NUM_STARTS = 4
+_KINDS = 4  # of priorities
 
 Span = tuple[int, int]
 
@@ -166,7 +168,8 @@ def _try(problem: Problem, priority: list[int], at: int) -> _Candidate:
 def search(problem: Problem) -> tuple[list[int], float]:
     """The best order from the lowest to the highest, and its worst ratio."""
     starts: dict[int, _Candidate] = {}  # the best of each kind of priority
-    for at in range(problem.samples.shape[1]):
+    most = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
+    for at in range(min(most, problem.samples.shape[1])):
         for kind, priority in enumerate(priorities(problem, at)):
             made = _try(problem, priority, at)
             if kind not in starts or made.score < starts[kind].score:
