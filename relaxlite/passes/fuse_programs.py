@@ -26,6 +26,8 @@ _ANALYZER = Analyzer()
 _Definitions: TypeAlias = Mapping[str, Definition]
 _Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...], TensorProgram]  # which of the passed symbols are the program's
 
+_NEGATIVE = " is negative"  # ends the messages of checks that name a tensor of one place
+
 
 def fuse_programs(module: IRModule) -> IRModule:
     composites = {n: f for n, f in module.functions().items() if f.attrs.get("composite")}
@@ -40,7 +42,7 @@ def fuse_programs(module: IRModule) -> IRModule:
             continue
         program, declared = merge(function, module), _declared_symbols(function)
         fused[name] = table.add(name, program), tuple(declared.index(s) for s in program.symbols), program
-        if not any(isinstance(s, Check) for s in walk_stmts(program.body)):  # whose messages name tensors
+        if not any(isinstance(s, Check) and s.message.endswith(_NEGATIVE) for s in walk_stmts(program.body)):
             by_hash[digest] = fused[name]
     for name, function in module.functions().items():
         if name not in composites:
@@ -111,7 +113,7 @@ def _size_checks(buffer: Buffer) -> list[Check]:
     """What allocating a tensor checks: no size is negative."""
     unproven = [d for d in dict.fromkeys(buffer.shape) if not _ANALYZER.can_prove_le(0, d)]
     return [
-        Check(Compare("ge", IndexValue(d), IndexValue(sym(0))), f"{buffer.name}: the size {d} is negative")
+        Check(Compare("ge", IndexValue(d), IndexValue(sym(0))), f"{buffer.name}: the size {d}{_NEGATIVE}")
         for d in unproven
     ]
 
