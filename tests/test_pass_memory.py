@@ -427,6 +427,37 @@ def test_an_arena_of_a_size_that_data_tells_is_free_after_its_last_use() -> None
     assert released[second] == max(at for at, callee in enumerate(callees) if callee.startswith("kernel:"))
 
 
+def test_a_size_that_data_tells_within_a_bound_lies_in_the_arena_of_the_call() -> None:
+    bounded = DATA.replace('symbol("k")', 'symbol("k", upper=100)')
+    context = PassContext(Target.parse("llvm"))
+    plan_memory_pass(allocated(bounded, "(z1, e)", DATA_PARAMS), context)
+    (plan,) = context.memory_plans.values()
+    assert [t.name for t in plan.tensors] == ["z", "a", "b", "d"] and plan.outside == ()
+    exe = rl.compile(module(main(bounded, "(z1, e)", DATA_PARAMS)))
+    for n, k in ((3, 5), (0, 0), (1, 100), (2000, 99)):
+        args = np.ones(n, "f4"), np.array([k]), np.array(True)
+        np.testing.assert_allclose(exe(*args)[1], k * (k + 1) * (k + 2) / 6, rtol=1e-4)
+    with pytest.raises(ShapeMismatchError, match="k.* 101.*100"):
+        exe(np.ones(3, "f4"), np.array([101]), np.array(True))
+
+
+def test_hundreds_of_sizes_that_data_tells_do_not_nest() -> None:
+    """They were a maximum of maxima, too deep to go through."""
+    bb = BlockBuilder()
+    count = 300
+    with bb.function("main", counts=TensorType.of((count,), "int64")) as (counts,):
+        sizes = [bb.symbol(f"k{k}", upper=50) for k in range(count)]
+        bb.match_shape(bb.emit(ops.tensor_to_shape(counts)), sizes)
+        total = bb.emit(ops.full((1,), np.float32(0)))
+        for size in sizes:
+            rising = bb.emit(ops.cumsum(bb.emit(ops.full((size,), np.float32(1))), axis=0))
+            total = bb.emit(ops.add(total, bb.emit(ops.sum(rising, keepdims=True))))
+        bb.result(total)
+    exe = rl.compile(bb.module())
+    given = np.arange(count) % 51
+    np.testing.assert_allclose(exe(given), [(given * (given + 1) / 2).sum()], rtol=1e-5)
+
+
 def test_one_tensor_of_a_size_that_data_tells_needs_no_arena() -> None:
     text = """
 s: Shape(rank=1) = tensor_to_shape(count)

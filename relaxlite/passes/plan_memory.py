@@ -2,9 +2,10 @@
 
 Whose memory is in use when, aliases.py says; what lies where, pack_arena.py. The arena takes all tensors that live and
 die inside one activation of the function, bodies of `If` and `Loop` included: branches share space, iterations use the
-same space again, and what both branches of an If give back at one place is one tensor. Sizes that only data tells have
-an arena of their own, behind the MatchShape that binds the last symbol that they need. Memory of their own have
-results, what a loop carries from one iteration to the next, and what has a size that a branch or loop binds.
+same space again, and what both branches of an If give back at one place is one tensor. Sizes that only data tells are
+taken at the upper bounds of what data binds; where there is none, they have an arena of their own, behind the
+MatchShape that binds the last symbol that they need. Memory of their own have results, what a loop carries from one
+iteration to the next, and what has a size that a branch or loop binds.
 
 With `constant_memory` sizes are taken at the upper bounds of the symbols: then every offset is a constant.
 """
@@ -44,6 +45,8 @@ from relaxlite.passes.pack_arena import ALIGNMENT as ALIGNMENT
 from relaxlite.passes.pack_arena import Packing, pack
 from relaxlite.passes.replay_plan import replay_plan
 from relaxlite.records import dataclass
+
+_ANALYZER = Analyzer()
 
 
 def plan_memory(module: IRModule, context: PassContext) -> IRModule:
@@ -97,6 +100,14 @@ class _Sizes:
             elif is_outermost:
                 self.meaning[symbol], self.since[symbol] = symbol, (step, binding.var)
 
+    def told_before(self, size: SymExpr) -> SymExpr:
+        """The size itself where arguments tell it; else at the upper bounds of what data tells, if there are all."""
+        late = [s for s in size.free_vars() if self.since[s][1] is not None]
+        if not late or any(s.upper is None for s in late):
+            return size
+        most = substitute(size, {s: sym(s.upper or 0) for s in late})
+        return most if _ANALYZER.can_prove_le(size, most) else size
+
     def place(self, size: SymExpr) -> Var | None:
         """Behind what the size has a value; None: from the beginning."""
         return max((self.since[s] for s in size.free_vars()), key=lambda item: item[0], default=(-1, None))[1]
@@ -112,7 +123,7 @@ class _PlanFunction:
         found = _merge_branches(aliases, self._allocations(function, aliases, sizes))
         by_place: dict[Var | None, list[_Group]] = {}
         for group in found:
-            group.spans = _spans(aliases, group)
+            group.spans, group.size = _spans(aliases, group), sizes.told_before(group.size)
             by_place.setdefault(sizes.place(group.size), []).append(group)
         arenas = [made for at, groups in by_place.items() if (made := self._arena(at, groups)) is not None]
         for arena in arenas:
@@ -176,7 +187,7 @@ class _PlanFunction:
         """The size to plan with: a constant where the plan is to be one."""
         if not self._context.constant_memory:
             return size
-        most = Analyzer().bounds(size)[1]
+        most = _ANALYZER.bounds(size)[1]
         if most is not None:
             return sym(most)
         unbounded = ", ".join(s.name for s in size.free_vars() if s.upper is None)
