@@ -14,8 +14,9 @@ gguf = pytest.importorskip("gguf")
 Array = np.ndarray[Any, Any]
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 64, 256, 2, 128
 EPSILON = 1e-5
+JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe")
 GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2")
-INTERLEAVED = ("llama", "smollm3", "granite")
+INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -40,12 +41,26 @@ def tensors(
     biases: tuple[str, ...] = (),
     vocab: int = VOCAB,
     layers: int = LAYERS,
+    experts: int = 0,
+    shared: int = 0,
+    dense_layers: tuple[int, ...] = (),
 ) -> dict[str, Array]:
-    """Random weights in float32 for an architecture."""
+    """Random weights in float32 for an architecture. `shared`: the width of an expert for all tokens."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Array:
         return (rng.standard_normal((rows, columns)) * columns**-0.5).astype(np.float32)
+
+    def of_experts(at: str) -> dict[str, Array]:
+        found = {"ffn_gate_inp": matrix(experts, HIDDEN) * 8}
+        for kind, rows in (("gate", INTER), ("up", INTER), ("down", HIDDEN)):
+            found[f"ffn_{kind}_exps"] = np.stack([matrix(rows, HIDDEN) for _ in range(experts)])
+            if shared:
+                sizes = (HIDDEN, shared) if kind == "down" else (shared, HIDDEN)
+                found[f"ffn_{kind}_shexp"] = matrix(*sizes)
+        if shared and name == "qwen2moe":
+            found["ffn_gate_inp_shexp"] = vector(HIDDEN) * HIDDEN**-0.5
+        return {f"{at}{part}.weight": weight for part, weight in found.items()}
 
     def vector(size: int, around: float = 0.0) -> Array:
         return (around + 0.2 * rng.standard_normal(size)).astype(np.float32)
@@ -60,11 +75,16 @@ def tensors(
         widths["ffn_down"] = HIDDEN
     norms = ["attn_norm", "ffn_norm"] if name != "olmo2" else []
     norms += ["post_attention_norm", "post_ffw_norm"] if name in POST_NORMED else []
-    qk_norms = {"attn_q_norm": HEADS * WIDTH, "attn_k_norm": KV_HEADS * WIDTH} if name == "olmo2" else {}
-    qk_norms |= {"attn_q_norm": WIDTH, "attn_k_norm": WIDTH} if name in ("gemma3", "qwen3") else {}
+    qk_norms = {"attn_q_norm": HEADS * WIDTH, "attn_k_norm": KV_HEADS * WIDTH} if name in JOINTLY_NORMED else {}
+    qk_norms |= {"attn_q_norm": WIDTH, "attn_k_norm": WIDTH} if name in NORMED_BY_HEAD else {}
     for k in range(layers):
         at = f"blk.{k}."
+        has_experts = experts > 0 and k not in dense_layers
+        if has_experts:
+            found |= of_experts(at)
         for part, rows in widths.items():
+            if has_experts and part.startswith("ffn"):
+                continue
             found[f"{at}{part}.weight"] = matrix(rows, HIDDEN)
             if part in biases:
                 found[f"{at}{part}.bias"] = vector(rows)
@@ -115,13 +135,34 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         x = x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
         h = _norm(x, part["ffn_norm.weight"]) if "ffn_norm.weight" in part else x
-        gate, up = _linear(part, "ffn_gate", h), _linear(part, "ffn_up", h)
-        gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-        fed = _linear(part, "ffn_down", (gelu if name in GEMMAS else gate / (1 + np.exp(-gate))) * up)
+        fed = _experts(name, metadata, part, h) if "ffn_gate_inp.weight" in part else _gated(name, part, h, "")
         x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)
     head = w.get("output.weight", w["token_embd.weight"]).astype(np.float64)
     logits = _norm(x, w["output_norm.weight"].astype(np.float64)) @ head.T / metadata.get(f"{name}.logit_scale", 1.0)
     return _capped(logits, metadata.get(f"{name}.final_logit_softcapping"))
+
+
+def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array:
+    gate, up = _linear(part, f"ffn_gate{suffix}", x), _linear(part, f"ffn_up{suffix}", x)
+    gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    return _linear(part, f"ffn_down{suffix}", (gelu if name in GEMMAS else gate / (1 + np.exp(-gate))) * up)
+
+
+def _experts(name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], x: Array) -> Array:
+    """Token by token."""
+    likes = np.exp(_linear(part, "ffn_gate_inp", x))
+    shares, chosen = likes / likes.sum(-1, keepdims=True), metadata[f"{name}.expert_used_count"]
+    fed = np.zeros_like(x)
+    for row, token in enumerate(x):
+        best = np.argsort(-shares[row])[:chosen]
+        total = 1.0 if name in ("olmoe", "qwen2moe") else shares[row, best].sum()
+        for e in best:
+            own = {f"ffn_{kind}.weight": part[f"ffn_{kind}_exps.weight"][e] for kind in ("gate", "up", "down")}
+            fed[row] += shares[row, e] / total * _gated(name, own, token, "")
+    if "ffn_up_shexp.weight" in part:
+        gate = part.get("ffn_gate_inp_shexp.weight")
+        fed += _gated(name, part, x, "_shexp") * (1.0 if gate is None else 1 / (1 + np.exp(-x @ gate))[:, None])
+    return fed
 
 
 def _capped(x: Array, cap: float | None) -> Array:
@@ -141,10 +182,10 @@ def _attention(
     divisors: Array | None,
 ) -> Array:  # fmt: skip
     q, keys, values = (_linear(part, f"attn_{c}", x) for c in "qkv")
-    if name == "olmo2":
+    if name in JOINTLY_NORMED:
         q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
     q, keys, values = (y.reshape(len(x), -1, WIDTH) for y in (q, keys, values))
-    if name in ("gemma3", "qwen3"):
+    if name in NORMED_BY_HEAD:
         q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
     window = metadata.get(f"{name}.attention.sliding_window")
     every = {"gemma3": metadata.get("gemma3.attention.sliding_window_pattern", 6), "gemma2": 2, "olmo2": 4}

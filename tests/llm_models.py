@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
-from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope
 
 VOCAB, CONTEXT = 61, 96
 
@@ -31,6 +31,8 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"has_qk_norm": True, "is_qk_norm_joint": True, "has_pre_norms": False, "has_post_norms": True},
     "smollm3, scaled as granite": {"unturned": (True, False), "residual_scale": 0.3, "logit_divisor": 4.0},
+    "experts": {"experts": Experts(7, 3, 24, True)},
+    "experts, some layers, one shared": {"experts": Experts(5, 2, 24, False, 40, True, (False, True))},
 }  # fmt: skip
 ARCHITECTURES = tuple(_SPECIFIC)
 

@@ -95,6 +95,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "olmo2, biases": ("Olmo2Config", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 8, "rope_parameters": YARN}),
+    "mixtral, window": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe, every second layer": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe, all experts": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 1}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "shared_intermediate_size": 40},
+    ),
 }
 
 

@@ -63,6 +63,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"block_count": 5, "attention.sliding_window": 5, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         {},
     ),
+    "llama with experts, which is mixtral": ("llama", {"expert_count": 5, "expert_used_count": 2}, {"experts": 5}),
+    "qwen2moe": (
+        "qwen2moe",
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": files.INTER,
+         "expert_shared_feed_forward_length": 96},
+        {"experts": 6, "shared": 96, "biases": QKV},
+    ),
+    "qwen3moe, the first layer without": (
+        "qwen3moe",
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": files.INTER},
+        {"experts": 5, "dense_layers": (0,)},
+    ),
+    "olmoe": ("olmoe", {"expert_count": 4, "expert_used_count": 4}, {"experts": 4}),
+    "granitemoe": (
+        "granitemoe",
+        {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64, "residual_scale": 0.22},
+        {"experts": 5, "shared": 64},
+    ),
 }  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, files.VOCAB, 23).tolist()
 
@@ -149,6 +167,38 @@ def test_every_tensor_type(kind: str, precision: str, tmp_path: Path) -> None:
     check_logits(path, "llama", metadata, weights, precision)
 
 
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "BF16"])
+def test_experts_in_blocks(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+    """Of one tensor for all experts, and as the first files of Mixtral have them: in one each."""
+    metadata = files.fields("llama", expert_count=3, expert_used_count=2)
+    weights, stored = files.tensors("llama", experts=3), {}
+    for name, values in weights.items():
+        stored[name] = values
+        if values.ndim == 3:
+            data = [packed(matrix, kind) for matrix in values]
+            weights[name] = np.stack([gguf.quants.dequantize(d, gguf.GGMLQuantizationType[kind]) for d in data])
+            del stored[name]
+            parts = {name: np.stack(data)}
+            if not is_stacked:
+                parts = {name.replace("_exps", f".{e}"): part for e, part in enumerate(data)}
+            stored |= {part: (found, kind) for part, found in parts.items()}
+    check_logits(files.write(tmp_path / "m.gguf", "llama", metadata, stored), "llama", metadata, weights)
+
+
+def test_a_matrix_for_each_expert_is_needed(tmp_path: Path) -> None:
+    metadata, weights = files.fields("llama", expert_count=4, expert_used_count=2), files.tensors("llama", experts=3)
+    path = files.write(tmp_path / "m.gguf", "llama", metadata, weights)
+    with pytest.raises(ImportModelError, match=r"gate has shape \(3, 256, 256\); it needs .* each of 4 experts"):
+        read_checkpoint(path)
+    metadata = files.fields("llama", expert_count=3, expert_used_count=4)
+    with pytest.raises(ImportModelError, match="4 experts for each token, and there are only 3"):
+        read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
+    metadata = files.fields("qwen3", expert_count=3, expert_used_count=2)
+    with pytest.raises(ImportModelError, match="mixtures of experts are not known of qwen3"):
+        read_checkpoint(files.write(tmp_path / "m.gguf", "qwen3", metadata, files.tensors("qwen3")))
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gemma3"])  # it does not read the width of qwen3's heads
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -209,7 +259,7 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
         ({"attention.head_count_kv": [2, 1]}, r"head_count_kv' is \[2, 1\]; it must be .* the same for all layers"),
         ({"attention.head_count_kv": 3}, "4 heads cannot share 3 heads of keys and values"),
         ({"attention.value_length": 32}, "values of another width than keys are not supported"),
-        ({"expert_count": 8}, "mixtures of experts are not supported"),
+        ({"expert_count": 8}, "the hyperparameter 'llama.expert_used_count' is missing"),
         ({"rope.dimension_count": 65}, "cannot turn 65 of 64 elements of a head"),
         ({"rope.scaling.type": "ntk", "rope.scaling.factor": 4.0}, "scaled by 'ntk' are not known"),
         ({"rope.scaling.type": "longrope"}, "scaled by 'longrope' need tensors, 'rope_factors_short.weight' too"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight, split_fused
-from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 
@@ -113,6 +113,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             local_rope=Rope(1e4, 256),
         ),
     ),
+    "Qwen3-30B-A3B": (
+        {"attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+         "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+         "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+         "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
+         "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936},
+        DecoderConfig(
+            "qwen3_moe", 151936, 2048, 48, 32, 4, 128, 6144, 40960, 1e-6, Rope(1e6, 128), False, has_qk_norm=True,
+            experts=Experts(128, 8, 768, True),
+        ),
+    ),
+    "Mixtral-8x7B-v0.1": (
+        {"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+         "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+         "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000},
+        DecoderConfig(
+            "mixtral", 32000, 4096, 32, 32, 8, 128, 14336, 32768, 1e-5, Rope(1e6, 128), False,
+            experts=Experts(8, 2, 14336, True),
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -197,6 +219,12 @@ def test_biases() -> None:
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not"),
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types must name"),
+        ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 experts for each token, and there are only 128"),
+        ("Qwen3-30B-A3B", {"num_experts": None}, "hyperparameter 'num_experts' is missing"),
+        ("Qwen3-30B-A3B", {"num_experts": 1 << 30}, "48 layers of 1073741824 experts are more than anybody has"),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": 3}, "mlp_only_layers = 3 must be a list of layers"),
+        ("Qwen3-30B-A3B", {"decoder_sparse_step": "x"}, "decoder_sparse_step = 'x' a positive integer"),
+        ("Qwen3-30B-A3B", {"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias = False is not supported"),
     ],
 )
 def test_what_we_would_compute_otherwise_is_refused(name: str, more: dict[str, Any], problem: str) -> None:

@@ -141,7 +141,7 @@ def _join(slots: list[list[Binding]], group: list[Site], table: ProgramTable, co
         kernels_saved=sym(len(members) - 1), operands_shared=sym(shared),
     )  # fmt: skip
     result = Var(f"{outputs[0].name}_joined", call.ty)
-    made = [Let(result, replace(call, loc=members[0].call.loc))]
+    made: list[Binding] = [Let(result, replace(call, loc=members[0].call.loc))]
     made += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
     for site in members:
         slots[site.position] = [binding for binding in slots[site.position] if binding.var is not site.var]

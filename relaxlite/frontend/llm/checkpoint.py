@@ -4,7 +4,8 @@ Weights have our names, whatever the checkpoint calls them:
 
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, attn_post_norm,
-               mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm
+               mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
+               router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden]
 
 Matrices are [out, in], as in both kinds of checkpoints. Rotary embeddings work on halves of a head.
 """
@@ -51,6 +52,12 @@ class Weight:
         """Some of its rows, not copied."""
         return Weight(self.data[begin:end], (end - begin, *self.shape[1:]), self.block_format)
 
+    def member(self, index: int) -> Weight:
+        """One of several along the first axis, not copied."""
+        n = self.shape[1]
+        data = self.data[index] if self.block_format is None else self.data[index * n : (index + 1) * n]
+        return Weight(data, self.shape[1:], self.block_format)
+
     def rows(self, order: Array) -> Weight:
         """With its rows in another order."""
         return Weight(np.ascontiguousarray(self.data[order]), self.shape, self.block_format)
@@ -85,8 +92,7 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     queries, keys = c.heads * c.head_width, c.kv_heads * c.head_width
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (c.hidden,), "q": (queries, c.hidden), "k": (keys, c.hidden), "v": (keys, c.hidden),
-        "o": (c.hidden, queries), "mlp_norm": (c.hidden,), "gate": (c.intermediate, c.hidden),
-        "up": (c.intermediate, c.hidden), "down": (c.hidden, c.intermediate),
+        "o": (c.hidden, queries), "mlp_norm": (c.hidden,),
     }  # fmt: skip
     if not c.has_pre_norms:
         del layer["attn_norm"], layer["mlp_norm"]
@@ -94,8 +100,6 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
     if c.has_o_bias:
         layer |= {"o_bias": (c.hidden,)}
-    if c.has_mlp_bias:
-        layer |= {"gate_bias": (c.intermediate,), "up_bias": (c.intermediate,), "down_bias": (c.hidden,)}
     if c.has_qk_norm:
         joint = c.is_qk_norm_joint
         layer |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
@@ -104,30 +108,70 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.is_tied:
         whole["head"] = (c.vocab, c.hidden)
-    return whole | {f"layers.{k}.{name}": shape for k in range(c.layers) for name, shape in layer.items()}
+    return whole | {
+        f"layers.{k}.{name}": shape for k in range(c.layers) for name, shape in (layer | _mlp_weights(c, k)).items()
+    }
+
+
+def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    def gated(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+        inward = (width, config.hidden)
+        return {f"{prefix}gate": inward, f"{prefix}up": inward, f"{prefix}down": (config.hidden, width)}
+
+    experts = config.experts_of(layer)
+    if experts is None:
+        found = gated("", config.intermediate)
+        if config.has_mlp_bias:
+            found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
+        return found
+    found = {"router": (experts.count, config.hidden)}
+    for e in range(experts.count):
+        found |= gated(f"experts.{e}.", experts.intermediate)
+    if experts.shared is not None:
+        found |= gated("shared.", experts.shared)
+        if experts.has_shared_gate:
+            found["shared_router"] = (config.hidden,)
+    return found
 
 
 def split_fused(
     config: DecoderConfig, weights: Mapping[str, Weight], fused: Mapping[str, tuple[str, ...]], source: str
 ) -> dict[str, Weight]:
-    """The weights with those that are the rows of several others, by layer, taken apart. ImportModelError: one has not
-    as many rows as they."""
-    found, expected = dict(weights), expected_weights(config)
-    for k in range(config.layers):
-        for whole, parts in fused.items():
-            weight = found.pop(f"layers.{k}.{whole}", None)
-            if weight is None:
-                continue
-            counts = [expected[f"layers.{k}.{part}"][0] for part in parts]
-            if weight.shape[:1] != (sum(counts),):
-                raise ImportModelError(
-                    f"{source}: weight layers.{k}.{whole} has shape {weight.shape}; as {', '.join(parts)} it would "
-                    f"have {' + '.join(map(str, counts))} rows"
-                )
-            begin = 0
-            for part, count in zip(parts, counts, strict=True):
-                found[f"layers.{k}.{part}"] = weight.part(begin, begin + count)
-                begin += count
+    """The weights with those taken apart, by layer, that are several: one for each expert, then the rows of `fused`.
+    ImportModelError: one has not as many experts or rows."""
+    found, expected = _split_experts(config, weights, source), expected_weights(config)
+    for name in list(found):
+        begin, _, kind = name.rpartition(".")
+        if kind not in fused or f"{begin}.{fused[kind][0]}" not in expected:
+            continue
+        weight, parts = found.pop(name), fused[kind]
+        counts = [expected[f"{begin}.{part}"][0] for part in parts]
+        if weight.shape[:1] != (sum(counts),):
+            raise ImportModelError(
+                f"{source}: weight {name} has shape {weight.shape}; as {', '.join(parts)} it would have "
+                f"{' + '.join(map(str, counts))} rows"
+            )
+        at = 0
+        for part, count in zip(parts, counts, strict=True):
+            found[f"{begin}.{part}"] = weight.part(at, at + count)
+            at += count
+    return found
+
+
+def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> dict[str, Weight]:
+    """Those of layers.K.experts, which hold one matrix for each expert, by expert."""
+    found = dict(weights)
+    for name, weight in weights.items():
+        begin, _, kind = name.rpartition(".")
+        if not begin.endswith(".experts") or config.experts is None:
+            continue
+        if len(weight.shape) != 3 or weight.shape[0] != config.experts.count:
+            raise ImportModelError(
+                f"{source}: weight {name} has shape {weight.shape}; it needs a matrix for each of "
+                f"{config.experts.count} experts"
+            )
+        del found[name]
+        found |= {f"{begin}.{e}.{kind}": weight.member(e) for e in range(config.experts.count)}
     return found
 
 

@@ -89,8 +89,25 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of gated MLPs (Shazeer et al., arXiv 1701.06538): each token goes through those `chosen` of `count` to
+    which a softmax over all of them gives most, weighted by that; `is_normed`: by its share of what they have together.
+
+    `shared`: the width of one more that all tokens go through; `has_shared_gate`: times a sigmoid of its own.
+    """
+
+    count: int
+    chosen: int
+    intermediate: int
+    is_normed: bool
+    shared: int | None = None
+    has_shared_gate: bool = False
+    layers: tuple[bool, ...] = ()  # which have them, others one MLP; empty: all
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder: token embedding, `layers` times (attention, gated MLP), norm, logits.
+    """A decoder: token embedding, `layers` times (attention, gated MLP or experts), norm, logits.
 
     Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for;
     `usual_context`: those that it is compiled for unless more are asked for, where that costs something.
@@ -127,11 +144,17 @@ class DecoderConfig:
     logit_divisor: float | None = None
     logit_cap: float | None = None  # c * tanh(logits / c)
     usual_context: int | None = None
+    experts: Experts | None = None
 
     def is_local_layer(self, layer: int) -> bool:
         if self.window is None:
             return False
         return self.is_local[layer] if self.is_local else True
+
+    def experts_of(self, layer: int) -> Experts | None:
+        if self.experts is None or (self.experts.layers and not self.experts.layers[layer]):
+            return None
+        return self.experts
 
     def rope_of(self, layer: int) -> Rope | None:
         if self.unturned and self.unturned[layer]:

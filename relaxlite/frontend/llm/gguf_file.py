@@ -13,7 +13,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
-from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE
+from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, layer_names
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_format import GgufFile, TensorInfo, read_file
@@ -63,25 +63,26 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         found["vocab_size"] = embedding.shape[0]
     for key, weight in (("qkv_bias", "q_bias"), ("o_bias", "o_bias"), ("mlp_bias", "down_bias")):
         found[key] = f"blk.0.{GGUF_LAYER[weight]}" in tensors
+    routers = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["router"])]
+    found["expert_layers"] = [int(place) for _, place, *_ in routers if place.isdecimal()]
     if _DIVISORS["short"] in tensors:
         found["rope.scaling.type"] = "longrope"
     return found
 
 
 def _names(config: DecoderConfig, layer: Mapping[str, str]) -> dict[str, str]:
-    layers = {f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k in range(config.layers) for ours, theirs in layer.items()}
-    return GGUF_WHOLE | layers
+    return GGUF_WHOLE | {f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k, ours, theirs in layer_names(layer, config)}
 
 
 def _weight(file: GgufFile, tensor: TensorInfo, source: str) -> Weight:
     what = f"{source}: tensor {tensor.name!r}"
     if tensor.kind in BLOCK_FORMATS:
         block = BLOCK_FORMATS[tensor.kind]
-        if len(tensor.shape) != 2 or tensor.shape[1] % block.size:
+        if len(tensor.shape) not in (2, 3) or tensor.shape[-1] % block.size:
             raise ImportModelError(
                 f"{what}: {tensor.kind} needs rows of whole blocks of {block.size}, got {tensor.shape}"
             )
-        rows, columns = tensor.shape
+        rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         return Weight(_bytes(file, tensor, rows, columns // block.size * block.nbytes, what), tensor.shape, tensor.kind)
     if tensor.kind not in _FLOATS:
         known = ", ".join([*_FLOATS, *BLOCK_FORMATS])

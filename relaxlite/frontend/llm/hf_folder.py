@@ -14,7 +14,12 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE, Architecture
+from relaxlite.frontend.llm.architectures.base import (
+    HUGGING_FACE_LAYER,
+    HUGGING_FACE_WHOLE,
+    Architecture,
+    layer_names,
+)
 from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig
 
@@ -119,8 +124,7 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
     """By our names; what is no weight of the language model keeps its own."""
     layer = architecture.hugging_face or HUGGING_FACE_LAYER
     names = {theirs: ours for ours, theirs in HUGGING_FACE_WHOLE.items()}
-    for k in range(config.layers):
-        names |= {f"model.layers.{k}.{theirs}": f"layers.{k}.{ours}" for ours, theirs in layer.items()}
+    names |= {f"model.layers.{k}.{theirs}": f"layers.{k}.{ours}" for k, ours, theirs in layer_names(layer, config)}
     found = {}
     for theirs, weight in tensors.items():
         name = theirs.removeprefix("language_model.")
@@ -129,7 +133,11 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
         ours = names.get(name, name)
         if name.endswith(_IGNORED) or (ours == "head" and config.is_tied) or name.startswith(_OTHER_PARTS):
             continue
-        found[ours] = _offset(weight, architecture.norm_offset) if ours.endswith("norm") else weight
+        if ours.endswith("norm"):
+            weight = _offset(weight, architecture.norm_offset)
+        elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
+            weight = weight.member(0)
+        found[ours] = weight
     return found
 
 

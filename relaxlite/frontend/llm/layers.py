@@ -12,6 +12,7 @@ import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.frontend.llm.mixture import mixture
 from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
@@ -115,7 +116,13 @@ class Decoder:
         return self.linear(f"{name}.o", joined, c.has_o_bias)
 
     def mlp(self, k: int, x: Expr) -> Var:
-        name, has_bias = f"layers.{k}", self.config.has_mlp_bias
+        name, experts = f"layers.{k}", self.config.experts_of(k)
+        if experts is not None:
+            return mixture(self, name, experts, x)
+        return self.gated(name, x, self.config.has_mlp_bias)
+
+    def gated(self, name: str, x: Expr, has_bias: bool = False) -> Var:
+        """down(activation(gate(x)) * up(x))"""
         gate, up = self.linear(f"{name}.gate", x, has_bias), self.linear(f"{name}.up", x, has_bias)
         if self.config.activation == "silu":
             gate = self.op("multiply", gate, self.op("sigmoid", gate))

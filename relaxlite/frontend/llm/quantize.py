@@ -29,9 +29,10 @@ def quantize_checkpoint(
 ) -> Checkpoint:
     """Every matrix in blocks of `kind` (a key of QUANTIZERS, in any case), embeddings in EMBEDDING_FORMAT.
 
-    Vectors stay as they are, and so do matrices whose rows are no whole number of blocks. `progress` is told each
-    matrix. InvalidArgumentError: an unknown kind. ImportModelError: a matrix is in blocks already, has values that are
-    not finite or too large for a scale in float16; or there is no matrix that could be quantized.
+    Vectors stay as they are, and so do matrices whose rows are no whole number of blocks, and those that choose
+    experts. `progress` is told each matrix. InvalidArgumentError: an unknown kind. ImportModelError: a matrix is in
+    blocks already, has values that are not finite or too large for a scale in float16; or there is no matrix that could
+    be quantized.
     """
     kind = kind.upper()
     if kind not in QUANTIZERS:
@@ -39,7 +40,7 @@ def quantize_checkpoint(
         raise InvalidArgumentError(f"cannot quantize to {kind.lower()!r}; known are {known}")
     source = checkpoint.provenance.get("source", "the checkpoint")
     weights = dict(checkpoint.weights)
-    matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
+    matrices = [name for name, weight in weights.items() if len(weight.shape) == 2 and not name.endswith(".router")]
     blocks = next((name for name in matrices if weights[name].block_format is not None), None)
     if blocks is not None:
         raise ImportModelError(

@@ -9,14 +9,16 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
 from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
-from relaxlite.frontend.llm.architectures.granite import GRANITE
+from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_MOE
 from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL, SMOLLM3
-from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3
+from relaxlite.frontend.llm.architectures.mixtral import MIXTRAL
+from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3, OLMOE
 from relaxlite.frontend.llm.architectures.phi3 import PHI3
-from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN3
+from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3
+    LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, MIXTRAL,
+    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE,
 )  # fmt: skip
 
 

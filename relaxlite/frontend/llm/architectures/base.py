@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.config import DecoderConfig, Rope, RopeScaling
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling
 from relaxlite.records import dataclass
 
 # ours -> as config.json of Hugging Face calls it, and as GGUF does behind the architecture's name
@@ -39,8 +39,13 @@ _KEYS = {
     "qkv_bias": ("attention_bias", "qkv_bias"),
     "o_bias": ("attention_bias", "o_bias"),
     "mlp_bias": ("mlp_bias", "mlp_bias"),
+    "experts": ("num_experts", "expert_count"),
+    "experts_chosen": ("num_experts_per_tok", "expert_used_count"),
+    "expert_width": ("moe_intermediate_size", "expert_feed_forward_length"),
+    "shared_width": ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 }
 _MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
+_MOST_EXPERTS = 100_000  # of all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,39 @@ class Hyperparameters:
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn, longrope"
         )
 
+    def experts(self, *, is_normed: bool, has_shared_gate: bool = False) -> Experts:
+        """The mixture of experts. `has_shared_gate`: of the shared expert, where there is one."""
+        count = self.integer("experts", self.raw.get("num_local_experts"))
+        chosen, layers = self.integer("experts_chosen"), self.integer("layers")
+        if chosen > count:
+            raise ImportModelError(f"{self.source}: {chosen} experts for each token, and there are only {count}")
+        if count * layers > _MOST_EXPERTS:
+            raise ImportModelError(f"{self.source}: {layers} layers of {count} experts are more than anybody has")
+        shared = None if self.get("shared_width") in (None, 0) else self.integer("shared_width")
+        return Experts(
+            count,
+            chosen,
+            self.integer("expert_width", self.get("intermediate")),
+            is_normed,
+            shared,
+            has_shared_gate and shared is not None,
+            self._expert_layers(layers),
+        )
+
+    def _expert_layers(self, layers: int) -> tuple[bool, ...]:
+        """Which layers have experts; empty: all of them."""
+        if self.is_gguf:
+            found = self.raw.get(f"{self.prefix}expert_layers", ())
+            return () if len(found) == layers else tuple(k in found for k in range(layers))
+        without, step = self.raw.get("mlp_only_layers") or [], self.raw.get("decoder_sparse_step") or 1
+        if not isinstance(without, list) or not isinstance(step, int) or step < 1:
+            raise ImportModelError(
+                f"{self.source}: mlp_only_layers = {_short(without)} must be a list of layers, decoder_sparse_step = "
+                f"{_short(step)} a positive integer"
+            )
+        found = tuple(k not in without and (k + 1) % step == 0 for k in range(layers))
+        return () if all(found) else found
+
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
         """The configuration that follows from the usual hyperparameters, but for what is given."""
         hidden, heads = self.integer("hidden"), self.integer("heads")
@@ -211,11 +249,13 @@ class Hyperparameters:
             raise ImportModelError(f"{self.source}: {heads} heads cannot share {kv_heads} heads of keys and values")
         if self.is_gguf and self.raw.get(f"{self.prefix}attention.value_length", width) != width:
             raise ImportModelError(f"{self.source}: values of another width than keys are not supported")
-        if self.is_gguf and self.raw.get(f"{self.prefix}expert_count"):
-            raise ImportModelError(f"{self.source}: mixtures of experts are not supported")
+        experts = specific.get("experts")
+        if experts is None and self.is_gguf and self.raw.get(f"{self.prefix}expert_count"):
+            raise ImportModelError(f"{self.source}: mixtures of experts are not known of {architecture}")
         found: dict[str, Any] = {
             "vocab": self.integer("vocab"), "hidden": hidden, "layers": self.integer("layers"), "heads": heads,
-            "kv_heads": kv_heads, "head_width": width, "intermediate": self.integer("intermediate"),
+            "kv_heads": kv_heads, "head_width": width, 
+            "intermediate": self.integer("intermediate", None if experts is None else experts.intermediate),
             "context": self.integer("context"), "norm_epsilon": self.number("norm_epsilon"),
             "is_tied": self.flag("is_tied"),
         }  # fmt: skip
@@ -264,7 +304,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-# of a layer: our name -> as Hugging Face calls it behind "model.layers.K.", and GGUF behind "blk.K."
+# of a layer: our name -> as Hugging Face calls it behind "model.layers.K.", and GGUF behind "blk.K."; "{}" is an expert
 HUGGING_FACE_LAYER = {
     "attn_norm": "input_layernorm.weight", "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight", "q_bias": "self_attn.q_proj.bias",
@@ -272,7 +312,11 @@ HUGGING_FACE_LAYER = {
     "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
     "mlp_norm": "post_attention_layernorm.weight", "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight", "gate_bias": "mlp.gate_proj.bias", "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
+    "down_bias": "mlp.down_proj.bias", "router": "mlp.gate.weight",
+    "experts.{}.gate": "mlp.experts.{}.gate_proj.weight", "experts.{}.up": "mlp.experts.{}.up_proj.weight",
+    "experts.{}.down": "mlp.experts.{}.down_proj.weight", "shared.gate": "mlp.shared_expert.gate_proj.weight",
+    "shared.up": "mlp.shared_expert.up_proj.weight", "shared.down": "mlp.shared_expert.down_proj.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
 }  # fmt: skip
 GGUF_LAYER = {
     "attn_norm": "attn_norm.weight", "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight",
@@ -280,7 +324,24 @@ GGUF_LAYER = {
     "o_bias": "attn_output.bias", "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
     "attn_post_norm": "post_attention_norm.weight", "mlp_norm": "ffn_norm.weight", "gate": "ffn_gate.weight",
     "up": "ffn_up.weight", "down": "ffn_down.weight", "gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias", "mlp_post_norm": "post_ffw_norm.weight",
+    "down_bias": "ffn_down.bias", "mlp_post_norm": "post_ffw_norm.weight", "router": "ffn_gate_inp.weight",
+    "experts.gate": "ffn_gate_exps.weight", "experts.up": "ffn_up_exps.weight",
+    "experts.down": "ffn_down_exps.weight", "experts.{}.gate": "ffn_gate.{}.weight",
+    "experts.{}.up": "ffn_up.{}.weight", "experts.{}.down": "ffn_down.{}.weight",
+    "shared.gate": "ffn_gate_shexp.weight", "shared.up": "ffn_up_shexp.weight",
+    "shared.down": "ffn_down_shexp.weight", "shared_router": "ffn_gate_inp_shexp.weight",
 }  # fmt: skip
 HUGGING_FACE_WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 GGUF_WHOLE = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+
+
+def layer_names(layer: Mapping[str, str], config: DecoderConfig) -> Iterator[tuple[int, str, str]]:
+    """Layer, our name and theirs of the weights of all layers; where a name stands for one of each expert, of these."""
+    for k in range(config.layers):
+        experts = config.experts_of(k)
+        for ours, theirs in layer.items():
+            if not ours.startswith(("router", "experts", "shared")):
+                yield k, ours, theirs
+            elif experts is not None:
+                count = experts.count if "{}" in ours else 1
+                yield from ((k, ours.format(e), theirs.format(e)) for e in range(count))

@@ -14,7 +14,8 @@ _UNTURNED_EVERY = 4  # of SmolLM3: which layer leaves queries and keys as they a
 def _llama(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
     biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias"), "has_mlp_bias": h.flag("mlp_bias")}
-    return h.decoder("llama", **biases)
+    experts = h.experts(is_normed=True) if h.is_gguf and h.get("experts") else None  # Mixtral
+    return h.decoder("llama", experts=experts, **biases)
 
 
 def _mistral(h: Hyperparameters) -> DecoderConfig:

@@ -1,5 +1,6 @@
 """OLMo 2 (arXiv 2501.00656): norms behind attention and MLP instead of before them, queries and keys normed over all
-heads together. OLMo 3 adds local layers, three for each global one, whose rotary embedding is not stretched."""
+heads together. OLMo 3 adds local layers, three for each global one, whose rotary embedding is not stretched. OLMoE
+(arXiv 2409.02060): Llama with such norms of queries and keys, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -17,6 +18,18 @@ def _olmo2(h: Hyperparameters) -> DecoderConfig:
 
 def _olmo3(h: Hyperparameters) -> DecoderConfig:
     return _olmo(h, "olmo3", has_window=True)
+
+
+def _olmoe(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu", clip_qkv=None)
+    return h.decoder(
+        "olmoe",
+        has_qkv_bias=h.flag("qkv_bias"),
+        has_o_bias=h.flag("o_bias"),
+        has_qk_norm=True,
+        is_qk_norm_joint=True,
+        experts=h.experts(is_normed=not h.is_gguf and bool(h.raw.get("norm_topk_prob"))),
+    )
 
 
 def _olmo(h: Hyperparameters, name: str, *, has_window: bool) -> DecoderConfig:
@@ -53,3 +66,10 @@ del _NAMES["mlp_norm"]
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 OLMO2 = Architecture(("olmo2",), _olmo2, hugging_face=_NAMES, defaults=_DEFAULTS)
 OLMO3 = Architecture(("olmo3",), _olmo3, hugging_face=_NAMES, defaults=_DEFAULTS)
+OLMOE = Architecture(
+    ("olmoe",),
+    _olmoe,
+    defaults={
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8
+    },
+)  # fmt: skip

@@ -1,11 +1,11 @@
 """Qwen2 and 2.5 (arXiv 2407.10671): biases of queries, keys and values. Qwen3 (arXiv 2505.09388): norms of queries and
-keys instead."""
+keys instead. Both also with mixtures of experts, Qwen2's with one more that all tokens go through."""
 
 from __future__ import annotations
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
-from relaxlite.frontend.llm.config import DecoderConfig
+from relaxlite.frontend.llm.config import DecoderConfig, Experts
 
 
 def _window(h: Hyperparameters) -> dict[str, object]:
@@ -26,13 +26,41 @@ def _qwen2(h: Hyperparameters) -> DecoderConfig:
     return h.decoder("qwen2", has_qkv_bias=True, **_window(h))
 
 
+def _qwen2_moe(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu", qkv_bias=True)
+    experts = h.experts(is_normed=not h.is_gguf and bool(h.raw.get("norm_topk_prob")), has_shared_gate=True)
+    return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h))
+
+
 def _qwen3(h: Hyperparameters) -> DecoderConfig:
+    return _with_qk_norm(h, "qwen3", None)
+
+
+def _qwen3_moe(h: Hyperparameters) -> DecoderConfig:
+    return _with_qk_norm(h, "qwen3_moe", h.experts(is_normed=h.is_gguf or bool(h.raw.get("norm_topk_prob"))))
+
+
+def _with_qk_norm(h: Hyperparameters, name: str, experts: Experts | None) -> DecoderConfig:
     h.refuse(hidden_act="silu")
     width = h.integer("head_width", 128)
     biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias")}
-    return h.decoder("qwen3", head_width=width, rope=h.rope(width), has_qk_norm=True, **biases, **_window(h))
+    rope = h.rope(width)
+    return h.decoder(name, head_width=width, rope=rope, has_qk_norm=True, experts=experts, **biases, **_window(h))
 
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 QWEN2 = Architecture(("qwen2",), _qwen2, defaults=_DEFAULTS)
 QWEN3 = Architecture(("qwen3",), _qwen3, defaults=_DEFAULTS)
+QWEN2_MOE = Architecture(
+    ("qwen2_moe", "qwen2moe"),
+    _qwen2_moe,
+    defaults={
+        **_DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+)  # fmt: skip
+QWEN3_MOE = Architecture(
+    ("qwen3_moe", "qwen3moe"),
+    _qwen3_moe,
+    defaults={**_DEFAULTS, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+)

@@ -1,0 +1,77 @@
+"""Mixtures of experts, with ops that were there: each expert is a gated MLP over the tokens that chose it.
+
+How many these are, only a run tells: one MatchShape per layer binds a symbol for each expert. All experts are then the
+same kernels, for any number of rows, none included, with weights packed like others; a call for no rows costs some
+40 ns. Results are added up in the order of the experts, so that they do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from relaxlite.frontend.llm.config import Experts
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.expr import Expr, TupleGetItem, Var
+from relaxlite.ir.symbolic import SymExpr, product, sym
+from relaxlite.ir.types import TensorType
+
+if TYPE_CHECKING:
+    from relaxlite.frontend.llm.layers import Decoder
+
+
+def mixture(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
+    """What the experts of a layer give for x [..., hidden], in the same shape."""
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+    shape, rows = x.ty.shape, product(x.ty.shape[:-1])
+    flat = d.op("reshape", x, (rows, shape[-1]))
+    takes, shares = _routed(d, name, experts, flat)
+    counts = _counts(d, experts, takes, rows)
+    total = _shared(d, name, experts, flat)
+    for e, count in enumerate(counts):
+        found = d.op("nonzero_fill", _row(d, takes, e, rows), (count,))
+        tokens = d.op("reshape", found, (count,))
+        given = d.gated(f"{name}.experts.{e}", d.op("gather", flat, tokens, axis=0))
+        share = d.op("gather", _row(d, shares, e, rows), tokens, axis=0)
+        weighted = d.op("multiply", given, d.op("expand_dims", share, axes=(1,)))
+        places = d.op("expand_dims", tokens, axes=(1,))
+        total = d.op("scatter_nd", total, places, weighted, reduction="add")
+    return d.op("reshape", total, shape)
+
+
+def _routed(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
+    """By expert and token: whether it takes the token, int64 0 or 1, and what its result counts, float32."""
+    likes = d.op("softmax", d.linear(f"{name}.router", x), axis=-1)
+    best = d.op("top_k", likes, (sym(experts.chosen),), axis=-1)
+    weights, chosen = (d.bb.emit(TupleGetItem(best, k)) for k in (0, 1))
+    if experts.is_normed:
+        weights = d.op("divide", weights, d.op("sum", weights, axes=(-1,), keepdims=True))
+    names = np.arange(experts.count, dtype=np.int64).reshape(-1, 1, 1)
+    is_chosen = d.op("equal", d.op("expand_dims", chosen, axes=(0,)), names)
+    weights = d.op("where", is_chosen, d.op("expand_dims", weights, axes=(0,)), np.float32(0))
+    return d.op("max", d.op("cast", is_chosen, dtype="int64"), axes=(2,)), d.op("sum", weights, axes=(2,))
+
+
+def _counts(d: Decoder, experts: Experts, takes: Expr, rows: SymExpr) -> list[SymExpr]:
+    """How many tokens each expert takes."""
+    most = Analyzer().bounds(rows)[1]
+    symbols = [d.bb.symbol(f"taken_{e}", upper=most) for e in range(experts.count)]
+    d.bb.match_shape(d.op("tensor_to_shape", d.op("sum", takes, axes=(1,))), tuple(symbols))
+    return list(symbols)
+
+
+def _shared(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
+    """What results are added to: that of the expert for all tokens, or zeros."""
+    if experts.shared is None:
+        assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+        return d.op("full", x.ty.shape, np.float32(0))
+    found = d.gated(f"{name}.shared", x)
+    if not experts.has_shared_gate:
+        return found
+    gate = d.op("matmul", x, d.vector(f"{name}.shared_router").reshape(-1, 1))
+    return d.op("multiply", found, d.op("sigmoid", gate))
+
+
+def _row(d: Decoder, table: Expr, row: int, size: SymExpr) -> Var:
+    return d.op("reshape", d.op("slice", table, (row,), (1,), axes=(0,)), (size,))
