@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import relaxlite as rl
+
 pytest.importorskip("gguf")
 
 from bench.llm import __main__ as bench_main
@@ -124,6 +126,17 @@ def test_a_random_file_is_the_same_each_time_and_written_once(tmp_path: Path, ti
     assert path.read_bytes() == tiny.path.read_bytes()
     path.write_bytes(b"kept")
     assert random_gguf("llama-tiny", tmp_path).read_bytes() == b"kept" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_bytes_of_a_token_are_of_the_experts_that_it_takes(tmp_path: Path) -> None:
+    path = random_gguf("mixture-tiny", tmp_path)
+    model, weights = describe("mixture-tiny", path), read_checkpoint(path).weights
+    experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
+    others = sum(w.nbytes for name, w in weights.items() if ".experts." not in name and len(w.shape) == 2)
+    assert model.read_bytes == experts // 2 + others - weights["embed"].nbytes
+    assert weights["layers.0.router"].to_float32().std() == pytest.approx(1 / 16, rel=0.1)
+    found = rl.llm.compile(path).generate([1, 2, 3], max_new_tokens=4, logits=True)
+    assert np.isfinite(found.logits).all()
 
 
 def test_bytes_of_a_token_leave_an_embedding_out_that_is_not_the_head(tiny: Model) -> None:

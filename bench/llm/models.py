@@ -12,6 +12,7 @@ import numpy as np
 from bench.llm.random_gguf import SHAPES, random_gguf
 from relaxlite import models
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.read import read_checkpoint
 
 FETCHED = {"smollm2": "smollm2-135m-instruct"}  # and their names in relaxlite's registry
@@ -21,8 +22,9 @@ SMALL = 400_000_000  # parameters of which float32 copies are a matter of second
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`weight_bytes`: of all tensors. `read_bytes`: of the matrices that each token reads; of an embedding table it
-    reads one row, unless the table is the logits' matrix too. `cache_values`: keys and values of a token."""
+    """`weight_bytes`: of all tensors. `read_bytes`: of the matrices that each token reads: of a mixture those of the
+    experts that it takes, of an embedding table one row, unless the table is the logits' matrix too. `cache_values`:
+    keys and values of a token."""
 
     name: str
     path: Path
@@ -71,7 +73,7 @@ def describe(name: str, path: Path) -> Model:
     checkpoint = read_checkpoint(path)
     c, weights = checkpoint.config, checkpoint.weights
     matrices = {key: weight for key, weight in weights.items() if len(weight.shape) == 2}
-    read = [weight for key, weight in matrices.items() if key != "embed" or c.is_tied]
+    read = [weight.nbytes * _share(c, key) for key, weight in matrices.items() if key != "embed" or c.is_tied]
     kinds: dict[str, int] = {}
     for weight in matrices.values():
         kind = weight.block_format or str(weight.data.dtype)
@@ -82,9 +84,14 @@ def describe(name: str, path: Path) -> Model:
         types=", ".join(f"{count} {kind}" for kind, count in kinds.items()),
         parameters=sum(math.prod(weight.shape) for weight in weights.values()),
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
-        read_bytes=sum(weight.nbytes for weight in read),
+        read_bytes=round(sum(read)),
         cache_values=2 * c.layers * c.kv_heads * c.head_width,
         head_width=c.head_width,
         vocab=c.vocab,
         context=c.context,
     )
+
+
+def _share(config: DecoderConfig, name: str) -> float:
+    """How much of a weight each token reads, on average."""
+    return config.experts.chosen / config.experts.count if config.experts is not None and ".experts." in name else 1.0

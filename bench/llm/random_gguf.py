@@ -31,7 +31,8 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of tokens
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama; hidden and intermediate sizes are multiples of 256."""
+    """Of a Llama, or with `experts`, of which each token takes `chosen`, of a Mixtral; hidden and intermediate sizes
+    are multiples of 256."""
 
     hidden: int
     layers: int
@@ -40,23 +41,29 @@ class Shape:
     intermediate: int
     vocab: int
     context: int = 2048
+    experts: int = 0
+    chosen: int = 0
 
 
 SHAPES = {
     "llama-1.1b": Shape(2048, 22, 32, 4, 5632, 32000),
     "llama-tiny": Shape(256, 2, 4, 2, 512, 512),
+    "mixture-1.3b": Shape(1024, 24, 16, 8, 512, 32000, experts=32, chosen=8),  # as Granite's 1b-a400m
+    "mixture-tiny": Shape(256, 2, 4, 2, 256, 512, experts=4, chosen=2),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A matrix [rows, columns], or a vector of ones where `rows` is 0; `deviation` of its values."""
+    """A matrix [rows, columns], `count` of them if not 0, or a vector of ones where `rows` is 0; `deviation` of its
+    values."""
 
     name: str
     rows: int
     columns: int
     kind: str = "Q4_0"
     deviation: float = 0.0
+    count: int = 0
 
 
 def random_gguf(name: str, folder: Path | None = None) -> Path:
@@ -85,8 +92,12 @@ def _write(path: Path, name: str, shape: Shape) -> None:
             writer.add_tensor_info(tensor.name, (tensor.columns,), np.dtype(np.float32), 4 * tensor.columns, kind)
             continue
         size, nbytes = gguf.GGML_QUANT_SIZES[kind]
-        row = tensor.columns // size * nbytes
-        writer.add_tensor_info(tensor.name, (tensor.rows, row), np.dtype(np.uint8), tensor.rows * row, kind)
+        row, number = tensor.columns // size * nbytes, tensor.count or 1
+        shape, dtype = (tensor.rows, row), np.dtype(np.uint8)
+        if tensor.kind == "F32":
+            shape, dtype = (tensor.rows, tensor.columns), np.dtype(np.float32)
+        shape = (tensor.count, *shape) if tensor.count else shape
+        writer.add_tensor_info(tensor.name, shape, dtype, number * tensor.rows * row, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -105,6 +116,9 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, shape: Shape) -> None:
     writer.add_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.chosen)
     writer.add_rope_dimension_count(shape.hidden // shape.heads)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -124,8 +138,8 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, shape: Shape) -> None:
 def _tensors(s: Shape) -> Iterator[_Tensor]:
     keys, branch = s.kv_heads * (s.hidden // s.heads), (2 * s.layers) ** -0.5  # what a layer adds, less with depth
 
-    def matrix(name: str, rows: int, columns: int, size: float = 1.0, kind: str = "Q4_0") -> _Tensor:
-        return _Tensor(f"{name}.weight", rows, columns, kind, size * columns**-0.5)
+    def matrix(name: str, rows: int, columns: int, size: float = 1.0, kind: str = "Q4_0", count: int = 0) -> _Tensor:
+        return _Tensor(f"{name}.weight", rows, columns, kind, size * columns**-0.5, count)
 
     yield _Tensor("token_embd.weight", s.vocab, s.hidden, "Q4_0", EMBEDDING_SIZE)
     for k in range(s.layers):
@@ -136,9 +150,13 @@ def _tensors(s: Shape) -> Iterator[_Tensor]:
         yield matrix(f"{at}attn_v", keys, s.hidden)
         yield matrix(f"{at}attn_output", s.hidden, s.hidden, branch)
         yield _Tensor(f"{at}ffn_norm.weight", 0, s.hidden, "F32")
-        yield matrix(f"{at}ffn_gate", s.intermediate, s.hidden)
-        yield matrix(f"{at}ffn_up", s.intermediate, s.hidden)
-        yield matrix(f"{at}ffn_down", s.hidden, s.intermediate, branch)
+        kinds = ("ffn_gate", "ffn_up", "ffn_down")
+        if s.experts:
+            yield matrix(f"{at}ffn_gate_inp", s.experts, s.hidden, kind="F32")
+            kinds = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+        yield matrix(f"{at}{kinds[0]}", s.intermediate, s.hidden, count=s.experts)
+        yield matrix(f"{at}{kinds[1]}", s.intermediate, s.hidden, count=s.experts)
+        yield matrix(f"{at}{kinds[2]}", s.hidden, s.intermediate, branch, count=s.experts)
     yield _Tensor("output_norm.weight", 0, s.hidden, "F32")
     yield matrix("output", s.vocab, s.hidden, LOGIT_SIZE, "Q6_K")
 
@@ -148,8 +166,11 @@ def _values(tensor: _Tensor) -> Array:
     if not tensor.rows:
         return np.ones(tensor.columns, np.float32)
     rng = np.random.default_rng(zlib.crc32(tensor.name.encode()))
-    blocks = _BLOCKS[tensor.kind](rng, tensor.rows * tensor.columns, tensor.deviation)
-    return blocks.reshape(tensor.rows, -1)
+    rows = tensor.rows * (tensor.count or 1)
+    if tensor.kind == "F32":
+        return (tensor.deviation * rng.standard_normal((rows, tensor.columns))).astype(np.float32)
+    blocks = _BLOCKS[tensor.kind](rng, rows * tensor.columns, tensor.deviation)
+    return blocks.reshape(*([tensor.count] if tensor.count else []), tensor.rows, -1)
 
 
 def _random_bytes(rng: np.random.Generator, blocks: int, nbytes: int) -> Array:
