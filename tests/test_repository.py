@@ -37,7 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "target": {"errors", "config", "dtypes", "records"},
     "models": {"errors", "config", "records"},
     "ir": BASE,
-    "runtime": {"errors", "config", "dtypes", "records", "version"},
+    "runtime": {"errors", "config", "dtypes", "garbage", "records", "version"},
     "model_cache": {"errors", "config", "records", "version", "runtime"},
     "passes": BASE | {"ir"},
     "frontend": BASE | {"ir", "garbage"},

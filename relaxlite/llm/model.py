@@ -61,8 +61,11 @@ class LanguageModel:
         self._kept: _Kept | None = None
 
     @staticmethod
-    def of(data: ExecutableData, *, threads: int | None = None, cache_bytes: int = CACHE_BYTES) -> LanguageModel:
-        """From a compiled model. `cache_bytes` bounds the cache of keys and values, which grows as it is needed.
+    def of(
+        data: ExecutableData, *, threads: int | None = None, cache_bytes: int = CACHE_BYTES, is_checked: bool = False
+    ) -> LanguageModel:
+        """From a compiled model. `cache_bytes` bounds the cache of keys and values, which grows as it is needed;
+        `is_checked` as of an Executable.
 
         ArtifactError: it is no language model, or damaged.
         """
@@ -73,7 +76,7 @@ class LanguageModel:
             )
         description = Description.from_json(data.attachments[DESCRIPTION])
         tokenizer = Tokenizer(data.attachments[TOKENIZER], bos=description.bos, adds_bos=description.adds_bos)
-        engine = CompiledEngine(Executable(data, threads=threads), max_bytes=cache_bytes)
+        engine = CompiledEngine(Executable(data, threads=threads, is_checked=is_checked), max_bytes=cache_bytes)
         capacity = engine.cache.max_pages * engine.cache.layout.page
         return LanguageModel(engine, tokenizer, description, data=data, capacity=capacity)
 
@@ -345,7 +348,7 @@ def load(
     """
     data = artifact.load(path, verify=verify)
     try:
-        return LanguageModel.of(data, threads=threads, cache_bytes=cache_bytes)
+        return LanguageModel.of(data, threads=threads, cache_bytes=cache_bytes, is_checked=True)
     except ArtifactError as error:
         raise ArtifactError(f"cannot load {os.fspath(path)}: {error}") from error
 

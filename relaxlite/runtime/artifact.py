@@ -30,6 +30,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ArtifactError
+from relaxlite.garbage import without_collections
 from relaxlite.runtime import cpu, jit
 from relaxlite.runtime.executable import (
     Call,
@@ -91,6 +92,7 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@without_collections
 def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableData:
     """Read a saved model; ArtifactError says what is wrong with the file. `verify`: check every byte of the weights."""
     source = Path(path)

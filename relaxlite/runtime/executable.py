@@ -424,26 +424,37 @@ def _validate_flow(function: VMFunction) -> None:
         raise ArtifactError(f"function '{function.name}': {len(function.params)} parameters, {registers} registers")
     if count == 0 or not isinstance(function.instructions[-1], Ret | Goto):
         raise ArtifactError(f"function '{function.name}' does not end in ret or goto")
-    everything = (1 << registers) - 1
-    written = [everything] * count  # a bit per register: surely written before this instruction
-    written[0] = (1 << len(function.params)) - 1
+    joins = {at for instruction in function.instructions for at in _jumps(instruction)}
+    written = {0: (1 << len(function.params)) - 1}  # where paths join: a bit per register that surely is written there
     pending = [0]
-    seen = {0}
     while pending:
         at = pending.pop()
-        instruction, known = function.instructions[at], written[at]
-        for register in _reads(instruction):
-            if not known >> register & 1:
-                where = f"function '{function.name}', {at}: {instruction_text(instruction)}"
-                raise ArtifactError(f"{where}: r{register} is read before it is written")
-        if isinstance(instruction, Call) and instruction.dst >= 0:
-            known |= 1 << instruction.dst
-        for following in _successors(at, instruction):
-            merged = written[following] & known
-            if merged != written[following] or following not in seen:
-                written[following] = merged
-                seen.add(following)
-                pending.append(following)
+        known = written[at]
+        while True:
+            instruction = function.instructions[at]
+            for register in _reads(instruction):
+                if not known >> register & 1:
+                    where = f"function '{function.name}', {at}: {instruction_text(instruction)}"
+                    raise ArtifactError(f"{where}: r{register} is read before it is written")
+            if isinstance(instruction, Call) and instruction.dst >= 0:
+                known |= 1 << instruction.dst
+            following = _successors(at, instruction)
+            if len(following) == 1 and following[0] == at + 1 and at + 1 not in joins:
+                at += 1
+                continue
+            for target in following:
+                merged = written.get(target, known) & known
+                if written.get(target) != merged:
+                    written[target] = merged
+                    pending.append(target)
+            break
+
+
+def _jumps(instruction: Instruction) -> tuple[int, ...]:
+    match instruction:
+        case Goto(target) | If(_, target):
+            return (target,)
+    return ()
 
 
 def _reads(instruction: Instruction) -> tuple[int, ...]:

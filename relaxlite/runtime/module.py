@@ -18,6 +18,7 @@ import numpy as np
 
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
+from relaxlite.garbage import without_collections
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
@@ -44,7 +45,9 @@ class Specs(tuple[TensorSpec, ...]):
 class Executable:
     """A compiled model. May be called from several threads at once."""
 
-    def __init__(self, data: ExecutableData, *, threads: int | None = None) -> None:
+    @without_collections
+    def __init__(self, data: ExecutableData, *, threads: int | None = None, is_checked: bool = False) -> None:
+        """`is_checked`: `artifact.load` has found the bytecode valid; else an ArtifactError says where it is not."""
         if threads is not None:
             threadpool.set_num_threads(threads)
         place = gathered if config.get("huge_pages") else aligned
@@ -52,7 +55,7 @@ class Executable:
         self.data = data
         self.inputs = Specs(data.signature.inputs)
         self.outputs = Specs(data.signature.outputs)
-        self._vm = VirtualMachine(data)
+        self._vm = VirtualMachine(data, is_checked=is_checked)
         is_interpreted = config.get("interpret") or self._vm.check_memory
         self._host = None if is_interpreted else self._vm.host_function()
         self._names = tuple(spec.name for spec in self.inputs)
@@ -195,7 +198,7 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bo
     `threads`: how many threads work on one parallel loop, in the whole process. `verify`: check every byte of large
     weights too, which reads the whole file.
     """
-    return Executable(artifact.load(path, verify=verify), threads=threads)
+    return Executable(artifact.load(path, verify=verify), threads=threads, is_checked=True)
 
 
 def _describe(value: Any, spec: TensorSpec) -> str:

@@ -74,10 +74,14 @@ class Decoded:
 
 
 class VirtualMachine:
-    """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones."""
+    """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones; `is_checked`:
+    the bytecode is known to be valid."""
 
-    def __init__(self, data: ExecutableData, *, kernels: Mapping[str, Kernel] | None = None) -> None:
-        validate(data)
+    def __init__(
+        self, data: ExecutableData, *, kernels: Mapping[str, Kernel] | None = None, is_checked: bool = False
+    ) -> None:
+        if not is_checked:
+            validate(data)
         self.data = data
         self.poison = bool(config.get("poison_memory"))
         self.check_memory = bool(config.get("check_memory"))
@@ -92,7 +96,7 @@ class VirtualMachine:
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
         self.constants = [_constant(array) for array in data.constants]
-        self.functions = {name: _Decoder(self, function).decode() for name, function in data.functions.items()}
+        self._decoded: dict[str, Decoded] = {}  # what was called so far: a host function takes the place of them
 
     def run(self, name: str, args: Sequence[Value]) -> Value:
         """Call a function from outside. Workers of the thread pool stay awake meanwhile."""
@@ -103,7 +107,9 @@ class VirtualMachine:
             self._hold(-1)
 
     def invoke(self, name: str, args: Sequence[Value]) -> Value:
-        decoded = self.functions[name]
+        decoded = self._decoded.get(name)
+        if decoded is None:
+            decoded = self._decoded[name] = _Decoder(self, self.data.functions[name]).decode()
         blocks = decoded.blocks
         block = blocks[0]
         registers = [*args, *decoded.rest]
