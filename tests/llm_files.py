@@ -16,7 +16,10 @@ VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 6
 EPSILON = 1e-5
 JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe")
 GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2")
-INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
+INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe", "command-r")
+LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "command-r")
+UNGATED = ("starcoder2", "phi2", "gpt2")
+FUSED_QKV = ("phi3", "phi2", "gpt2")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -24,10 +27,11 @@ BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range
 
 def fields(name: str, **more: Any) -> dict[str, Any]:
     """Hyperparameters as llama.cpp's converter writes them."""
+    epsilon = "attention.layer_norm_epsilon" if name in LAYER_NORMED else "attention.layer_norm_rms_epsilon"
     common = {
         "context_length": CONTEXT, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": INTER,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS,
-        "attention.layer_norm_rms_epsilon": EPSILON, "rope.freq_base": 10000.0, "attention.key_length": WIDTH,
+        epsilon: EPSILON, "rope.freq_base": 10000.0, "attention.key_length": WIDTH,
         "attention.value_length": WIDTH,
     }  # fmt: skip
     return {f"{name}.{key}": value for key, value in {**common, **more}.items()}
@@ -44,6 +48,7 @@ def tensors(
     experts: int = 0,
     shared: int = 0,
     dense_layers: tuple[int, ...] = (),
+    parallel: bool = False,
 ) -> dict[str, Array]:
     """Random weights in float32 for an architecture. `shared`: the width of an expert for all tokens."""
     rng = np.random.default_rng(seed)
@@ -68,12 +73,26 @@ def tensors(
     found = {"token_embd.weight": matrix(vocab, HIDDEN) * 4, "output_norm.weight": vector(HIDDEN, 1)}
     if not tied:
         found["output.weight"] = matrix(vocab, HIDDEN)
+    if name in LAYER_NORMED and name != "command-r":
+        found["output_norm.bias"] = vector(HIDDEN)
+    if name == "phi2":
+        found["output.bias"] = vector(vocab)
+    if name == "gpt2":
+        found["position_embd.weight"] = matrix(CONTEXT, HIDDEN)
     widths = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH, "attn_output": HIDDEN}
     widths |= {"ffn_gate": INTER, "ffn_up": INTER, "ffn_down": HIDDEN}
     if name == "phi3":
         widths = {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH, "attn_output": HIDDEN, "ffn_up": 2 * INTER}
         widths["ffn_down"] = HIDDEN
+    if name in UNGATED:
+        del widths["ffn_gate"]
+    if name in ("phi2", "gpt2"):
+        widths |= {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH}
+        for part in ("attn_q", "attn_k", "attn_v"):
+            del widths[part]
     norms = ["attn_norm", "ffn_norm"] if name != "olmo2" else []
+    if parallel:
+        norms = ["attn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if name in POST_NORMED else []
     qk_norms = {"attn_q_norm": HEADS * WIDTH, "attn_k_norm": KV_HEADS * WIDTH} if name in JOINTLY_NORMED else {}
     qk_norms |= {"attn_q_norm": WIDTH, "attn_k_norm": WIDTH} if name in NORMED_BY_HEAD else {}
@@ -90,6 +109,8 @@ def tensors(
                 found[f"{at}{part}.bias"] = vector(rows)
         for part in norms:
             found[f"{at}{part}.weight"] = vector(HIDDEN, 1)
+            if name in LAYER_NORMED and name != "command-r":
+                found[f"{at}{part}.bias"] = vector(HIDDEN)
         for part, size in qk_norms.items():
             found[f"{at}{part}.weight"] = vector(size, 1)
     return found
@@ -122,30 +143,40 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
     """Logits [tokens, VOCAB] in float64."""
     positions = np.arange(len(tokens))
     x = w["token_embd.weight"][tokens].astype(np.float64)
+    if "position_embd.weight" in w:
+        x += w["position_embd.weight"][positions]
     x *= HIDDEN**0.5 if name in GEMMAS else metadata.get(f"{name}.embedding_scale", 1.0)
     added = metadata.get(f"{name}.residual_scale", 1.0)
     for k in range(metadata[f"{name}.block_count"]):
         part = {key.removeprefix(f"blk.{k}."): v.astype(np.float64) for key, v in w.items() if f"blk.{k}." in key}
-        if name == "phi3":
+        if name in FUSED_QKV:
             counts = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH}
-            rows = np.split(part["attn_qkv.weight"], np.cumsum([*counts.values()])[:-1])
-            part |= {f"{of}.weight": some for of, some in zip(counts, rows, strict=True)}
+            for kind in {"weight", "bias"} & {key.partition(".")[2] for key in part if key.startswith("attn_qkv")}:
+                rows = np.split(part[f"attn_qkv.{kind}"], np.cumsum([*counts.values()])[:-1])
+                part |= {f"{of}.{kind}": some for of, some in zip(counts, rows, strict=True)}
+        if name == "phi3":
             part["ffn_gate.weight"], part["ffn_up.weight"] = np.split(part["ffn_up.weight"], 2)
-        h = _norm(x, part["attn_norm.weight"]) if "attn_norm.weight" in part else x
+        h = _normed(name, part, "attn_norm", x) if "attn_norm.weight" in part else x
         a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         x = x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
-        h = _norm(x, part["ffn_norm.weight"]) if "ffn_norm.weight" in part else x
+        if "ffn_norm.weight" in part or "attn_norm.weight" not in part:  # else both read the same
+            h = _normed(name, part, "ffn_norm", x) if "ffn_norm.weight" in part else x
         fed = _experts(name, metadata, part, h) if "ffn_gate_inp.weight" in part else _gated(name, part, h, "")
         x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)
     head = w.get("output.weight", w["token_embd.weight"]).astype(np.float64)
-    logits = _norm(x, w["output_norm.weight"].astype(np.float64)) @ head.T / metadata.get(f"{name}.logit_scale", 1.0)
+    scale = metadata.get(f"{name}.logit_scale", 1.0)
+    logits = _normed(name, w, "output_norm", x) @ head.T * (scale if name == "command-r" else 1 / scale)
+    logits += w.get("output.bias", np.float32(0))
     return _capped(logits, metadata.get(f"{name}.final_logit_softcapping"))
 
 
 def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array:
-    gate, up = _linear(part, f"ffn_gate{suffix}", x), _linear(part, f"ffn_up{suffix}", x)
+    up = _linear(part, f"ffn_up{suffix}", x)
+    gate, up = (up, 1.0) if name in UNGATED else (_linear(part, f"ffn_gate{suffix}", x), up)
     gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-    return _linear(part, f"ffn_down{suffix}", (gelu if name in GEMMAS else gate / (1 + np.exp(-gate))) * up)
+    return _linear(
+        part, f"ffn_down{suffix}", (gelu if name in (*GEMMAS, *UNGATED) else gate / (1 + np.exp(-gate))) * up
+    )
 
 
 def _experts(name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], x: Array) -> Array:
@@ -167,6 +198,11 @@ def _experts(name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], 
 
 def _capped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * np.tanh(x / cap)
+
+
+def _normed(name: str, w: Mapping[str, Array], norm: str, x: Array) -> Array:
+    x = x - x.mean(-1, keepdims=True) if name in LAYER_NORMED else x
+    return _norm(x, w[f"{norm}.weight"].astype(np.float64)) + w.get(f"{norm}.bias", 0.0)
 
 
 def _norm(x: Array, scale: Array) -> Array:
@@ -197,7 +233,7 @@ def _attention(
         angles = angles / divisors
     if not is_local and metadata.get(f"{name}.rope.scaling.type") == "linear":
         angles = angles / metadata[f"{name}.rope.scaling.factor"]
-    if name != "smollm3" or (k + 1) % 4 != 0:
+    if name != "gpt2" and (name != "smollm3" or (k + 1) % 4 != 0):
         q, keys = (_turn(y, angles, interleaved=name in INTERLEAVED) for y in (q, keys))
     seen = positions[None] <= positions[:, None]
     if is_local:

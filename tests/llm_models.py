@@ -31,6 +31,14 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"has_qk_norm": True, "is_qk_norm_joint": True, "has_pre_norms": False, "has_post_norms": True},
     "smollm3, scaled as granite": {"unturned": (True, False), "residual_scale": 0.3, "logit_divisor": 4.0},
+    "phi": {
+        "norm": "layer_biased", "is_parallel": True, "is_gated": False, "activation": "gelu_tanh", "has_mlp_bias": True,
+        "has_qkv_bias": True, "has_o_bias": True, "has_head_bias": True, "rope": Rope(1e4, 4),
+    },
+    "gpt2": {
+        "norm": "layer_biased", "is_gated": False, "activation": "gelu", "has_positions": True,
+        "unturned": (True, True),
+    },
     "experts": {"experts": Experts(7, 3, 24, True)},
     "experts, some layers, one shared": {"experts": Experts(5, 2, 24, False, 40, True, (False, True))},
 }  # fmt: skip

@@ -15,9 +15,11 @@ import pytest
 import relaxlite as rl
 from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.read import read_checkpoint
+from tests.tiny_llm import tokenizer_json
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+load_file, save_file = (getattr(pytest.importorskip("safetensors.torch"), f"{verb}_file") for verb in ("load", "save"))
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -130,6 +132,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeSharedConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 1, "shared_intermediate_size": 40},
     ),
+    "starcoder2, window": ("Starcoder2Config", {"sliding_window": 8}),
+    "starcoder2, not tied": ("Starcoder2Config", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "stablelm, parallel": ("StableLmConfig", {"use_parallel_residual": True, "pad_token_id": 0}),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "cohere": ("CohereConfig", {"pad_token_id": 0}),
 }
 
 
@@ -154,3 +163,21 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             tokens = np.random.default_rng(seq).integers(0, SIZES["vocab_size"], (batch, seq))
             wanted = model(torch.tensor(tokens)).logits.detach().numpy()
             np.testing.assert_allclose(exe(tokens), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_gpt2_as_its_first_files_name_the_weights(tmp_path: Path) -> None:
+    """Without "transformer." before the names, and with the masks of attention among them."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 50}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model.transformer.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = {f"h.{k}.attn.bias": torch.ones(1, 1, 16, 16) for k in range(2)}
+    save_file(weights | load_file(path), path)
+    tokens = np.arange(10)[None]
+    wanted = model(torch.tensor(tokens)).logits.detach().numpy()
+    found = rl.compile(build_dense(read_checkpoint(tmp_path)))(tokens)
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    short = rl.llm.compile(tmp_path, max_context=12, quantize="q8_0")
+    assert short.context == 12 and len(short.generate([1, 2, 3], max_new_tokens=9).tokens) == 9

@@ -76,6 +76,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"experts": 5, "dense_layers": (0,)},
     ),
     "olmoe": ("olmoe", {"expert_count": 4, "expert_used_count": 4}, {"experts": 4}),
+    "starcoder2": ("starcoder2", {}, {"biases": ALL, "tied": True}),
+    "phi2": ("phi2", {"rope.dimension_count": 32}, {"biases": (*ALL, "attn_qkv"), "parallel": True}),
+    "stablelm": ("stablelm", {"rope.dimension_count": 16, "use_parallel_residual": False}, {"biases": QKV}),
+    "stablelm, parallel": (
+        "stablelm", {"rope.dimension_count": 16, "use_parallel_residual": True}, {"parallel": True}
+    ),
+    "gpt2": (
+        "gpt2",
+        {"attention.head_count_kv": files.KV_HEADS},
+        {"biases": (*ALL, "attn_qkv"), "tied": True},
+    ),
+    "command-r": ("command-r", {"logit_scale": 0.0625}, {"tied": True, "parallel": True}),
     "granitemoe": (
         "granitemoe",
         {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64, "residual_scale": 0.22},

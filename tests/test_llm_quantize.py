@@ -85,10 +85,10 @@ def test_matrices_become_blocks_and_the_rest_stays() -> None:
     assert made.weights["layers.0.q"].nbytes == 64 * 2 * BLOCK_FORMATS["Q4_0"].nbytes
 
 
-def test_what_chooses_experts_stays() -> None:
+def test_what_chooses_experts_or_says_positions_stays() -> None:
     weights = {"embed": floats(8, 64), "layers.0.router": floats(4, 64), "layers.0.experts.3.up": floats(32, 64)}
-    made = quantize_checkpoint(checkpoint(**weights), "q4_1").weights
-    assert [weight.block_format for weight in made.values()] == ["Q8_0", None, "Q4_1"]
+    made = quantize_checkpoint(checkpoint(**weights, positions=floats(16, 64)), "q4_1").weights
+    assert [weight.block_format for weight in made.values()] == ["Q8_0", None, "Q4_1", None]
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:

@@ -2,12 +2,13 @@
 
 Weights have our names, whatever the checkpoint calls them:
 
-    embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]
+    embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]    head_bias [vocab]    positions [context, hidden]
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, attn_post_norm,
                mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
                router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden]
 
-Matrices are [out, in], as in both kinds of checkpoints. Rotary embeddings work on halves of a head.
+Norms that are no RMS norms may have a bias, attn_norm_bias and the like. Matrices are [out, in], as in both kinds of
+checkpoints. Rotary embeddings work on halves of a head.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Weight:
         data = self.data[index] if self.block_format is None else self.data[index * n : (index + 1) * n]
         return Weight(data, self.shape[1:], self.block_format)
 
+    @property
+    def transposed(self) -> Weight:
+        """A matrix of floats, not copied."""
+        return Weight(self.data.T, self.shape[::-1])
+
     def rows(self, order: Array) -> Weight:
         """With its rows in another order."""
         return Weight(np.ascontiguousarray(self.data[order]), self.shape, self.block_format)
@@ -105,9 +111,18 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
     if c.has_post_norms:
         layer |= {"attn_post_norm": (c.hidden,), "mlp_post_norm": (c.hidden,)}
+    if c.is_parallel:
+        layer.pop("mlp_norm", None)
     whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.is_tied:
         whole["head"] = (c.vocab, c.hidden)
+    if c.has_head_bias:
+        whole["head_bias"] = (c.vocab,)
+    if c.has_positions:
+        whole["positions"] = (c.context, c.hidden)
+    if c.norm == "layer_biased":
+        for names in (whole, layer):
+            names |= {f"{name}_bias": shape for name, shape in names.items() if name.endswith("norm")}
     return whole | {
         f"layers.{k}.{name}": shape for k in range(c.layers) for name, shape in (layer | _mlp_weights(c, k)).items()
     }
@@ -121,6 +136,8 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
     experts = config.experts_of(layer)
     if experts is None:
         found = gated("", config.intermediate)
+        if not config.is_gated:
+            del found["gate"]
         if config.has_mlp_bias:
             found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
         return found
@@ -172,6 +189,21 @@ def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source:
             )
         del found[name]
         found |= {f"{begin}.{e}.{kind}": weight.member(e) for e in range(config.experts.count)}
+    return found
+
+
+def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+    """Queries and keys with the first elements of all turned pairs of a head before the second ones."""
+    found = dict(weights)
+    width = config.rope.width
+    for kind, heads in (("q", config.heads), ("k", config.kv_heads)):
+        places = np.arange(heads * config.head_width).reshape(heads, config.head_width)
+        turned = places[:, :width].reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(heads, width)
+        order = np.concatenate([turned, places[:, width:]], axis=1).reshape(-1)
+        for k in range(config.layers):
+            for name in (f"layers.{k}.{kind}", f"layers.{k}.{kind}_bias"):
+                if name in found:
+                    found[name] = found[name].rows(order)
     return found
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from relaxlite.records import dataclass
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Norm = Literal["rms", "layer", "layer_biased"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder: token embedding, `layers` times (attention, gated MLP or experts), norm, logits.
+    """A decoder: token embedding, `layers` times (attention, MLP or experts), norm, logits.
 
     Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for;
     `usual_context`: those that it is compiled for unless more are asked for, where that costs something.
@@ -129,6 +130,11 @@ class DecoderConfig:
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_mlp_bias: bool = False  # of gate, up and down
+    has_head_bias: bool = False
+    is_gated: bool = True  # down(activation(gate(x)) * up(x)); else down(activation(up(x)))
+    norm: Norm = "rms"  # Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450
+    is_parallel: bool = False  # attention and MLP read the same, with one norm before both
+    has_positions: bool = False  # a vector learned for each position is added to the embedding
     has_qk_norm: bool = False  # RMS norm of each head's query and key
     is_qk_norm_joint: bool = False  # it goes over all heads together
     has_pre_norms: bool = True  # norms of what attention and MLP read

@@ -14,7 +14,7 @@ from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, layer_names
-from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, split_fused
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_format import GgufFile, TensorInfo, read_file
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
@@ -49,7 +49,7 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved:
-        weights = _in_halves(weights, config)
+        weights = in_halves(weights, config)
     said = {key: raw.get(f"general.{key}") for key in _PROVENANCE}
     provenance = {"source": os.path.basename(source)} | {key: str(value) for key, value in said.items() if value}
     return Checkpoint(config, weights, read_tokenizer(raw, source), provenance)
@@ -117,18 +117,3 @@ def _with_divisors(config: DecoderConfig, given: Mapping[str, tuple[float, ...]]
             raise ImportModelError(f"{source}: rotary embeddings scaled by 'longrope' need tensors, {missing[0]!r} too")
         return replace(rope, scaling=replace(scaling, short=given["short"], long=given["long"]))
     return replace(rope, divisors=given["all"]) if "all" in given else rope
-
-
-def _in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
-    """Queries and keys with the first elements of all turned pairs of a head before the second ones."""
-    found = dict(weights)
-    width = config.rope.width
-    for kind, heads in (("q", config.heads), ("k", config.kv_heads)):
-        places = np.arange(heads * config.head_width).reshape(heads, config.head_width)
-        turned = places[:, :width].reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(heads, width)
-        order = np.concatenate([turned, places[:, width:]], axis=1).reshape(-1)
-        for k in range(config.layers):
-            for name in (f"layers.{k}.{kind}", f"layers.{k}.{kind}_bias"):
-                if name in found:
-                    found[name] = found[name].rows(order)
-    return found

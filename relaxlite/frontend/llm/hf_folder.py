@@ -20,12 +20,16 @@ from relaxlite.frontend.llm.architectures.base import (
     Architecture,
     layer_names,
 )
-from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights, split_fused
+from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
-_IGNORED = ("rotary_emb.inv_freq", ".masked_bias")  # buffers that old checkpoints hold; they follow from config.json
+_IGNORED = (
+    "rotary_emb.inv_freq",
+    ".masked_bias",
+    ".attn.bias",
+)  # buffers that old checkpoints hold; they follow from config.json
 
 
 def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
@@ -40,6 +44,8 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     tensors = _tensors(folder)
     weights = split_fused(config, _renamed(tensors, architecture, config), architecture.fused, source)
     check_weights(config, weights, source)
+    if architecture.is_interleaved_in_folders:
+        weights = in_halves(weights, config)
     provenance = {"source": folder.resolve().name, **_model_card(folder)}
     generation = _json(folder / "generation_config.json")
     defaults = {name: generation[name] for name in _GENERATION if generation.get(name) is not None}
@@ -57,7 +63,7 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
             f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
         )
     architecture = find_architecture(str(raw.get("model_type", "")), source)
-    raw = {**architecture.defaults, **raw}
+    raw = {**architecture.defaults, **{architecture.keys.get(key, key): value for key, value in raw.items()}}
     return architecture.describe(Hyperparameters(source, raw, False)), architecture
 
 
@@ -123,11 +129,13 @@ def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str) -> 
 def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: DecoderConfig) -> dict[str, Weight]:
     """By our names; what is no weight of the language model keeps its own."""
     layer = architecture.hugging_face or HUGGING_FACE_LAYER
-    names = {theirs: ours for ours, theirs in HUGGING_FACE_WHOLE.items()}
-    names |= {f"model.layers.{k}.{theirs}": f"layers.{k}.{ours}" for k, ours, theirs in layer_names(layer, config)}
+    names = {theirs: ours for ours, theirs in (architecture.hugging_face_whole or HUGGING_FACE_WHOLE).items()}
+    names |= {
+        f"{architecture.prefix}{k}.{theirs}": f"layers.{k}.{ours}" for k, ours, theirs in layer_names(layer, config)
+    }
     found = {}
     for theirs, weight in tensors.items():
-        name = theirs.removeprefix("language_model.")
+        name = theirs.removeprefix("language_model.").removeprefix("transformer.")
         if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
             name = "model." + name.removeprefix("model.language_model.")
         ours = names.get(name, name)
@@ -137,6 +145,8 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
             weight = _offset(weight, architecture.norm_offset)
         elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
             weight = weight.member(0)
+        elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
+            weight = weight.transposed
         found[ours] = weight
     return found
 

@@ -81,16 +81,27 @@ class Decoder:
         x = self.embedded(tokens)
         if self.config.embedding_scale is not None:
             x = self.op("multiply", x, np.float32(self.config.embedding_scale))
+        if self.config.has_positions:
+            table = self._weights["positions"]
+            numbers = table.data if table.block_format is None else table.to_float32()
+            x = self.op("add", x, self._widened(self.op("gather", numbers, positions, axis=0)))
         for k in range(self.config.layers):
-            attended = self.attention(k, self.pre_norm(f"layers.{k}.attn_norm", x), positions, mix)
+            normed = self.pre_norm(f"layers.{k}.attn_norm", x)
+            attended = self.attention(k, normed, positions, mix)
             x = self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
+            if self.config.is_parallel:
+                x = self.added(x, self.mlp(k, normed))
+                continue
             fed = self.mlp(k, self.pre_norm(f"layers.{k}.mlp_norm", x))
             x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", fed))
         return self.norm("norm", x)
 
     def logits(self, x: Expr) -> Var:
         """[..., vocab]"""
-        found, c = self.linear("embed" if self.config.is_tied else "head", x), self.config
+        c = self.config
+        found = self.linear("embed" if c.is_tied else "head", x)
+        if c.has_head_bias:
+            found = self.op("add", found, self.vector("head_bias"))
         if c.logit_divisor is not None:
             found = self.op("divide", found, np.float32(c.logit_divisor))
         return found if c.logit_cap is None else self.capped(found, c.logit_cap)
@@ -119,19 +130,27 @@ class Decoder:
         name, experts = f"layers.{k}", self.config.experts_of(k)
         if experts is not None:
             return mixture(self, name, experts, x)
-        return self.gated(name, x, self.config.has_mlp_bias)
+        has_bias = self.config.has_mlp_bias
+        if self.config.is_gated:
+            return self.gated(name, x, has_bias)
+        return self.linear(f"{name}.down", self.activated(self.linear(f"{name}.up", x, has_bias)), has_bias)
 
     def gated(self, name: str, x: Expr, has_bias: bool = False) -> Var:
         """down(activation(gate(x)) * up(x))"""
         gate, up = self.linear(f"{name}.gate", x, has_bias), self.linear(f"{name}.up", x, has_bias)
+        return self.linear(f"{name}.down", self.op("multiply", self.activated(gate), up), has_bias)
+
+    def activated(self, x: Expr) -> Var:
         if self.config.activation == "silu":
-            gate = self.op("multiply", gate, self.op("sigmoid", gate))
-        else:
-            gate = self.op("gelu", gate, approximate="tanh")
-        return self.linear(f"{name}.down", self.op("multiply", gate, up), has_bias)
+            return self.op("multiply", x, self.op("sigmoid", x))
+        return self.op("gelu", x, approximate="none" if self.config.activation == "gelu" else "tanh")
 
     def norm(self, name: str, x: Expr) -> Var:
-        return self.op("rms_norm", x, self.vector(name), epsilon=self.config.norm_epsilon)
+        c = self.config
+        if c.norm == "rms":
+            return self.op("rms_norm", x, self.vector(name), epsilon=c.norm_epsilon)
+        biases = (self.vector(f"{name}_bias"),) if c.norm == "layer_biased" else ()
+        return self.op("layer_norm", x, self.vector(name), *biases, axis=-1, epsilon=c.norm_epsilon)
 
     def pre_norm(self, name: str, x: Expr) -> Expr:
         return self.norm(name, x) if self.config.has_pre_norms else x

@@ -21,6 +21,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 EMBEDDING_FORMAT = "Q8_0"
 """Of the token embedding and the logits' matrix: few bits there cost far more than they save."""
+_FLOATS = (".router", "positions")  # what chooses experts, and what is added to embeddings
 _ROWS_BYTES = 64 << 20  # of float32 rows converted at once
 
 
@@ -29,10 +30,10 @@ def quantize_checkpoint(
 ) -> Checkpoint:
     """Every matrix in blocks of `kind` (a key of QUANTIZERS, in any case), embeddings in EMBEDDING_FORMAT.
 
-    Vectors stay as they are, and so do matrices whose rows are no whole number of blocks, and those that choose
-    experts. `progress` is told each matrix. InvalidArgumentError: an unknown kind. ImportModelError: a matrix is in
-    blocks already, has values that are not finite or too large for a scale in float16; or there is no matrix that could
-    be quantized.
+    Vectors stay as they are, and so do matrices whose rows are no whole number of blocks, and those that choose experts
+    or say positions. `progress` is told each matrix. InvalidArgumentError: an unknown kind. ImportModelError: a matrix
+    is in blocks already, has values that are not finite or too large for a scale in float16; or there is no matrix that
+    could be quantized.
     """
     kind = kind.upper()
     if kind not in QUANTIZERS:
@@ -40,7 +41,7 @@ def quantize_checkpoint(
         raise InvalidArgumentError(f"cannot quantize to {kind.lower()!r}; known are {known}")
     source = checkpoint.provenance.get("source", "the checkpoint")
     weights = dict(checkpoint.weights)
-    matrices = [name for name, weight in weights.items() if len(weight.shape) == 2 and not name.endswith(".router")]
+    matrices = [name for name, weight in weights.items() if len(weight.shape) == 2 and not name.endswith(_FLOATS)]
     blocks = next((name for name in matrices if weights[name].block_format is not None), None)
     if blocks is not None:
         raise ImportModelError(

@@ -22,6 +22,7 @@ _KEYS = {
     "intermediate": ("intermediate_size", "feed_forward_length"),
     "context": ("max_position_embeddings", "context_length"),
     "norm_epsilon": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+    "layer_norm_epsilon": ("layer_norm_eps", "attention.layer_norm_epsilon"),
     "rope_base": ("rope_theta", "rope.freq_base"),
     "rope_local_base": ("rope_local_base_freq", "rope.freq_base_swa"),
     "rope_width": ("rotary_dim", "rope.dimension_count"),
@@ -244,7 +245,7 @@ class Hyperparameters:
         """The configuration that follows from the usual hyperparameters, but for what is given."""
         hidden, heads = self.integer("hidden"), self.integer("heads")
         width = self.integer("head_width", hidden // heads)
-        kv_heads = self.integer("kv_heads", heads)
+        kv_heads = specific.get("kv_heads") or self.integer("kv_heads", heads)
         if heads % kv_heads:
             raise ImportModelError(f"{self.source}: {heads} heads cannot share {kv_heads} heads of keys and values")
         if self.is_gguf and self.raw.get(f"{self.prefix}attention.value_length", width) != width:
@@ -252,13 +253,16 @@ class Hyperparameters:
         experts = specific.get("experts")
         if experts is None and self.is_gguf and self.raw.get(f"{self.prefix}expert_count"):
             raise ImportModelError(f"{self.source}: mixtures of experts are not known of {architecture}")
-        found: dict[str, Any] = {
-            "vocab": self.integer("vocab"), "hidden": hidden, "layers": self.integer("layers"), "heads": heads,
-            "kv_heads": kv_heads, "head_width": width, 
-            "intermediate": self.integer("intermediate", None if experts is None else experts.intermediate),
-            "context": self.integer("context"), "norm_epsilon": self.number("norm_epsilon"),
-            "is_tied": self.flag("is_tied"),
-        }  # fmt: skip
+        usual: dict[str, Callable[[], Any]] = {
+            "vocab": lambda: self.integer("vocab"),
+            "layers": lambda: self.integer("layers"),
+            "intermediate": lambda: self.integer("intermediate", None if experts is None else experts.intermediate),
+            "context": lambda: self.integer("context"),
+            "norm_epsilon": lambda: self.number("norm_epsilon"),
+            "is_tied": lambda: self.flag("is_tied"),
+        }
+        found: dict[str, Any] = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_width": width}
+        found |= {name: read() for name, read in usual.items() if name not in specific}
         found |= specific
         if "rope" not in found:
             found["rope"] = self.rope(width)
@@ -290,8 +294,10 @@ class Architecture:
     `names`: what checkpoints call it. `describe` makes the configuration. `hugging_face` and `gguf` are the names of
     weights in a layer where they differ from the usual ones; `fused`: those of them that are the rows of several
     weights, one after another. `defaults` is what config.json may leave out, by its keys. `is_interleaved`: GGUF stores
-    its queries and keys with the two elements that are turned together side by side. `norm_offset`: Hugging Face stores
-    norms less that number.
+    its queries and keys with the two elements that are turned together side by side; `is_interleaved_in_folders`:
+    Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`: its names of
+    weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it stores as
+    [in, out], `keys`: the usual keys of config.json, by those that it has.
     """
 
     names: tuple[str, ...]
@@ -300,8 +306,13 @@ class Architecture:
     gguf: Mapping[str, str] | None = None
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_interleaved: bool = False
+    is_interleaved_in_folders: bool = False
     norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    hugging_face_whole: Mapping[str, str] | None = None
+    prefix: str = "model.layers."
+    transposed: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 # of a layer: our name -> as Hugging Face calls it behind "model.layers.K.", and GGUF behind "blk.K."; "{}" is an expert
@@ -312,7 +323,8 @@ HUGGING_FACE_LAYER = {
     "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
     "mlp_norm": "post_attention_layernorm.weight", "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight", "gate_bias": "mlp.gate_proj.bias", "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias", "router": "mlp.gate.weight",
+    "down_bias": "mlp.down_proj.bias", "attn_norm_bias": "input_layernorm.bias",
+    "mlp_norm_bias": "post_attention_layernorm.bias", "router": "mlp.gate.weight",
     "experts.{}.gate": "mlp.experts.{}.gate_proj.weight", "experts.{}.up": "mlp.experts.{}.up_proj.weight",
     "experts.{}.down": "mlp.experts.{}.down_proj.weight", "shared.gate": "mlp.shared_expert.gate_proj.weight",
     "shared.up": "mlp.shared_expert.up_proj.weight", "shared.down": "mlp.shared_expert.down_proj.weight",
@@ -324,15 +336,22 @@ GGUF_LAYER = {
     "o_bias": "attn_output.bias", "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
     "attn_post_norm": "post_attention_norm.weight", "mlp_norm": "ffn_norm.weight", "gate": "ffn_gate.weight",
     "up": "ffn_up.weight", "down": "ffn_down.weight", "gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias", "mlp_post_norm": "post_ffw_norm.weight", "router": "ffn_gate_inp.weight",
+    "down_bias": "ffn_down.bias", "mlp_post_norm": "post_ffw_norm.weight", "attn_norm_bias": "attn_norm.bias",
+    "mlp_norm_bias": "ffn_norm.bias", "router": "ffn_gate_inp.weight",
     "experts.gate": "ffn_gate_exps.weight", "experts.up": "ffn_up_exps.weight",
     "experts.down": "ffn_down_exps.weight", "experts.{}.gate": "ffn_gate.{}.weight",
     "experts.{}.up": "ffn_up.{}.weight", "experts.{}.down": "ffn_down.{}.weight",
     "shared.gate": "ffn_gate_shexp.weight", "shared.up": "ffn_up_shexp.weight",
     "shared.down": "ffn_down_shexp.weight", "shared_router": "ffn_gate_inp_shexp.weight",
 }  # fmt: skip
-HUGGING_FACE_WHOLE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-GGUF_WHOLE = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+HUGGING_FACE_WHOLE = {
+    "embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",
+    "norm_bias": "model.norm.bias", "head_bias": "lm_head.bias",
+}  # fmt: skip
+GGUF_WHOLE = {
+    "embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight",
+    "norm_bias": "output_norm.bias", "head_bias": "output.bias", "positions": "position_embd.weight",
+}  # fmt: skip
 
 
 def layer_names(layer: Mapping[str, str], config: DecoderConfig) -> Iterator[tuple[int, str, str]]:

@@ -1,0 +1,169 @@
+"""Decoders with layer norms: StarCoder2 (arXiv 2402.19173), Phi-1 to 2 (arXiv 2306.11644), StableLM (Stability AI),
+GPT-2 (Radford et al., 2019), GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373), Cohere's Command R."""
+
+from __future__ import annotations
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.base import (
+    GGUF_LAYER,
+    HUGGING_FACE_LAYER,
+    HUGGING_FACE_WHOLE,
+    Architecture,
+    Hyperparameters,
+)
+from relaxlite.frontend.llm.config import Activation, DecoderConfig, Rope
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"
+}  # fmt: skip
+_GGUF = {**GGUF_LAYER, "qkv": "attn_qkv.weight", "qkv_bias": "attn_qkv.bias"}
+_FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias")}
+
+
+def _activation(h: Hyperparameters, gguf: Activation) -> Activation:
+    if h.is_gguf:
+        return gguf
+    name = h.get("activation", gguf)
+    if name not in _ACTIVATIONS:
+        raise ImportModelError(f"{h.source}: the activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _plain(
+    h: Hyperparameters, architecture: str, activation: Activation = "gelu_tanh", **more: object
+) -> DecoderConfig:
+    """With biases everywhere, and no gates."""
+    specific = {"has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, **more}
+    return h.decoder(
+        architecture,
+        norm="layer_biased",
+        norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
+        activation=_activation(h, activation),
+        is_gated=False,
+        **specific,
+    )
+
+
+def _starcoder2(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(use_bias=True)
+    return _plain(h, "starcoder2", window=h.integer("window") if h.get("window") is not None else None)
+
+
+def _phi(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(qk_layernorm=False)
+    return _plain(h, "phi", is_parallel=True, has_head_bias=True)
+
+
+def _stablelm(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu", qk_layernorm=False)
+    is_parallel = h.raw.get(f"{h.prefix}use_parallel_residual", False)
+    return h.decoder(
+        "stablelm",
+        norm="layer_biased",
+        norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
+        has_qkv_bias=h.flag("qkv_bias") if h.is_gguf else bool(h.raw.get("use_qkv_bias", False)),
+        is_parallel=bool(is_parallel),
+    )
+
+
+def _gpt2(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    hidden, layers = h.integer("hidden"), h.integer("layers")
+    return _plain(
+        h,
+        "gpt2",
+        kv_heads=h.integer("kv_heads" if h.is_gguf else "heads"),
+        intermediate=h.integer("intermediate", 4 * hidden),
+        is_tied=h.flag("is_tied") if h.is_gguf else bool(h.raw.get("tie_word_embeddings", True)),
+        rope=Rope(10000.0, hidden // h.integer("heads")),
+        unturned=(True,) * layers,
+        has_positions=True,
+    )
+
+
+def _cohere(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu", use_qk_norm=False)
+    scale = h.number("logit_divisor", 0.0625)  # of the logits, in spite of its name
+    return h.decoder(
+        "cohere",
+        norm="layer",
+        norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
+        is_parallel=True,
+        has_qkv_bias=h.flag("qkv_bias"),
+        has_o_bias=h.flag("o_bias"),
+        logit_divisor=1 / scale,
+        is_tied=h.flag("is_tied") if h.is_gguf else bool(h.raw.get("tie_word_embeddings", True)),
+    )
+
+
+_UNGATED = {
+    "up": "mlp.c_fc.weight",
+    "up_bias": "mlp.c_fc.bias",
+    "down": "mlp.c_proj.weight",
+    "down_bias": "mlp.c_proj.bias",
+}
+
+STARCODER2 = Architecture(
+    ("starcoder2",),
+    _starcoder2,
+    hugging_face={**HUGGING_FACE_LAYER, **_UNGATED},
+    keys={"norm_epsilon": "layer_norm_eps"},
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+    },
+)  # fmt: skip
+PHI = Architecture(
+    ("phi", "phi2"),
+    _phi,
+    hugging_face={
+        **HUGGING_FACE_LAYER, "o": "self_attn.dense.weight", "o_bias": "self_attn.dense.bias",
+        "up": "mlp.fc1.weight", "up_bias": "mlp.fc1.bias", "down": "mlp.fc2.weight", "down_bias": "mlp.fc2.bias",
+    },
+    hugging_face_whole={
+        **HUGGING_FACE_WHOLE, "norm": "model.final_layernorm.weight", "norm_bias": "model.final_layernorm.bias"
+    },
+    gguf=_GGUF,
+    fused=_FUSED,
+    defaults={"hidden_act": "gelu_new", "max_position_embeddings": 2048, "partial_rotary_factor": 0.5},
+)  # fmt: skip
+STABLELM = Architecture(
+    ("stablelm",),
+    _stablelm,
+    defaults={"max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
+)
+_GPT2_KEYS = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "activation_function": "hidden_act",
+    "layer_norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
+GPT2 = Architecture(
+    ("gpt2",),
+    _gpt2,
+    hugging_face={
+        "attn_norm": "ln_1.weight", "attn_norm_bias": "ln_1.bias", "mlp_norm": "ln_2.weight",
+        "mlp_norm_bias": "ln_2.bias", "qkv": "attn.c_attn.weight", "qkv_bias": "attn.c_attn.bias",
+        "o": "attn.c_proj.weight", "o_bias": "attn.c_proj.bias", **_UNGATED,
+    },
+    hugging_face_whole={
+        "embed": "wte.weight", "positions": "wpe.weight", "norm": "ln_f.weight",
+        "norm_bias": "ln_f.bias", "head": "lm_head.weight",
+    },
+    prefix="h.",
+    transposed=("qkv", "o", "up", "down"),
+    gguf=_GGUF,
+    fused=_FUSED,
+    keys=_GPT2_KEYS,
+    defaults={
+        "hidden_act": "gelu_new", "vocab_size": 50257, "max_position_embeddings": 1024, "hidden_size": 768,
+        "num_hidden_layers": 12, "num_attention_heads": 12,
+    },
+)  # fmt: skip
+COHERE = Architecture(
+    ("cohere", "command-r"),
+    _cohere,
+    is_interleaved=True,
+    is_interleaved_in_folders=True,
+    keys={"logit_scale": "logits_scaling"},
+    defaults={"max_position_embeddings": 8192},
+)
