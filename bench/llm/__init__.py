@@ -3,6 +3,7 @@
     python -m bench.llm                                     smollm2 and llama-1.1b, on a machine that does nothing else
     python -m bench.llm --model smollm2 --only prompt --processes 2
     python -m bench.llm --model llama-tiny --quick          a minute: that everything runs
+    python -m bench.llm --model mixture-1.3b                random weights in 24 layers of 32 experts, 8 for each token
     python -m bench.llm --model some.gguf --llama-python llama-env/bin/python
 
 What is measured

@@ -47,6 +47,7 @@ _KEYS = {
 }
 _MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
 _MOST_EXPERTS = 100_000  # of all layers
+_SOFTMAX = 1  # as GGUF numbers what chooses experts; 0: it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,8 @@ class Hyperparameters:
         chosen, layers = self.integer("experts_chosen"), self.integer("layers")
         if chosen > count:
             raise ImportModelError(f"{self.source}: {chosen} experts for each token, and there are only {count}")
+        if self.is_gguf and self.raw.get(f"{self.prefix}expert_gating_func", _SOFTMAX) not in (0, _SOFTMAX):
+            raise ImportModelError(f"{self.source}: experts are supported that a softmax chooses, and no others")
         if count * layers > _MOST_EXPERTS:
             raise ImportModelError(f"{self.source}: {layers} layers of {count} experts are more than anybody has")
         shared = None if self.get("shared_width") in (None, 0) else self.integer("shared_width")
