@@ -152,7 +152,7 @@ def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
     """The calls of a group that can move to one position: up to that of the first, or down to that of the last."""
     first, last = group[0].position, group[-1].position
     up = [site for site in group if places.defined(site) < first]
-    down = [site for site in group if (first_use := places.used(site.var)) is None or first_use > last]
+    down = [site for site in group if not places.is_used(site.var)]
     return (up, first) if len(up) >= len(down) else (down, last)
 
 

@@ -50,11 +50,10 @@ class Places:
 
     def __init__(self, bindings: Iterable[tuple[int, Binding]]) -> None:
         self._defined: dict[Var | SymVar, int] = {}
-        self._used: dict[Var, int] = {}  # first use
+        self._used: set[Var] = set()
         for position, binding in bindings:
             value = binding.value if isinstance(binding, Let) else binding.source
-            for var in used_vars(value):
-                self._used.setdefault(var, position)
+            self._used.update(used_vars(value))
             self._defined[binding.var] = position
             if isinstance(binding, MatchShape):
                 for symbol in type_symbols(binding.var.ty):
@@ -65,9 +64,8 @@ class Places:
         needed: tuple[Var | SymVar, ...] = (*used_vars(site.call), *expr_symbols(site.call))
         return max((self._defined.get(x, -1) for x in needed), default=-1)
 
-    def used(self, var: Var) -> int | None:
-        """The position of the first use; None: there is none in this part."""
-        return self._used.get(var)
+    def is_used(self, var: Var) -> bool:
+        return var in self._used
 
 
 class Instances:

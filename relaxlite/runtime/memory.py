@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -142,29 +141,27 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         list(map(_copy, arrays, made))
     else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
         with ThreadPoolExecutor(min(_MOST_COPIERS, default_num_threads())) as threads:
-            list(threads.map(_copy_all, *_shares(arrays, made)))
+            list(threads.map(_copy_run, _runs(arrays, made)))
     for copy in made:
         copy.flags.writeable = False
     return made
 
 
-def _shares(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> tuple[list[Any], list[Any]]:
+def _runs(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Both in runs of some megabytes, as there may be thousands of small ones."""
-    shares: tuple[list[Any], list[Any]] = [], []
+    runs: list[list[tuple[np.ndarray, np.ndarray]]] = []
     size = _PIECE
-    for array, copy in zip(arrays, copies, strict=True):
+    for pair in zip(arrays, copies, strict=True):
         if size >= _PIECE:
-            shares[0].append([])
-            shares[1].append([])
+            runs.append([])
             size = 0
-        shares[0][-1].append(array)
-        shares[1][-1].append(copy)
-        size += array.nbytes
-    return shares
+        runs[-1].append(pair)
+        size += pair[0].nbytes
+    return runs
 
 
-def _copy_all(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> None:
-    for array, copy in zip(arrays, copies, strict=True):
+def _copy_run(run: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    for array, copy in run:
         _copy(array, copy)
 
 
