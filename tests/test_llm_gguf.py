@@ -209,6 +209,12 @@ def test_a_matrix_for_each_expert_is_needed(tmp_path: Path) -> None:
     metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_gating_func=2)
     with pytest.raises(ImportModelError, match="experts are supported that a softmax chooses, and no others"):
         read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
+    metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_weights_scale=2.5)
+    with pytest.raises(ImportModelError, match="expert_weights_scale must be 1"):
+        read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
+    metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_weights_norm=False)
+    experts = read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights)).config.experts
+    assert experts is not None and not experts.is_normed
     metadata = files.fields("qwen3", expert_count=3, expert_used_count=2)
     with pytest.raises(ImportModelError, match="mixtures of experts are not known of qwen3"):
         read_checkpoint(files.write(tmp_path / "m.gguf", "qwen3", metadata, files.tensors("qwen3")))

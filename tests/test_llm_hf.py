@@ -23,6 +23,7 @@ LLAMA3_SCALING = {
     "rope_type": "llama3",
 }  # fmt: skip
 GEMMA3_LOCAL = tuple((k + 1) % 6 != 0 for k in range(34))
+PLAIN: dict[str, Any] = {"is_gated": False, "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True}
 PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
     "TinyLlama-1.1B-Chat": (
         {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
@@ -125,6 +126,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             experts=Experts(128, 8, 768, True),
         ),
     ),
+    "gpt2": (
+        {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "model_type": "gpt2", "n_ctx": 1024,
+         "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
+        DecoderConfig(
+            "gpt2", 50257, 768, 12, 12, 12, 64, 3072, 1024, 1e-5, Rope(1e4, 64), True, "gelu_tanh",
+            norm="layer_biased", has_positions=True, unturned=(True,) * 12, **PLAIN,
+        ),
+    ),
+    "phi-2": (
+        {"hidden_act": "gelu_new", "hidden_size": 2560, "intermediate_size": 10240, "layer_norm_eps": 1e-5,
+         "max_position_embeddings": 2048, "model_type": "phi", "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False, "rope_scaling": None,
+         "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 51200},
+        DecoderConfig(
+            "phi", 51200, 2560, 32, 32, 32, 80, 10240, 2048, 1e-5, Rope(1e4, 32), False, "gelu_tanh",
+            norm="layer_biased", is_parallel=True, has_head_bias=True, **PLAIN,
+        ),
+    ),
     "Mixtral-8x7B-v0.1": (
         {"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
          "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
@@ -219,6 +238,8 @@ def test_biases() -> None:
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not"),
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types must name"),
+        ("phi-2", {"hidden_act": ["gelu"]}, r"the activation \['gelu'\] is not known; known are silu, gelu, gelu_new"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 experts for each token, and there are only 128"),
         ("Qwen3-30B-A3B", {"num_experts": None}, "hyperparameter 'num_experts' is missing"),
         ("Qwen3-30B-A3B", {"num_experts": 1 << 30}, "48 layers of 1073741824 experts are more than anybody has"),

@@ -13,6 +13,7 @@ checkpoints. Rotary embeddings work on halves of a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypeAlias
@@ -55,7 +56,7 @@ class Weight:
 
     def member(self, index: int) -> Weight:
         """One of several along the first axis, not copied."""
-        n = self.shape[1]
+        n = math.prod(self.shape[1:-1])
         data = self.data[index] if self.block_format is None else self.data[index * n : (index + 1) * n]
         return Weight(data, self.shape[1:], self.block_format)
 

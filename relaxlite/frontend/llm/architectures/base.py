@@ -43,6 +43,7 @@ _KEYS = {
     "experts": ("num_experts", "expert_count"),
     "experts_chosen": ("num_experts_per_tok", "expert_used_count"),
     "expert_width": ("moe_intermediate_size", "expert_feed_forward_length"),
+    "experts_normed": ("norm_topk_prob", "expert_weights_norm"),
     "shared_width": ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 }
 _MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
@@ -86,6 +87,10 @@ class Hyperparameters:
 
     def flag(self, name: str) -> bool:
         return bool(self.get(name, False))
+
+    def window(self) -> int | None:
+        """How many last tokens layers see; None: all."""
+        return None if self.get("window") is None else self.integer("window")
 
     def layer_types(self) -> tuple[bool, ...] | None:
         """By layer, whether it is local; None where config.json does not say."""
@@ -210,13 +215,16 @@ class Hyperparameters:
         )
 
     def experts(self, *, is_normed: bool, has_shared_gate: bool = False) -> Experts:
-        """The mixture of experts. `has_shared_gate`: of the shared expert, where there is one."""
+        """The mixture of experts. `is_normed`: where the checkpoint does not say. `has_shared_gate`: of the shared
+        expert, where there is one."""
         count = self.integer("experts", self.raw.get("num_local_experts"))
         chosen, layers = self.integer("experts_chosen"), self.integer("layers")
         if chosen > count:
             raise ImportModelError(f"{self.source}: {chosen} experts for each token, and there are only {count}")
         if self.is_gguf and self.raw.get(f"{self.prefix}expert_gating_func", _SOFTMAX) not in (0, _SOFTMAX):
             raise ImportModelError(f"{self.source}: experts are supported that a softmax chooses, and no others")
+        if self.is_gguf and self.raw.get(f"{self.prefix}expert_weights_scale", 1.0) not in (0.0, 1.0):
+            raise ImportModelError(f"{self.source}: what experts give is not scaled: expert_weights_scale must be 1")
         if count * layers > _MOST_EXPERTS:
             raise ImportModelError(f"{self.source}: {layers} layers of {count} experts are more than anybody has")
         shared = None if self.get("shared_width") in (None, 0) else self.integer("shared_width")
@@ -224,7 +232,7 @@ class Hyperparameters:
             count,
             chosen,
             self.integer("expert_width", self.get("intermediate")),
-            is_normed,
+            bool(self.get("experts_normed", is_normed)),
             shared,
             has_shared_gate and shared is not None,
             self._expert_layers(layers),
@@ -233,8 +241,9 @@ class Hyperparameters:
     def _expert_layers(self, layers: int) -> tuple[bool, ...]:
         """Which layers have experts; empty: all of them."""
         if self.is_gguf:
-            found = self.raw.get(f"{self.prefix}expert_layers", ())
-            return () if len(found) == layers else tuple(k in found for k in range(layers))
+            given = self.raw.get(f"{self.prefix}expert_layers", ())
+            found = tuple(k in given for k in range(layers))
+            return () if all(found) else found
         without, step = self.raw.get("mlp_only_layers") or [], self.raw.get("decoder_sparse_step") or 1
         if not isinstance(without, list) or not isinstance(step, int) or step < 1:
             raise ImportModelError(

@@ -24,7 +24,7 @@ def _activation(h: Hyperparameters, gguf: Activation) -> Activation:
     if h.is_gguf:
         return gguf
     name = h.get("activation", gguf)
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ImportModelError(f"{h.source}: the activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
@@ -46,7 +46,7 @@ def _plain(
 
 def _starcoder2(h: Hyperparameters) -> DecoderConfig:
     h.refuse(use_bias=True)
-    return _plain(h, "starcoder2", window=h.integer("window") if h.get("window") is not None else None)
+    return _plain(h, "starcoder2", window=h.window())
 
 
 def _phi(h: Hyperparameters) -> DecoderConfig:

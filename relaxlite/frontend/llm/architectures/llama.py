@@ -20,7 +20,7 @@ def _llama(h: Hyperparameters) -> DecoderConfig:
 
 def _mistral(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
-    return h.decoder("mistral", window=h.integer("window") if h.get("window") is not None else None)
+    return h.decoder("mistral", window=h.window())
 
 
 def _smollm3(h: Hyperparameters) -> DecoderConfig:

@@ -8,8 +8,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 def _mixtral(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
-    window = h.integer("window") if h.get("window") is not None else None
-    return h.decoder("mixtral", window=window, experts=h.experts(is_normed=True))
+    return h.decoder("mixtral", window=h.window(), experts=h.experts(is_normed=True))
 
 
 MIXTRAL = Architecture(

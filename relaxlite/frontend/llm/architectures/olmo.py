@@ -28,7 +28,7 @@ def _olmoe(h: Hyperparameters) -> DecoderConfig:
         has_o_bias=h.flag("o_bias"),
         has_qk_norm=True,
         is_qk_norm_joint=True,
-        experts=h.experts(is_normed=not h.is_gguf and bool(h.raw.get("norm_topk_prob"))),
+        experts=h.experts(is_normed=False),
     )
 
 

@@ -14,7 +14,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 def _phi3(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", attention_bias=False)
-    return h.decoder("phi3", window=h.integer("window") if h.get("window") is not None else None)
+    return h.decoder("phi3", window=h.window())
 
 
 PHI3 = Architecture(

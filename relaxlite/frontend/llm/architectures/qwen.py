@@ -28,7 +28,7 @@ def _qwen2(h: Hyperparameters) -> DecoderConfig:
 
 def _qwen2_moe(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", qkv_bias=True)
-    experts = h.experts(is_normed=not h.is_gguf and bool(h.raw.get("norm_topk_prob")), has_shared_gate=True)
+    experts = h.experts(is_normed=False, has_shared_gate=True)
     return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h))
 
 
@@ -37,7 +37,7 @@ def _qwen3(h: Hyperparameters) -> DecoderConfig:
 
 
 def _qwen3_moe(h: Hyperparameters) -> DecoderConfig:
-    return _with_qk_norm(h, "qwen3_moe", h.experts(is_normed=h.is_gguf or bool(h.raw.get("norm_topk_prob"))))
+    return _with_qk_norm(h, "qwen3_moe", h.experts(is_normed=h.is_gguf))
 
 
 def _with_qk_norm(h: Hyperparameters, name: str, experts: Experts | None) -> DecoderConfig:
