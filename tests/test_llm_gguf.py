@@ -240,6 +240,19 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=3e-5 * np.abs(wanted).max())
 
 
+def test_a_gpt2_that_says_little(tmp_path: Path) -> None:
+    """Its files name no heads of keys, no widths of heads and nothing of rotary embeddings."""
+    metadata = files.fields("gpt2")
+    left_out = ("head_count_kv", "key_length", "value_length", "freq_base")
+    metadata = {key: value for key, value in metadata.items() if not key.endswith(left_out)}
+    weights = files.tensors("gpt2", biases=(*ALL, "attn_qkv"))
+    for name in list(weights):
+        if "attn_qkv" in name:  # as many heads of keys as of queries
+            weights[name] = np.concatenate([weights[name], weights[name]])[: 3 * files.HIDDEN]
+    config = read_checkpoint(files.write(tmp_path / "m.gguf", "gpt2", metadata, weights)).config
+    assert (config.kv_heads, config.head_width, config.has_positions) == (files.HEADS, files.WIDTH, True)
+
+
 def test_what_else_the_file_says_is_kept(tmp_path: Path) -> None:
     metadata = {**files.fields("llama"), "general.name": "Tiny", "general.license": "mit"}
     found = read_checkpoint(files.write(tmp_path / "tiny.gguf", "llama", metadata, files.tensors("llama")))

@@ -20,25 +20,23 @@ _GGUF = {**GGUF_LAYER, "qkv": "attn_qkv.weight", "qkv_bias": "attn_qkv.bias"}
 _FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias")}
 
 
-def _activation(h: Hyperparameters, gguf: Activation) -> Activation:
+def _activation(h: Hyperparameters) -> Activation:
     if h.is_gguf:
-        return gguf
-    name = h.get("activation", gguf)
+        return "gelu_tanh"
+    name = h.get("activation")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ImportModelError(f"{h.source}: the activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
-def _plain(
-    h: Hyperparameters, architecture: str, activation: Activation = "gelu_tanh", **more: object
-) -> DecoderConfig:
+def _plain(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
     """With biases everywhere, and no gates."""
     specific = {"has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, **more}
     return h.decoder(
         architecture,
         norm="layer_biased",
         norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
-        activation=_activation(h, activation),
+        activation=_activation(h),
         is_gated=False,
         **specific,
     )
@@ -68,14 +66,13 @@ def _stablelm(h: Hyperparameters) -> DecoderConfig:
 
 def _gpt2(h: Hyperparameters) -> DecoderConfig:
     h.refuse(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    hidden, layers = h.integer("hidden"), h.integer("layers")
+    hidden, heads, layers = h.integer("hidden"), h.integer("heads"), h.integer("layers")
     return _plain(
         h,
         "gpt2",
-        kv_heads=h.integer("kv_heads" if h.is_gguf else "heads"),
+        kv_heads=h.integer("kv_heads", heads) if h.is_gguf else heads,
         intermediate=h.integer("intermediate", 4 * hidden),
-        is_tied=h.flag("is_tied") if h.is_gguf else bool(h.raw.get("tie_word_embeddings", True)),
-        rope=Rope(10000.0, hidden // h.integer("heads")),
+        rope=Rope(10000.0, hidden // heads),
         unturned=(True,) * layers,
         has_positions=True,
     )
@@ -92,7 +89,6 @@ def _cohere(h: Hyperparameters) -> DecoderConfig:
         has_qkv_bias=h.flag("qkv_bias"),
         has_o_bias=h.flag("o_bias"),
         logit_divisor=1 / scale,
-        is_tied=h.flag("is_tied") if h.is_gguf else bool(h.raw.get("tie_word_embeddings", True)),
     )
 
 
@@ -156,7 +152,7 @@ GPT2 = Architecture(
     keys=_GPT2_KEYS,
     defaults={
         "hidden_act": "gelu_new", "vocab_size": 50257, "max_position_embeddings": 1024, "hidden_size": 768,
-        "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_hidden_layers": 12, "num_attention_heads": 12, "tie_word_embeddings": True,
     },
 )  # fmt: skip
 COHERE = Architecture(
@@ -165,5 +161,5 @@ COHERE = Architecture(
     is_interleaved=True,
     is_interleaved_in_folders=True,
     keys={"logit_scale": "logits_scaling"},
-    defaults={"max_position_embeddings": 8192},
+    defaults={"max_position_embeddings": 8192, "tie_word_embeddings": True},
 )
