@@ -62,12 +62,12 @@ def test_one_compilation_serves_every_batch_and_length(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(driver, "compile_programs", counted)
     exe = rl.compile(module)
-    whole = oracle.forward([(oracle.new(), tokens(CONTEXT))], all_logits=True)[0]
+    whole = oracle.forward([(oracle.new(), tokens(CONTEXT))], wanted=[CONTEXT])[0]
     for length in (*range(1, 20), 31, 32, 33, 63, 64, 65, CONTEXT):
         prompt = tokens(CONTEXT)[:length]
         for chunk in (32, 5, 1):  # at once as far as a step goes, in chunks, token by token
             engine = CompiledEngine(exe, chunk=chunk)
-            close(engine.forward([(engine.new(), prompt)], all_logits=True)[0], whole[:length])
+            close(engine.forward([(engine.new(), prompt)], wanted=[len(prompt)])[0], whole[:length])
     engine = CompiledEngine(exe)
     prompts = [tokens(n, seed=n) for n in (1, 17, 40, 8, 3, 30, 5, 90)]
     for batch in range(1, 9):
@@ -87,17 +87,17 @@ def test_one_compilation_serves_every_batch_and_length(monkeypatch: pytest.Monke
 def test_whole_prefill_is_chunked_prefill_is_token_by_token(architecture: str) -> None:
     prompt = tokens(31)
     _, oracle = engines(architecture)
-    wanted = oracle.forward([(oracle.new(), prompt)], all_logits=True)[0]
+    wanted = oracle.forward([(oracle.new(), prompt)], wanted=[len(prompt)])[0]
     for chunk in (32, 7, 1):
         engine, _ = engines(architecture, chunk=chunk)
         sequence = engine.new()
-        close(engine.forward([(sequence, prompt)], all_logits=True)[0], wanted)
+        close(engine.forward([(sequence, prompt)], wanted=[len(prompt)])[0], wanted)
         assert engine.length(sequence) == len(prompt)
         close(engine.forward([(engine.new(), prompt)])[0], wanted[-1:])
     engine, _ = engines(architecture)
     sequence, at = engine.new(), 0
     for count in (1, 1, 5, 13, 2, 9):  # single tokens, and several at once as when a draft is verified
-        close(engine.forward([(sequence, prompt[at : at + count])], all_logits=True)[0], wanted[at : at + count])
+        close(engine.forward([(sequence, prompt[at : at + count])], wanted=[count])[0], wanted[at : at + count])
         at += count
     assert at == len(prompt)
 
@@ -106,8 +106,8 @@ def test_whole_prefill_is_chunked_prefill_is_token_by_token(architecture: str) -
 def test_prompts_longer_than_a_step(architecture: str) -> None:
     engine, oracle = engines(architecture)
     prompt = tokens(CONTEXT)
-    wanted = oracle.forward([(oracle.new(), prompt)], all_logits=True)[0]
-    close(engine.forward([(engine.new(), prompt)], all_logits=True)[0], wanted)
+    wanted = oracle.forward([(oracle.new(), prompt)], wanted=[len(prompt)])[0]
+    close(engine.forward([(engine.new(), prompt)], wanted=[len(prompt)])[0], wanted)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -144,8 +144,8 @@ def test_forks_and_drops_are_recomputation(dtype: str) -> None:
 def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
     engine, oracle = engines(architecture, dtype)
     prompt = tokens(40)
-    found = engine.forward([(engine.new(), prompt)], all_logits=True)[0]
-    wanted = oracle.forward([(oracle.new(), prompt)], all_logits=True)[0]
+    found = engine.forward([(engine.new(), prompt)], wanted=[len(prompt)])[0]
+    wanted = oracle.forward([(oracle.new(), prompt)], wanted=[len(prompt)])[0]
     close(found, wanted, dtype)
     assert engine.cache.layout.dtype == dtype
     assert np.abs(found - wanted).max() > 1e-6 * np.abs(wanted).max()  # it is not float32 after all
@@ -299,20 +299,23 @@ class Sequences(RuleBasedStateMachine):
         self.pairs.append((self.ours.new(), self.theirs.new()))
 
     @precondition(lambda self: self.pairs)
-    @rule(number=sequences, counts=st.lists(st.integers(1, 14), min_size=1, max_size=4), whole=st.booleans())
-    def forward(self, number: int, counts: list[int], whole: bool) -> None:
+    @rule(
+        number=sequences, counts=st.lists(st.integers(1, 14), min_size=1, max_size=4), last=st.sampled_from([1, 3, 14])
+    )
+    def forward(self, number: int, counts: list[int], last: int) -> None:
         chosen = dict.fromkeys(self.pick(number + k) for k in range(len(counts)))
         given = [tokens(count, seed=number) for count in counts]
         room = CONTEXT - max(self.ours.length(a) for a, _ in chosen)
         if max(counts) > room:
             return
         before = [self.ours.length(a) for a, _ in self.pairs]
+        wanted_rows = [min(last, len(t)) for t, _ in zip(given, chosen, strict=False)]
         try:
-            found = self.ours.forward([(a, t) for (a, _), t in zip(chosen, given, strict=False)], all_logits=whole)
+            found = self.ours.forward([(a, t) for (a, _), t in zip(chosen, given, strict=False)], wanted=wanted_rows)
         except CacheFullError:
             assert [self.ours.length(a) for a, _ in self.pairs] == before
             return
-        wanted = self.theirs.forward([(b, t) for (_, b), t in zip(chosen, given, strict=False)], all_logits=whole)
+        wanted = self.theirs.forward([(b, t) for (_, b), t in zip(chosen, given, strict=False)], wanted=wanted_rows)
         for a, b in zip(found, wanted, strict=True):
             close(a, b)
 

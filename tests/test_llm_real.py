@@ -91,7 +91,7 @@ def logits_of(llm: LanguageModel, *batch: Sequence[int], pieces: Sequence[int] =
     sequences = [engine.new() for _ in batch]
     ends = [*pieces, max(map(len, batch))]
     steps = [[given[begin:end] for given in batch] for begin, end in zip([0, *pieces], ends, strict=True)]
-    made = [engine.forward(list(zip(sequences, step, strict=True)), all_logits=True) for step in steps]
+    made = [engine.forward(list(zip(sequences, step, strict=True)), wanted=[*map(len, step)]) for step in steps]
     for sequence in sequences:
         engine.remove(sequence)
     return [np.concatenate(parts) for parts in zip(*made, strict=True)]

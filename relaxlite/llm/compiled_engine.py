@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,45 +46,41 @@ class CompiledEngine:
         self.new, self.fork, self.drop = self.cache.new, self.cache.fork, self.cache.drop
         self.remove, self.length = self.cache.remove, self.cache.length
 
-    def forward(self, batch: Batch, *, all_logits: bool = False) -> list[Array]:
-        check_batch(self, batch)
+    def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
+        check_batch(self, batch, wanted)
         counts = [(sequence, len(tokens)) for sequence, tokens in batch]
         self.cache.reserve(counts)
         try:
-            found = self._logits(batch, all_logits)
+            found = self._logits(batch, [1] * len(batch) if wanted is None else wanted)
         except BaseException:
             self.cache.cancel(counts)
             raise
         self.cache.commit(counts)
         return found
 
-    def _logits(self, batch: Batch, all_logits: bool) -> list[Array]:
+    def _logits(self, batch: Batch, wanted: Sequence[int]) -> list[Array]:
+        shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}
         given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
         found: dict[int, list[Array]] = {sequence: [] for sequence in given}
         for parts in _steps(batch, self._chunk):
             pieces = [given[sequence][first : first + count] for sequence, first, count in parts]
             tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            asked = [_asked(part, len(given[part[0]]), all_logits) for part in parts]
+            asked = [max(0, min(count, first + count - shown[sequence])) for sequence, first, count in parts]
             ends = np.cumsum([count for _, _, count in parts]).tolist()
             rows = [np.arange(end - number, end) for end, number in zip(ends, asked, strict=True)]
-            wanted = rows[0] if len(rows) == 1 else np.concatenate(rows)
+            places = rows[0] if len(rows) == 1 else np.concatenate(rows)
             # A step always computes one row: that of its last token, if nobody asks for any.
-            logits = self._step(tokens, wanted if len(wanted) else np.array([len(tokens) - 1]), parts)
+            logits = self._step(tokens, places if len(places) else np.array([len(tokens) - 1]), parts)
             at = 0
             for (sequence, _, _), number in zip(parts, asked, strict=True):
-                found[sequence].append(logits[at : at + number])
+                if number:
+                    found[sequence].append(logits[at : at + number])
                 at += number
-        return [pieces[-1] if not all_logits else np.concatenate(pieces) for pieces in found.values()]
+        return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in found.values()]
 
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
         made: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
         return made
-
-
-def _asked(part: _Part, length: int, all_logits: bool) -> int:
-    """How many rows of a part have logits to show: its last ones."""
-    _, first, count = part
-    return count if all_logits else int(first + count == length)
 
 
 def _steps(batch: Batch, most: int) -> Iterator[list[_Part]]:

@@ -39,9 +39,9 @@ class Engine(Protocol):
 
     def length(self, sequence: int) -> int: ...
 
-    def forward(self, batch: Batch, *, all_logits: bool = False) -> list[Array]:
-        """Append tokens to each sequence of the batch, together in one step; float32 logits [1, vocab] behind the last
-        token of each, or [tokens, vocab] behind all of them."""
+    def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
+        """Append tokens to each sequence of the batch, together in one step; float32 logits [wanted, vocab] behind the
+        last `wanted` tokens of each (None: behind the last one)."""
         ...
 
 
@@ -82,14 +82,14 @@ class RecomputingEngine:
     def length(self, sequence: int) -> int:
         return len(self._of(sequence))
 
-    def forward(self, batch: Batch, *, all_logits: bool = False) -> list[Array]:
-        check_batch(self, batch)
+    def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
+        check_batch(self, batch, wanted)
         found = []
-        for sequence, tokens in batch:
+        for k, (sequence, tokens) in enumerate(batch):
             whole = self._of(sequence)
             whole.extend(int(t) for t in tokens)
             logits = self._logits(np.asarray([whole], np.int64))[0]
-            found.append(logits[-len(tokens) :] if all_logits else logits[-1:])
+            found.append(logits[-(1 if wanted is None else wanted[k]) :])
         return found
 
     def _of(self, sequence: int) -> list[int]:
@@ -98,11 +98,13 @@ class RecomputingEngine:
         return self._tokens[sequence]
 
 
-def check_batch(engine: Engine, batch: Batch) -> None:
+def check_batch(engine: Engine, batch: Batch, wanted: Sequence[int] | None) -> None:
     """InvalidArgumentError for what `forward` does not take."""
+    if wanted is not None and len(wanted) != len(batch):
+        raise InvalidArgumentError(f"a batch of {len(batch)} sequences, and the logits wanted of {len(wanted)}")
     if len({sequence for sequence, _ in batch}) < len(batch):
         raise InvalidArgumentError("a sequence occurs twice in one batch")
-    for sequence, tokens in batch:
+    for k, (sequence, tokens) in enumerate(batch):
         length = engine.length(sequence)
         if not len(tokens):
             raise InvalidArgumentError(f"sequence {sequence} is given no tokens")
@@ -110,6 +112,10 @@ def check_batch(engine: Engine, batch: Batch) -> None:
             raise InvalidArgumentError(
                 f"sequence {sequence} has {length} tokens and is given {len(tokens)} more; the model's context holds "
                 f"{engine.context}"
+            )
+        if wanted is not None and not 1 <= wanted[k] <= len(tokens):
+            raise InvalidArgumentError(
+                f"sequence {sequence} is given {len(tokens)} tokens, and the logits of {wanted[k]} are wanted"
             )
         bad = next((t for t in tokens if not 0 <= t < engine.vocab), None)
         if bad is not None:

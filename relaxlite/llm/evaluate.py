@@ -134,7 +134,8 @@ def _log_probabilities(engine: Engine, before: Sequence[int], tokens: Sequence[i
         given = [before[-1], *tokens[:-1]]
         step = max(1, _LOGITS_AT_ONCE // engine.vocab)
         for at in range(0, len(given), step):
-            (logits,) = engine.forward([(sequence, given[at : at + step])], all_logits=True)
+            part = given[at : at + step]
+            (logits,) = engine.forward([(sequence, part)], wanted=[len(part)])
             largest = logits.max(axis=1)  # NaN where one of them is
             if not np.isfinite(largest).all():
                 read = engine.length(sequence) - len(logits) + int(np.argmin(np.isfinite(largest))) + 1
