@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from relaxlite import cli, driver
 from relaxlite.cli import chat as chat_command
 from relaxlite.cli import demo
 from relaxlite.cli.chat import Conversation
+from relaxlite.cli.generate import stats_text
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm import compiling
 from relaxlite.llm.model import load
@@ -243,6 +245,24 @@ def test_a_reply_may_outgrow_the_context_where_that_is_asked_for(run: Run, folde
     assert forgotten > 0
 
 
+def test_guesses_may_come_from_another_model_or_from_nobody(run: Run, folder: Path) -> None:
+    words = ["generate", "tiny.rlx", "abcabcabc", "--max-tokens", "30", "--stats"]
+    plain = run(*words, "--draft", "none")
+    assert plain.status == 0 and "guessed" not in plain.err
+    wanted = load(folder / "tiny.rlx").generate("abcabcabc", max_new_tokens=30)
+    shutil.copy(folder / "tiny.rlx", folder / "small.rlx")
+    for draft in ("lookup", "small.rlx"):
+        done = run(*words, "--draft", draft)
+        assert (done.status, done.out) == (0, plain.out) == (0, wanted.text + "\n")
+    assert "cannot load none.gguf: there is no such file" in run(*words, "--draft", "none.gguf").err
+    result = scripted(lambda _: b"round and round and round", context=99).generate("say:\n")
+    usage = result.usage
+    assert f" tokens/s ({usage.accepted_tokens} of {usage.drafted_tokens} guesses were right); ended" in stats_text(
+        result
+    )
+    assert usage.accepted_tokens > 3
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -368,14 +388,23 @@ def test_an_interrupt_stops_the_reply_and_not_the_chat(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
+    steps: list[Any] = []
 
     def reply(before: Sequence[int]) -> bytes:
         seen.append(bytes(t for t in before if t < 256).decode())
-        if len(seen) == 3:
-            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does, while the model computes
         return b"a long reply" if before.count(ord("?")) == 1 else b"ok"
 
-    talker = conversation(scripted(reply, context=300))
+    llm = scripted(reply, context=300)
+    forward = llm.engine.forward
+
+    def counted(batch: Any, **options: Any) -> Any:
+        steps.append(batch)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does, while the model computes
+        return forward(batch, **options)
+
+    monkeypatch.setattr(llm.engine, "forward", counted)
+    talker = conversation(llm)
     handler = signal.getsignal(signal.SIGINT)
     talk(talker, monkeypatch, "a?", "b?")
     assert capsys.readouterr().out == "a l\n(stopped)\nok\n"

@@ -134,6 +134,11 @@ def test_logits_and_log_probabilities_on_request() -> None:
     np.testing.assert_allclose(result.logprobs, np.log(shares[np.arange(4), result.tokens]), rtol=1e-9)
 
 
+def test_the_logits_of_an_empty_reply_are_none_of_so_many_tokens() -> None:
+    result = saying("").generate("Q:\n", logits=True, logprobs=True)
+    assert result.logits.shape == (0, VOCAB) and result.logprobs == () and result.finish_reason == "stop"
+
+
 def test_the_checkpoints_own_settings_are_the_defaults() -> None:
     greedy = made(random_logits, generation={"temperature": 0.8, "top_k": 5})
     assert greedy._sampling(None, None, None, None, None).temperature == 0

@@ -64,9 +64,10 @@ def scripted(replies: Callable[[Sequence[int]], bytes], **fields: Any) -> Langua
     def logits(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         row = [int(t) for t in tokens[0]]
         found = np.zeros((1, len(row), VOCAB), np.float32)
-        start = max((k for k, t in enumerate(row) if t == ord("\n")), default=-1) + 1
-        said, reply = row[start:], replies(row[:start])
-        found[0, -1, reply[len(said)] if len(said) < len(reply) else END] = 9
+        for count in range(1, len(row) + 1):
+            start = max((k for k, t in enumerate(row[:count]) if t == ord("\n")), default=-1) + 1
+            said, reply = row[start:count], replies(row[:start])
+            found[0, count - 1, reply[len(said)] if len(said) < len(reply) else END] = 9
         return found
 
     return made(logits, **fields)

@@ -38,9 +38,10 @@ def stats_text(result: Result) -> str:
     """One line: how many tokens, how fast, and why it ended."""
     usage, speed = result.usage, result.speed
     reused = f" ({usage.reused_tokens} from the cache)" if usage.reused_tokens else ""
+    guessed = f" ({usage.accepted_tokens} of {usage.drafted_tokens} guesses were right)" if usage.drafted_tokens else ""
     forgotten = f" (the oldest {usage.forgotten_tokens} tokens are forgotten)" if usage.forgotten_tokens else ""
     return (
         f"prompt: {usage.prompt_tokens} tokens{reused}, {speed.prefill_tokens_per_s:.1f} tokens/s, first token after "
         f"{speed.first_token_s:.2f} s; reply: {usage.new_tokens} tokens, {speed.decode_tokens_per_s:.1f} tokens/s"
-        f"{forgotten}; ended by: {result.finish_reason}"
+        f"{guessed}{forgotten}; ended by: {result.finish_reason}"
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 from relaxlite.cli.opening import checkpoint_options, compile_once, is_checkpoint, is_compiled
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
-from relaxlite.llm.model import LanguageModel, load
+from relaxlite.llm.loading import load as load_any
+from relaxlite.llm.model import LOOKUP, LanguageModel, load
 from relaxlite.model_cache import LANGUAGE_MODEL
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ExecutableData
@@ -38,11 +39,16 @@ def _compile(args: argparse.Namespace) -> ExecutableData:
     return compile_checkpoint(args)
 
 
+def _draft(name: str) -> LanguageModel | str | None:
+    return name if name == LOOKUP else None if name == "none" else load_any(name)
+
+
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `LanguageModel.generate` and `chat` are given; None leaves it to the model."""
     return {
         "max_new_tokens": args.max_tokens,
         "stop": tuple(args.stop),
         "overflow": args.overflow,
+        "draft": _draft(args.draft),
         **{name: getattr(args, name) for name in _SAMPLING},
     }

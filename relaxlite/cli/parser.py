@@ -14,7 +14,7 @@ Number = int | float
 QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/quantize.py
 PRECISIONS = ("auto", "float32", "bf16", "int8", "int12", "int16")  # those of passes/lower_precision.py
 CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
-OVERFLOW = ("error", "slide")  # those of llm/model.py
+OVERFLOW, LOOKUP = ("error", "slide"), "lookup"  # those of llm/model.py
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
@@ -426,6 +426,11 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=_number, metavar="R", help="above 1: less of what occurred")
     group.add_argument("--seed", type=_at_least(0), metavar="N", help="the same reply each time")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a reply; repeat")
+    group.add_argument(
+        "--draft", default=LOOKUP, metavar="MODEL",
+        help="whose guesses are checked along with each token, which makes it faster: a smaller model of the same "
+        f"vocabulary, {LOOKUP} (default: what followed the same tokens before), or none; the reply is the same",
+    )  # fmt: skip
 
 
 def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True) -> None:

@@ -8,7 +8,7 @@
 model.py        LanguageModel: generate, chat
 loading.py      load: a compiled file, or a checkpoint
 compiling.py    from a checkpoint to a LanguageModel; imports the compiler
-generation.py   the loop over a batch of sequences; sampling.py: from logits to a token
+generation.py   the loop over a batch of sequences; sampling.py: from logits to a token; drafts.py: guesses of several
 tokenizer.py    text to tokens and back, also piece by piece; templates.py: a chat as text
 description.py  what an artifact says of a language model beside its code
 engine.py       what generation needs of a compiled model; compiled_engine.py: a step over a paged cache

@@ -14,6 +14,7 @@ from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
+from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.manager import PassContext
@@ -109,6 +110,17 @@ def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
     return max_context or checkpoint.config.usual_context or most
 
 
+def _row_cost(checkpoint: Checkpoint) -> float:
+    """Of one more token in a step: it reads the experts that it chose, where nobody else chose them."""
+    experts = checkpoint.config.experts
+    if experts is None:
+        return ROW_COST
+    share = experts.chosen / experts.count
+    chosen = share * sum(weight.nbytes for name, weight in checkpoint.weights.items() if ".experts." in name)
+    others = sum(weight.nbytes for name, weight in checkpoint.weights.items() if ".experts." not in name)
+    return ROW_COST + (1 - ROW_COST) * (1 - share) * chosen / (chosen + others)
+
+
 def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:
     """What an artifact says of a checkpoint beside its code; see llm/description.py."""
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
@@ -130,5 +142,6 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
         chat_template=tokenizer.chat_template,
         generation=dict(checkpoint.generation),
         provenance=dict(checkpoint.provenance),
+        row_cost=_row_cost(checkpoint),
     )
     return {DESCRIPTION: description.to_json(), TOKENIZER: tokenizer.json.encode()}

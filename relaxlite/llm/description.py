@@ -8,6 +8,7 @@ from dataclasses import asdict, field
 from typing import Any
 
 from relaxlite.errors import ArtifactError
+from relaxlite.llm.drafts import ROW_COST
 from relaxlite.records import dataclass
 
 DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; both are JSON
@@ -16,7 +17,8 @@ DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; 
 @dataclass(frozen=True, slots=True)
 class Description:
     """`context`: tokens that a sequence holds at most. `stop`: tokens that end a reply. `special_tokens`: for the chat
-    template, by name ("bos_token"). `generation`: the checkpoint's defaults. `provenance`: source, licence."""
+    template, by name ("bos_token"). `generation`: the checkpoint's defaults. `provenance`: source, licence. `row_cost`:
+    the time of one more token in a step of one, which reads the same weights, in such steps."""
 
     architecture: str
     vocab: int
@@ -28,6 +30,7 @@ class Description:
     chat_template: str | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
+    row_cost: float = ROW_COST
 
     @property
     def name(self) -> str:
@@ -66,6 +69,7 @@ _KINDS: dict[str, Any] = {
     "chat_template": str | None,
     "generation": dict,
     "provenance": dict,
+    "row_cost": float,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from relaxlite.errors import CacheFullError
+from relaxlite.llm.drafts import Drafter
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import Sampler, log_probability
 from relaxlite.llm.tokenizer import StopFilter, TextStream, Tokenizer
@@ -21,13 +22,15 @@ FinishReason = Literal["stop", "stop_string", "length", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens: of the prompt, how many of these were in the cache already, and new ones; and how many of the oldest left
-    a context that slides."""
+    """Tokens: of the prompt, how many of these were in the cache already, and new ones; how many of the oldest left a
+    context that slides; and how many were guessed, and guessed right, so that they took no step of their own."""
 
     prompt_tokens: int
     reused_tokens: int
     new_tokens: int
     forgotten_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,18 @@ class Request:
     wants_logprobs: bool = False
     wants_logits: bool = False
     window: int | None = None
+    drafter: Drafter | None = None
     sequence: int = 0
     reused: int = 0  # tokens of the prompt that the sequence has already
 
     forgotten: int = 0  # of the first tokens, prompt and new ones, which the sequence has no more
+    drafted: int = 0
+    accepted: int = 0
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logits: list[Array] = field(default_factory=list)
+    vocab: int = 0
     finish_reason: FinishReason | None = None
     started: float = 0.0
     first: float = 0.0
@@ -102,14 +109,14 @@ class Request:
             text="".join(self.pieces),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason or "closed",
-            usage=Usage(len(self.prompt), self.reused, new, self.forgotten),
+            usage=Usage(len(self.prompt), self.reused, new, self.forgotten, self.drafted, self.accepted),
             speed=Speed(
                 max(waited, 0.0),
                 prefilled / waited if waited > 0 else 0.0,
                 (new - 1) / decoding if decoding > 0 and new > 1 else 0.0,
             ),
             logprobs=tuple(self.logprobs) if self.wants_logprobs else None,
-            logits=np.array(self.logits, np.float32).reshape(new, -1) if self.wants_logits else None,
+            logits=np.array(self.logits, np.float32).reshape(new, self.vocab) if self.wants_logits else None,
         )
 
 
@@ -121,6 +128,8 @@ def run(
     make_room: Callable[[], bool],
 ) -> Generator[tuple[int, str], None, None]:
     """Run requests to their ends; yields pieces of text, each with the number of its request.
+
+    What a request's drafter guesses is computed along with its last token, and stays as far as it is right.
 
     The sequences hold `reused` tokens at first. `release(request, is_sound)` takes each sequence back, also when the
     generator is closed early; unsound is one at which the engine failed.
@@ -136,15 +145,30 @@ def run(
         request.started = start
     active, waiting = list(requests), list[Request]()
     fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
-    is_sound = False
+    is_sound, is_full = False, False
+
+    def end(request: Request, is_sound: bool) -> None:
+        if request.drafter is not None:
+            request.drafter.close()
+        release(request, is_sound)
+
     try:
         while active:
             for request in active:
                 if request.window is not None:
                     fed[id(request)] = _slide(engine, request, request.window, fed[id(request)])
+            guesses: list[list[int]] = [[]] * len(active)
+            if not is_full:
+                guesses = [_guess(engine, r, writers[id(r)].tokens, len(fed[id(r)]), len(active)) for r in active]
             try:
-                found = engine.forward([(r.sequence, fed[id(r)]) for r in active])
+                found = engine.forward(
+                    [(r.sequence, fed[id(r)] + guess) for r, guess in zip(active, guesses, strict=True)],
+                    wanted=[1 + len(guess) for guess in guesses],
+                )
             except CacheFullError:
+                if any(guesses):
+                    is_full = True
+                    continue
                 if make_room():
                     continue
                 if len(active) == 1:
@@ -153,24 +177,24 @@ def run(
                 engine.drop(last.sequence, engine.length(last.sequence))
                 fed[id(last)] = last.remembered()
                 continue
-            pieces = [writers[id(r)].advance(logits[-1]) for r, logits in zip(active, found, strict=True)]
+            for request, logits, guess in zip(active, found, guesses, strict=True):
+                yield from _told(engine, request, writers[id(request)], logits, guess, numbers[id(request)])
             finished = [r for r in active if r.finish_reason is not None]
-            told = [(numbers[id(r)], piece) for r, piece in zip(active, pieces, strict=True) if piece]
             active = [r for r in active if r.finish_reason is None]
             for request in finished:
-                release(request, True)
+                end(request, True)
+            is_full = is_full and not finished
             fed |= {id(r): r.tokens[-1:] for r in active}
             if waiting and (finished or not active):
                 active.append(waiting.pop(0))
-            yield from told
     except GeneratorExit:
-        is_sound = True  # between two steps
+        is_sound = True  # between two tokens
         raise
     finally:
         now = time.perf_counter()
         for request in [*active, *waiting]:
-            request.ended = now
-            release(request, is_sound)
+            request.ended = request.ended if request.finish_reason is not None else now
+            end(request, is_sound)
 
 
 def _slide(engine: Engine, request: Request, window: int, given: list[int]) -> list[int]:
@@ -184,26 +208,63 @@ def _slide(engine: Engine, request: Request, window: int, given: list[int]) -> l
     return request.remembered()
 
 
+def _guess(engine: Engine, request: Request, tokens: list[int], given: int, sequences: int) -> list[int]:
+    """What may follow all tokens, of which the last ones are given next; nothing behind a prompt alone."""
+    if request.drafter is None or not request.tokens:
+        return []
+    room = request.limit - len(request.tokens) - 1  # the last token is not computed with
+    if request.window is not None:
+        room = min(room, request.window - engine.length(request.sequence) - given)
+    return request.drafter.propose(tokens, room, sequences) if room > 0 else []
+
+
+def _told(
+    engine: Engine, request: Request, writer: _Writer, logits: Array, guess: list[int], number: int
+) -> Iterator[tuple[int, str]]:
+    """Choose the next tokens by logits [1 + guesses, vocab], up to the first that was not guessed; what may be shown
+    with each. Then, or where nobody asks for more, the sequence keeps the guesses that were right."""
+    right = 0
+    try:
+        piece = writer.advance(logits[0])
+        if piece:
+            yield number, piece
+        for token, row in zip(guess, logits[1:], strict=True):
+            if request.finish_reason is not None or request.tokens[-1] != token:
+                break
+            right += 1
+            piece = writer.advance(row)
+            if piece:
+                yield number, piece
+    finally:
+        if guess:
+            engine.drop(request.sequence, len(guess) - right)
+            request.drafted += len(guess)
+            request.accepted += right
+            assert request.drafter is not None
+            request.drafter.learn(len(guess), right)
+
+
 class _Writer:
     """Extends one request by a token at a time. `name`: of its sequence, in errors."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, name: str) -> None:
         self._request, self._name = request, name
-        self._tokens = list(request.prompt)  # and the new ones
+        self.tokens = list(request.prompt)  # and the new ones
         self._stream = TextStream(tokenizer, request.prompt)
         self._filter = StopFilter(request.stop)
 
     def advance(self, logits: Array) -> str:
         """Choose the next token by logits [vocab]; what may be shown. Sets the finish reason."""
         r = self._request
-        token = r.sampler.choose(logits, self._tokens, name=self._name)
+        r.vocab = logits.size
+        token = r.sampler.choose(logits, self.tokens, name=self._name)
         r.ended = time.perf_counter()
         r.first = r.first or r.ended
         if token in r.stop_tokens:
             r.finish_reason = "stop"
             return self._show(self._filter.push(self._stream.finish()))
         r.tokens.append(token)
-        self._tokens.append(token)
+        self.tokens.append(token)
         if r.wants_logprobs:
             r.logprobs.append(log_probability(logits, token))
         if r.wants_logits:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
+from relaxlite.llm.drafts import Drafter, DraftModel, Lookup
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "str | Sequence[int]"
 
 MAX_NEW_TOKENS = 256  # where the caller says nothing
+LOOKUP = "lookup"  # guesses that need no other model
 OVERFLOW = ("error", "slide")  # what happens where a reply does not fit into the context
 
 
@@ -100,6 +102,7 @@ class LanguageModel:
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] | None = None,
         overflow: str = "error",
+        draft: LanguageModel | str | None = LOOKUP,
         logprobs: bool = False,
         logits: bool = False,
         stream: bool = False,
@@ -113,6 +116,9 @@ class LanguageModel:
         stop            texts that end it, themselves not shown; `stop_tokens`: in place of the model's own
         overflow        "error": InvalidArgumentError where max_new_tokens do not fit into the context; "slide": where
                         it is full, its older half is forgotten (`Usage.forgotten_tokens` counts), and it goes on
+        draft           where guesses come from of how the text goes on, which a step checks along with its token: they
+                        make it faster where they are right, and change none of it. "lookup": what followed the same
+                        tokens before; another LanguageModel of the same vocabulary, a smaller one; None: no guesses
         logprobs, logits  keep them in the result
         stream          return a Stream of pieces of text instead
 
@@ -130,6 +136,7 @@ class LanguageModel:
             stop=stop,
             stop_tokens=stop_tokens,
             overflow=overflow,
+            draft=draft,
             logprobs=logprobs,
             logits=logits,
         )
@@ -147,6 +154,7 @@ class LanguageModel:
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         overflow: str = "error",
+        draft: LanguageModel | str | None = LOOKUP,
         logprobs: bool = False,
         logits: bool = False,
         stream: bool = False,
@@ -171,6 +179,7 @@ class LanguageModel:
             stop=stop,
             stop_tokens=None,
             overflow=overflow,
+            draft=draft,
             logprobs=logprobs,
             logits=logits,
         )
@@ -218,6 +227,7 @@ class LanguageModel:
         stop: str | Sequence[str],
         stop_tokens: Sequence[int] | None,
         overflow: str,
+        draft: LanguageModel | str | None,
         logprobs: bool,
         logits: bool,
     ) -> Any:
@@ -227,6 +237,7 @@ class LanguageModel:
             raise InvalidArgumentError(f"seed must be a whole number from 0, got {seed!r}")
         if overflow not in OVERFLOW:
             raise InvalidArgumentError(f"overflow must be {' or '.join(map(repr, OVERFLOW))}, got {overflow!r}")
+        self._check_draft(draft)
         slides = overflow == "slide"
         limits = [
             self._limit(tokens, k if is_list else None, max_new_tokens, slides=slides)
@@ -245,16 +256,39 @@ class LanguageModel:
             )
             for k, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        pieces = Stream(self._events(requests, keeps=keeps), requests, is_list)
+        pieces = Stream(self._events(requests, draft, keeps=keeps), requests, is_list)
         if stream:
             return pieces
         return pieces.results() if is_list else pieces.result()
 
-    def _events(self, requests: list[Request], *, keeps: bool) -> Any:
+    def _events(self, requests: list[Request], draft: LanguageModel | str | None, *, keeps: bool) -> Any:
         """The pieces of requests. Sequences are opened when the first piece is asked for."""
         for request in requests:
             request.sequence, request.reused = self._open(request.prompt) if keeps else (self.engine.new(), 0)
+            request.drafter = self._drafter(draft)
         yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
+
+    def _check_draft(self, draft: LanguageModel | str | None) -> None:
+        if draft is None or draft == LOOKUP:
+            return
+        if not isinstance(draft, LanguageModel):
+            raise InvalidArgumentError(f"draft must be {LOOKUP!r}, a LanguageModel or None, got {draft!r}")
+        if not self.tokenizer.is_same(draft.tokenizer) or draft.engine.vocab != self.engine.vocab:
+            raise InvalidArgumentError(
+                f"draft: {draft.description.name} has another vocabulary ({draft.engine.vocab} tokens) than "
+                f"{self.description.name} ({self.engine.vocab}), so that its guesses would mean something else"
+            )
+
+    def _drafter(self, draft: LanguageModel | str | None) -> Drafter | None:
+        row_cost = self.description.row_cost
+        if isinstance(draft, LanguageModel):
+            return DraftModel(draft.engine, draft.weight_bytes / max(self.weight_bytes, 1), row_cost)
+        return None if draft is None else Lookup(row_cost)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all constants of the compiled model."""
+        return sum(constant.nbytes for constant in self.data.constants) if self.data is not None else 0
 
     def _stop_tokens(self, given: Sequence[int] | None) -> frozenset[int]:
         if given is None:

@@ -100,13 +100,13 @@ def candidates(scores: Array, how: Sampling) -> tuple[Array, Array]:
     if 0 < how.top_k < scores.size:
         least = np.partition(scores, scores.size - how.top_k)[scores.size - how.top_k]
         places = np.flatnonzero(scores >= least)
-    probabilities = _softmax(scores[places])
+    probabilities = softmax(scores[places])
     if how.top_p < 1.0:
         kept = _nucleus(probabilities, how.top_p)
-        places, probabilities = places[kept], _softmax(scores[places[kept]])
+        places, probabilities = places[kept], softmax(scores[places[kept]])
     if how.min_p > 0.0:
         kept = probabilities >= how.min_p * probabilities.max()
-        places, probabilities = places[kept], _softmax(scores[places[kept]])
+        places, probabilities = places[kept], softmax(scores[places[kept]])
     return places, probabilities
 
 
@@ -122,7 +122,8 @@ def _nucleus(probabilities: Array, p: float) -> Array:
     return np.sort(order[(before < p) | (np.arange(order.size) == 0)])
 
 
-def _softmax(scores: Array) -> Array:
+def softmax(scores: Array) -> Array:
+    """Probabilities of scores [n]."""
     powers = np.exp(scores - scores.max())
     return powers / powers.sum()
 

@@ -44,6 +44,10 @@ class Tokenizer:
     def size(self) -> int:
         return self._library.get_vocab_size(with_added_tokens=True)
 
+    def is_same(self, other: Tokenizer) -> bool:
+        """Whether tokens mean the same to another tokenizer."""
+        return self._json == other._json or self._library.get_vocab() == other._library.get_vocab()
+
     def encode(self, text: str, *, marks: bool = True) -> list[int]:
         """Tokens of a text. `marks`: with those that the model wants around every text; a chat template writes its own.
 

@@ -1,0 +1,223 @@
+"""Guesses of how a text goes on: what is guessed, how often, and that nothing of what is generated changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relaxlite.errors import CacheFullError, InvalidArgumentError
+from relaxlite.llm.drafts import MOST, DraftModel, Lookup, worth
+from relaxlite.llm.engine import RecomputingEngine
+from tests.test_llm_generation import limit
+from tests.tiny_llm import END, VOCAB, made, random_logits, scripted
+
+
+def proposed(text: str, most: int = MOST, sequences: int = 1) -> str:
+    return bytes(Lookup(0.15).propose(text.encode(), most, sequences)).decode()
+
+
+def test_what_followed_the_same_tokens_is_guessed() -> None:
+    text = "the quick brown fox. the quick"
+    assert " brown fox. the quick".startswith(proposed(text)) and len(proposed(text)) > 4
+    assert proposed(text, most=3) == " br"
+    assert [proposed(text) for text in ("", "a", "aa", "abcdef", "abxyb")] == [""] * 5
+
+
+def test_longer_matches_count_before_later_ones_and_these_before_earlier_ones() -> None:
+    assert proposed("1abcdX_2cdY_abcd")[0] == "X"
+    assert proposed("1cdX_2cdY_cd")[0] == "Y"
+
+
+def test_guesses_at_the_end_of_the_text_repeat_it() -> None:
+    assert proposed("xyzxyzxyzxyz") == "xyzxyzxyzxyzxyzxyz"[:MOST]
+
+
+def test_what_comes_later_is_read_on_from_where_the_last_look_ended() -> None:
+    text = b"one two three four one two three five one two th"
+    drafter = Lookup()
+    for end in range(1, len(text) + 1):
+        found = drafter.propose(text[:end], MOST, 1)
+        alone = Lookup()
+        assert found == alone.propose(text[:end], MOST, 1)
+
+
+def test_wrong_guesses_make_fewer_and_right_ones_more() -> None:
+    drafter, text = Lookup(0.15), b"abcd" * 8
+    counts = []
+    for _ in range(6):
+        counts.append(len(drafter.propose(text, MOST, 1)))
+        drafter.learn(counts[-1], 0)
+    assert counts == sorted(counts, reverse=True) and counts[-1] < 3 < counts[0]
+    silent = 0
+    while not drafter.propose(text, MOST, 1):  # what was seen fades
+        drafter.learn(0, 0)
+        silent += 1
+    assert silent < 50
+    for _ in range(6):
+        drafter.learn(found := len(drafter.propose(text, MOST, 1)), found)
+    assert len(drafter.propose(text, MOST, 1)) > 10
+
+
+def test_guesses_pay_less_beside_other_sequences() -> None:
+    assert worth(0.25, 0.25, 1) == pytest.approx(0.25)
+    assert [worth(0.25, 0.25, n) < worth(0.25, 0.25, n + 1) < 1 for n in range(1, 50)] == [True] * 49
+    text = "one two three one two"
+    counts = [len(proposed(text, sequences=n)) for n in (1, 4, 64)]
+    assert counts[0] > counts[1] > counts[2] == 0
+
+
+# Generation
+
+
+def repetitive(tokens: Any) -> Any:
+    """Logits [1, seq, VOCAB] of a text that mostly goes round in circles of a few letters."""
+    found = np.zeros((1, tokens.shape[1], VOCAB), np.float32)
+    for k in range(tokens.shape[1]):
+        last = int(tokens[0, k])
+        seed = [3, last] if k % 7 else [5, *tokens[0, : k + 1]]
+        found[0, k, 97:105] = np.random.default_rng(seed).normal(0, 3, 8)
+        found[0, k, END] = 2.0
+    return found
+
+
+def counting(model: Any) -> list[int]:
+    """How many tokens each step from now on is given."""
+    forward, counts = model.engine.forward, []
+
+    def counted(batch: Any, **options: Any) -> Any:
+        counts.append(sum(len(tokens) for _, tokens in batch))
+        return forward(batch, **options)
+
+    model.engine.forward = counted
+    return counts
+
+
+def test_repeated_text_takes_fewer_steps() -> None:
+    reply = b"round and round and round and round it goes, and round and round again"
+    model = scripted(lambda _: reply, context=200)
+    counts = counting(model)
+    plain = model.generate("say: \n", draft=None)
+    assert plain.text.encode() == reply and len(counts) == len(reply) + 1 and plain.usage.drafted_tokens == 0
+    counts.clear()
+    result = model.generate("say: \n")
+    assert (result.tokens, result.text, result.finish_reason) == (plain.tokens, plain.text, plain.finish_reason)
+    assert len(counts) == len(reply) + 1 - result.usage.accepted_tokens < 0.7 * len(reply)
+    assert sum(counts) == 5 + 1 + len(reply) + result.usage.drafted_tokens - result.usage.accepted_tokens
+    assert 0 < result.usage.accepted_tokens <= result.usage.drafted_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.text("abcdefgh", min_size=1, max_size=12), min_size=1, max_size=4),
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    penalty=st.sampled_from([1.0, 1.2]),
+    tokens=st.integers(1, 40),
+    room=st.sampled_from([None, 60, 110]),
+    other=st.sampled_from(["lookup", "same", "near", "strange"]),
+    options=st.sampled_from([{}, {"stop": "ba"}, {"overflow": "slide"}, {"stop_tokens": ()}]),
+)
+def test_guesses_change_nothing(
+    prompts: list[str], temperature: float, penalty: float, tokens: int, room: int | None, other: str, options: Any
+) -> None:
+    asked: dict[str, Any] = {
+        "max_new_tokens": tokens, "temperature": temperature, "repetition_penalty": penalty, "seed": 1,
+        "logprobs": True, "logits": True, **options,
+    }  # fmt: skip
+    wanted = made(repetitive, context=52).generate(prompts, draft=None, **asked)
+    model = made(repetitive, context=52)
+    if room is not None:
+        limit(model, room)
+    drafts = {"same": repetitive, "near": lambda t: repetitive(t) * np.float32(0.7) + random_logits(t) * 0.3}
+    draft = "lookup" if other == "lookup" else made(drafts.get(other, random_logits), context=40)
+    found = model.generate(prompts, draft=draft, **asked)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.tokens, a.text, a.finish_reason, a.logprobs) == (b.tokens, b.text, b.finish_reason, b.logprobs)
+        np.testing.assert_array_equal(a.logits, b.logits)
+        assert a.usage.forgotten_tokens == b.usage.forgotten_tokens
+    assert model.engine._tokens == {}  # type: ignore[attr-defined]
+    assert other == "lookup" or draft.engine._tokens == {}  # type: ignore[union-attr]
+
+
+def test_chats_keep_what_was_guessed_right_and_nothing_else() -> None:
+    def reply(before: Any) -> bytes:
+        return b"la la la la la la, " + bytes(t for t in before if 97 <= t < 123)[-12:]
+
+    for draft in ("lookup", None):
+        model, chat, seen = scripted(reply, context=400), [{"role": "user", "content": "sing la la la"}], []
+        for turn in range(4):
+            result = model.chat(chat, draft=draft)
+            (sequence,) = model.engine._tokens  # type: ignore[attr-defined]
+            held = model.engine._tokens[sequence]  # type: ignore[attr-defined]
+            assert held == [*model.encode_chat(chat), *result.tokens][: len(held)]
+            seen.append((result.text, result.usage.reused_tokens))
+            chat += [{"role": "assistant", "content": result.text}, {"role": "user", "content": f"again {turn}"}]
+        assert seen[0][0].startswith("la la la") and seen[3][1] > seen[1][1] > 0
+        if draft:
+            with_guesses = seen
+    assert seen == with_guesses
+
+
+def test_a_stream_that_is_closed_ends_with_what_was_shown() -> None:
+    model = scripted(lambda _: b"ababababababababababababab", context=200)
+    for pieces in range(1, 27):
+        stream = model.chat([{"role": "user", "content": "x"}], stream=True)
+        shown = "".join(next(stream) for _ in range(pieces))
+        stream.close()
+        result = stream.result()
+        assert result.text == shown == "ab" * (pieces // 2) + "a" * (pieces % 2)
+        assert len(result.tokens) == pieces
+        (held,) = model.engine._tokens.values()  # type: ignore[attr-defined]
+        assert len(held) < result.usage.prompt_tokens + pieces
+        model.forget()
+
+
+def test_a_draft_model_that_is_right_leaves_few_steps() -> None:
+    reply = b"a long and winding reply without any repetition"
+    model, draft = (scripted(lambda _: reply, context=200) for _ in range(2))
+    counts = counting(model)
+    result = model.generate("say: \n", draft=draft)
+    assert result.text.encode() == reply and len(counts) < 8
+    assert result.usage.accepted_tokens >= len(reply) - len(counts)
+    assert draft.engine._tokens == {}  # type: ignore[attr-defined]
+
+
+def test_a_draft_model_is_asked_only_for_tokens_it_is_sure_of() -> None:
+    engine = RecomputingEngine(lambda t: np.zeros((1, t.shape[1], VOCAB), np.float32), VOCAB, 50)
+    assert DraftModel(engine, 0.1).propose([1, 2, 3], 5, 1) == []
+    sure = RecomputingEngine(lambda t: np.eye(VOCAB, dtype=np.float32)[None, t[0]] * 99, VOCAB, 50)
+    drafter = DraftModel(sure, 0.1)
+    assert drafter.propose([1, 2, 3], 5, 1) == [3] * 5
+    assert drafter.propose([1, 2, 3, 3, 3, 4], 5, 1) == [4] * 5  # two right, one wrong
+    assert drafter.propose([1, 2, 3, 3, 3, 4, *[4] * 5, 6], 5, 1) == [6] * 5  # all right
+    assert drafter.propose(list(range(48)), 5, 1) == [47] * 2  # its context is full
+    assert drafter.propose(list(range(60)), 5, 1) == []
+    assert DraftModel(sure, 0.1).propose([1, 2, 3], 5, 20) == []  # it would take longer than it saves
+
+
+def test_a_draft_model_whose_cache_is_full_guesses_no_more() -> None:
+    model, draft = made(repetitive), made(repetitive)
+    limit(draft, 12)
+    plain = model.generate("abc", max_new_tokens=30, draft=None, stop_tokens=())
+    assert model.generate("abc", max_new_tokens=30, draft=draft, stop_tokens=()).tokens == plain.tokens
+    assert draft.engine._tokens == {}  # type: ignore[attr-defined]
+    limit(model, 20)
+    with pytest.raises(CacheFullError):
+        model.generate("abc", max_new_tokens=30, stop_tokens=())
+
+
+def test_other_drafts_are_refused() -> None:
+    model = made(random_logits)
+    with pytest.raises(InvalidArgumentError) as caught:
+        model.generate("a", draft="small.gguf")
+    assert str(caught.value) == "draft must be 'lookup', a LanguageModel or None, got 'small.gguf'"
+    other = made(random_logits)
+    other.tokenizer._json = other.tokenizer._json.replace('"a":97', '"a":98').replace('"b":98', '"b":97')  # type: ignore
+    with pytest.raises(
+        InvalidArgumentError, match=r"draft: tiny has another vocabulary \(258 tokens\) than tiny \(258\)"
+    ):
+        model.generate("a", draft=other)
+    assert model.engine._tokens == {}  # type: ignore[attr-defined]
