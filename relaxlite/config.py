@@ -143,6 +143,18 @@ def model_folder() -> Path:
     return Path(chosen).expanduser() if chosen else user_cache_folder() / "models"
 
 
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def compile_threads() -> int:
+    """How many threads compile: RELAXLITE_COMPILE_THREADS, or one per usable core."""
+    return int(get("compile_threads") or usable_cores())
+
+
 def describe() -> str:
     """The table as text: name, present value, environment variable and meaning."""
     width = max(map(len, KNOBS))

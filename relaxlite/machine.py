@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from relaxlite.config import usable_cores
 from relaxlite.driver import compile as compile_module
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Call, GlobalVar, Var
@@ -64,7 +65,7 @@ def limits(*, fresh: bool = False) -> MachineLimits:
 
 def measure_limits() -> MachineLimits:
     """Measure now, with 1, 2, 4, ... threads and with as many as there are usable cores. Other work disturbs it."""
-    cores = threadpool.usable_cores()
+    cores = usable_cores()
     counts = sorted({cores, *(1 << k for k in range(cores.bit_length()))})
     lanes = Target.host().vector_lanes(4)
     peak, reader = _compiled(_multiply_adds(lanes)), _compiled(_reads(lanes))

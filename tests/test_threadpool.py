@@ -14,6 +14,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from relaxlite.config import usable_cores
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.runtime import jit, threadpool
 from relaxlite.runtime.threadpool import ThreadPool, WaitKind
@@ -348,7 +349,7 @@ def test_a_wrong_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch
         ThreadPool().symbols()
 
 
-@pytest.mark.parametrize(("text", "expected"), [("3", 3), (" 1 ", 1), ("", threadpool.usable_cores())])
+@pytest.mark.parametrize(("text", "expected"), [("3", 3), (" 1 ", 1), ("", usable_cores())])
 def test_the_environment_variable_sets_the_default(monkeypatch: pytest.MonkeyPatch, text: str, expected: int) -> None:
     monkeypatch.setenv("RELAXLITE_NUM_THREADS", text)
     assert ThreadPool().num_threads() == expected

@@ -19,8 +19,8 @@ from bench.cpu.measure import Team, measure, sweep
 from bench.cpu.worker import PEERS
 from bench.options import names_of
 from relaxlite import models
+from relaxlite.config import usable_cores
 from relaxlite.errors import FetchError
-from relaxlite.runtime import threadpool
 
 SWEEP_SHAPES = 64
 
@@ -36,7 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--match", default="", metavar="TEXT", help="only models whose name contains this")
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of every peer (default 5; 2 when quick)")
     parser.add_argument("--turn", type=float, metavar="SECONDS", help="of one turn (default 0.3; 0.1 for kernels)")
-    parser.add_argument("--threads", type=int, default=min(2, threadpool.usable_cores()), help="default 2")
+    parser.add_argument("--threads", type=int, default=min(2, usable_cores()), help="default 2")
     parser.add_argument("--quick", action="store_true", help="one or two sizes of each group, short turns")
     parser.add_argument(
         "--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for cpu.json and others"

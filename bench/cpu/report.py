@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 
 from bench.cpu.goals import Goal, check_goals, geometric_mean, ours, speed
 from bench.cpu.measure import Result, SweepTiming, Timing
-from relaxlite.runtime import threadpool
+from relaxlite.config import usable_cores
 from relaxlite.target import Target
 from relaxlite.version import __version__
 
@@ -97,7 +97,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "llvm_cpu": target.cpu,
         "vector_bits": target.vector_bits,
-        "cores": threadpool.usable_cores(),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "llvm": ".".join(map(str, llvm.llvm_version_info)),

@@ -24,8 +24,8 @@ from bench.llm.models import NAMES, SMALL, Model, find_model
 from bench.llm.worker import PEERS, peer_class
 from bench.options import names_of
 from relaxlite import config
+from relaxlite.config import usable_cores
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
-from relaxlite.runtime import threadpool
 
 MODELS = ("smollm2", "llama-1.1b")
 PROCESSES, TURN, LIMIT = 5, 1.0, 1800.0
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", type=names_of(list(PEERS)), metavar="PEER,...", help=", ".join(PEERS))
     add("--processes", type=int, metavar="N", help=f"of every peer (default {PROCESSES}; 1 when quick)")
     add("--turn", type=float, metavar="SECONDS", help=f"of one case in one process (default {TURN:g}; 0 when quick)")
-    add("--threads", type=int, default=min(2, threadpool.usable_cores()), help="default 2")
+    add("--threads", type=int, default=min(2, usable_cores()), help="default 2")
     add("--quick", action="store_true", help="one or two short cases of each group")
     add("--artifact", type=Path, metavar="FILE", help="what `relaxlite compile` has made of the one model")
     add("--compile-options", default="", metavar="TEXT", help="for `relaxlite compile`: '--cache-dtype float16'")

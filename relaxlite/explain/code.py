@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from relaxlite.codegen.llvm.machine_code import to_assembly
 from relaxlite.codegen.llvm.module import emit_program
+from relaxlite.config import usable_cores
 from relaxlite.explain.kernels import Kernel
 from relaxlite.ir.program_printer import print_program
 from relaxlite.records import dataclass
-from relaxlite.runtime import threadpool
 from relaxlite.target import Target
 
 PLAIN = 6_000  # characters: longer texts are compressed
@@ -31,7 +31,7 @@ class Code:
 def codes_of(kernels: Iterable[Kernel], target: Target) -> Iterator[Code]:
     """The code of each kernel, made again, as the cache of kernels holds machine code only. One thread emits, since
     symbolic integers are interned; LLVM works on all cores, ahead of who takes the codes by as many kernels."""
-    width = threadpool.usable_cores()
+    width = usable_cores()
     pending: deque[tuple[Kernel, str, Future[str]]] = deque()
     with ThreadPoolExecutor(width, "relaxlite-assembly") as pool:
         for kernel in kernels:

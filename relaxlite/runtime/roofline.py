@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from relaxlite import config
+from relaxlite.config import usable_cores
 from relaxlite.records import dataclass
-from relaxlite.runtime import cpu, jit, threadpool
+from relaxlite.runtime import cpu, jit
 
 PEAK = "compute"  # the name of the limit that is no memory
 
@@ -171,4 +172,4 @@ def machine_key() -> str:
     """What the limits depend on: the processor, and how many of its cores this process may use."""
     said = cpu.described()  # clouds give several generations one name
     kind = f"family {said['cpu family']}, model {said['model']}" if "cpu family" in said else jit.host_cpu_name()
-    return f"{cpu_name()} ({kind}), {threadpool.usable_cores()} cores"
+    return f"{cpu_name()} ({kind}), {usable_cores()} cores"

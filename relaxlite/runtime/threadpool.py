@@ -73,16 +73,9 @@ def support_code(wait: WaitKind, machine: str) -> SupportCode:
     return SupportCode(f"threadpool_{wait}", pool_ir(wait, machine), imports, (*KERNEL_SYMBOLS, *CONTROL_SYMBOLS))
 
 
-def usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def default_num_threads() -> int:
     """RELAXLITE_NUM_THREADS where it is set, else the number of usable cores; at least 1, at most MAX_THREADS."""
-    return config.get("num_threads") or min(usable_cores(), MAX_THREADS)
+    return config.get("num_threads") or min(config.usable_cores(), MAX_THREADS)
 
 
 def _checked_count(count: SupportsIndex) -> int:

@@ -29,7 +29,6 @@ from relaxlite.errors import CodegenError
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_printer import print_program
 from relaxlite.records import dataclass
-from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import KernelInfo
 from relaxlite.target import Target
 from relaxlite.version import __version__
@@ -145,7 +144,7 @@ def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], ta
     """LLVM's part, on several threads: the most text first, so that no thread is left with much at the end."""
     if not texts:
         return {}
-    threads = min(config.get("compile_threads") or threadpool.usable_cores(), len(texts))
+    threads = min(config.compile_threads(), len(texts))
     with isolated.Compilers(target) if config.get("isolate_codegen") else _InProcess(target) as to_object:
         in_order = sorted(texts, key=lambda key: -len(texts[key].text))
         work = partial(_compile_one, to_object, texts, names)
