@@ -6,10 +6,12 @@ Activations are [..., hidden]; rows are tokens, whatever the leading dimensions 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
+from relaxlite.config import compile_threads
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.mixture import mixture
@@ -44,18 +46,20 @@ class Blocks:
 
     @staticmethod
     def of(weight: Weight, name: str) -> Blocks:
-        """Some rows at a time, so that codes in a byte each never leave the caches."""
+        """Some rows at a time, so that codes in a byte each never leave the caches, and several threads can do it."""
         n, k = weight.shape
         step = max(1, _CODES_AT_ONCE // k)
-        wholes: list[np.ndarray[Any, Any]] = []
-        for at in range(0, n, step):
-            some = weight.grouped(slice(at, at + step))
-            parts = _operands(some)
-            if not wholes:
-                wholes = [np.empty((len(part), n), part.dtype) for part in parts]
-            for whole, part in zip(wholes, parts, strict=True):
+        first = weight.grouped(slice(0, step))
+        wholes = [np.empty((len(part), n), part.dtype) for part in _operands(first)]
+
+        def pack(at: int) -> None:
+            some = weight.grouped(slice(at, at + step)) if at else first
+            for whole, part in zip(wholes, _operands(some), strict=True):
                 whole[:, at : at + step] = part
-        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), some.bits, some.zero)
+
+        with ThreadPoolExecutor(compile_threads(), "relaxlite-pack") as pool:  # starts no more threads than it needs
+            list(pool.map(pack, range(0, n, step)))
+        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.bits, first.zero)
 
 
 def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
