@@ -10,7 +10,7 @@ import numpy as np
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Var
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_quantized import pack_codes
+from relaxlite.ir.ops.block_codes import pack_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class BlockWeight:
     offsets: np.ndarray[Any, Any] | None
     bits: int
     zero: int
+    table: tuple[int, ...] = ()  # what codes stand for
 
     @property
     def block(self) -> int:
@@ -36,14 +37,15 @@ class BlockWeight:
     def values(self) -> np.ndarray[Any, Any]:
         """Without any rounding, as float64 (rows, columns)."""
         count, columns = self.scales.shape
-        numbers = self.codes.astype(np.float64).reshape(count, self.block, columns) - self.zero
+        codes = np.array(self.table)[self.codes] if self.table else self.codes
+        numbers = codes.astype(np.float64).reshape(count, self.block, columns) - self.zero
         found = numbers * self.scales.astype(np.float64)[:, None]
         if self.offsets is not None:
             found = found + self.offsets.astype(np.float64)[:, None]
         return found.reshape(-1, columns)
 
     def emit(self, bb: BlockBuilder) -> Var:
-        return bb.emit(get_op("dequantize_blocks")(*self.operands, bits=self.bits, zero=self.zero))
+        return bb.emit(get_op("dequantize_blocks")(*self.operands, bits=self.bits, zero=self.zero, table=self.table))
 
 
 def block_weight(
@@ -55,10 +57,11 @@ def block_weight(
     zero: int | None = 8,
     dtype: str = "float16",
     seed: int = 0,
+    table: tuple[int, ...] = (),
 ) -> BlockWeight:
     """Codes of all kinds, the extreme ones among them; `zero` None: offsets."""
     rng = np.random.default_rng((seed, rows, columns, bits))
     codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
     codes[0], codes[-1] = 0, (1 << bits) - 1
     scales, offsets = (rng.uniform(0.5, 1.5, (rows // block, columns)).astype(dtype) for _ in range(2))
-    return BlockWeight(codes, scales, offsets if zero is None else None, bits, zero or 0)
+    return BlockWeight(codes, scales, offsets if zero is None else None, bits, zero or 0, table)

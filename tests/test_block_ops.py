@@ -12,7 +12,8 @@ from relaxlite.errors import RelaxliteError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Var
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK, is_block, pack_codes, unpack_codes, words_of
+from relaxlite.ir.ops.block_codes import is_block, pack_codes, unpack_codes, words_of
+from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.runtime.module import Executable
@@ -77,8 +78,14 @@ BAD_WEIGHTS: dict[str, tuple[tuple[Type, ...], dict[str, Any], str]] = {
                              "codes of 5 bits do not fill whole words in blocks of 8 rows"),
     "other offsets": ((i32(8, N), f16(2, N), f32(2, N)), {},
                       "offsets must be like scales, (2, n) float16, got (2, n) float32"),
-    "a zero of more bits": ((i32(8, N), f32(2, N)), {"zero": 16}, "zero must be a code of 4 bits, got 16"),
-    "a zero below": ((i32(8, N), f32(2, N)), {"zero": -1}, "zero must be a code of 4 bits, got -1"),
+    "a zero of more bits": ((i32(8, N), f32(2, N)), {"zero": 16}, "zero must be a code, from 0 to 15, got 16"),
+    "a zero below": ((i32(8, N), f32(2, N)), {"zero": -1}, "zero must be a code, from 0 to 15, got -1"),
+    "a table of 15": (
+        (i32(8, N), f32(2, N)), {"table": range(15)}, "a table is 16 bytes for codes of 4 bits, got (0, 1, 2,",
+    ),
+    "a table of words": ((i32(8, N), f32(2, N)), {"table": [256, *range(15)]}, "a table is 16 bytes"),
+    "a table for 5 bits": ((i32(5, N), f32(1, N)), {"bits": 5, "table": range(16)}, "for codes of 4 bits, got"),
+    "a zero above a table": ((i32(8, N), f32(2, N)), {"table": [3] * 16, "zero": 4}, "from 0 to 3, got 4"),
     "three bits": ((i32(8, N), f32(2, N)), {"bits": 3}, "bits"),
 }  # fmt: skip
 

@@ -85,6 +85,14 @@ WEIGHTS: dict[str, tuple[int, int, int | None, str, tuple[int, ...]]] = {
     "6 bits in blocks of 16": (6, 16, 32, "float32", (33, 96)),
     "8 bits": (8, 32, 128, "float16", (1, 32, 80)),
     "8 bits, offsets": (8, 16, None, "float16", (33,)),
+    "4 bits, a table": (4, 32, 128, "float16", (31, 80)),
+    "4 bits, a table of few bits": (4, 32, 12, "float32", (33,)),
+    "4 bits, a table, offsets": (4, 16, None, "float16", (48,)),
+}
+TABLES = {
+    "4 bits, a table": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
+    "4 bits, a table of few bits": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
+    "4 bits, a table, offsets": (255, 0, 1, 2, 3, 4, 5, 6, 7, 8, 250, 251, 252, 253, 254, 128),
 }
 CASES = [(name, columns, "llvm") for name, (*_, widths) in WEIGHTS.items() for columns in widths]
 CASES += [
@@ -94,7 +102,7 @@ CASES += [
 
 def weight_of(name: str, columns: int) -> BlockWeight:
     bits, block, zero, dtype, _ = WEIGHTS[name]
-    return block_weight(192, columns, bits=bits, block=block, zero=zero, dtype=dtype)
+    return block_weight(192, columns, bits=bits, block=block, zero=zero, dtype=dtype, table=TABLES.get(name, ()))
 
 
 def exact_case(name: str, columns: int, low_bits: int) -> tuple[BlockWeight, Array]:
@@ -107,7 +115,11 @@ def exact_case(name: str, columns: int, low_bits: int) -> tuple[BlockWeight, Arr
     peaks = np.arange(0, 192, block) + rng.integers(0, block, 192 // block)
     x[:, peaks] = rng.choice([-127, 127], (300, len(peaks)))
     codes = weight.codes.copy()
-    codes[peaks] = weight.zero + rng.integers(-3, 4, (len(peaks), columns)) if weight.zero else 3
+    if weight.table:
+        small = np.argsort(abs(np.array(weight.table) - weight.zero))[:3]
+        codes[peaks] = rng.choice(small, (len(peaks), columns))
+    else:
+        codes[peaks] = weight.zero + rng.integers(-3, 4, (len(peaks), columns)) if weight.zero else 3
     scales = rng.choice([0.5, 0.25], weight.scales.shape).astype(weight.scales.dtype)
     offsets = None if weight.offsets is None else -(scales * 2)
     return replace(weight, codes=codes.astype(np.uint8), scales=scales, offsets=offsets), x
@@ -333,6 +345,9 @@ def test_products_take_dot_instructions_over_panels(precision: str, bits: int) -
         ("sapphirerapids", "4 bits in blocks of 8", "int12", ["tdpbssd"] * 2),  # 12 << 4 is no signed byte
         ("sapphirerapids", "8 bits", "int12", ["tdpbssd"] * 2),
         ("sapphirerapids", "8 bits, offsets", "int8", ["tdpbsud"]),
+        ("sapphirerapids", "4 bits, a table", "int12", ["tdpbssd"] * 2),
+        ("sapphirerapids", "4 bits, a table of few bits", "int8", ["tdpbssd"]),
+        ("sapphirerapids", "4 bits, a table, offsets", "int8", ["tdpbsud"]),
         ("icelake-server", "4 bits", "int8", []),
     ],
 )

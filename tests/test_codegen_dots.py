@@ -13,7 +13,7 @@ from relaxlite.codegen import scalar_functions
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORDS
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORDS
 from relaxlite.ir.program import (
     Binary,
     Buffer,
@@ -35,6 +35,7 @@ from tests.native_kernel import NativeKernel
 COLUMNS = 40
 HOST, PORTABLE = Target.host(), Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
 NARROW = Target.parse("llvm -mcpu=x86-64-v3 -mattr=+avxvnni -mtriple=x86_64-unknown-linux-gnu")
+OLD, PLAIN = (Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu") for cpu in ("x86-64-v2", "x86-64"))
 WIDTHS: tuple[tuple[int, LoopKind], ...] = (
     (1, "serial"), (7, "serial"), (4, "vectorized"), (8, "vectorized"), (16, "vectorized"), (32, "vectorized"),
     (5, "vectorized"), (3, "unrolled"),
@@ -128,6 +129,65 @@ def test_words_in_every_form_and_width(target: Target, a: str, b: str) -> None:
                 assert kernel([*arrays, got], [n]) == 0
                 run_program(program, arrays, [n], [wanted])
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{lanes} {kind} {is_masked} {n}")
+
+
+TABLE = np.array([7, 255, 0, 128, 1, 127, 200, 3, 9, 250, 66, 65, 64, 63, 129, 2], np.uint8)
+
+
+def lookup_program(lanes: int, kind: LoopKind, how: str, is_masked: bool) -> TensorProgram:
+    """out[j] = lookup_bytes(a, TABLE), where a is "loaded" for each column, the "same" for all, or a "literal"."""
+    a, out = (Buffer.of(name, (COLUMNS,), "int32") for name in ("a", "out"))
+    word = {"loaded": a[J], "same": a[3], "literal": Literal(0x0F00030A, "int32")}[how]
+    table = (Literal(entries, "int32") for entries in TABLE.view("<i4").tolist())
+    store: Any = Store(out, (J,), Intrinsic(LOOKUP, (word, *table), "int32"))
+    body = For(J, sym(lanes), IfThenElse(less(J, N), store) if is_masked else store, kind)
+    return TensorProgram((a, out), (N,), body)
+
+
+@pytest.mark.parametrize("how", ["loaded", "same", "literal"])
+@pytest.mark.parametrize("target", [HOST, PORTABLE, OLD, PLAIN], ids=["host", "avx2", "ssse3", "portable"])
+def test_bytes_are_looked_up_in_every_form_and_width(target: Target, how: str) -> None:
+    if not target.runs_here:
+        pytest.skip("this processor lacks the instructions")
+    places = np.random.default_rng(0).integers(0, 16, (COLUMNS, 4)).astype(np.uint8)
+    words = places.view("<i4").reshape(-1)
+    given = {"loaded": places, "same": places[3:4], "literal": np.uint8([[10, 3, 0, 15]])}[how]
+    for lanes, kind in WIDTHS:
+        for is_masked in (False, True):
+            program = lookup_program(lanes, kind, how, is_masked)
+            kernel = NativeKernel(program, target)
+            for n in (0, 1, 6, COLUMNS):
+                got, wanted = np.zeros((2, COLUMNS), np.int32)
+                assert kernel([words, got], [n]) == 0
+                run_program(program, [words], [n], [wanted])
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{lanes} {kind} {is_masked} {n}")
+                count = min(lanes, n) if is_masked else lanes
+                looked = np.broadcast_to(TABLE[given], (COLUMNS, 4))[:count]
+                np.testing.assert_array_equal(wanted[:count].view(np.uint8).reshape(-1, 4), looked)
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        ("-mcpu=znver4", "avx512.pshuf.b.512"),
+        ("-mcpu=x86-64-v3", "avx2.pshuf.b"),
+        ("-mcpu=x86-64-v2", "ssse3.pshuf.b.128"),
+        ("-mcpu=x86-64", ""),
+        ("-mcpu=neoverse-n1 -mtriple=aarch64-unknown-linux-gnu", ""),
+    ],
+)
+def test_lookups_are_shuffles_where_the_target_has_them(target: str, instruction: str) -> None:
+    triple = "" if "mtriple" in target else " -mtriple=x86_64-unknown-linux-gnu"
+    text = emit_program("p", lookup_program(16, "vectorized", "loaded", False), Target.parse(f"llvm {target}{triple}"))
+    found = set(re.findall(r"call .*@llvm\.x86\.(\S*pshuf[^(]*)", text))
+    assert found == ({instruction} if instruction else set())
+
+
+def test_a_table_must_be_known_when_code_is_made() -> None:
+    a, out = (Buffer.of(name, (COLUMNS,), "int32") for name in ("a", "out"))
+    value = Intrinsic(LOOKUP, (a[0],) * 5, "int32")
+    with pytest.raises(CodegenError, match="the table of lookup_bytes must be literals"):
+        emit_program("p", TensorProgram((a, out), (), Store(out, (sym(0),), value)), HOST)
 
 
 def test_words_are_unsigned_and_signed_bytes_and_sums_wrap() -> None:
@@ -234,7 +294,7 @@ def test_unknown_intrinsics_are_named() -> None:
     out = Buffer.of("out", (1,), "float32")
     value = Intrinsic("sad", (Literal(0.0, "float32"),), "float32")
     with pytest.raises(
-        CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, word, dot4_u8s8, dot2_i16, dot2_bf16"
+        CodegenError, match="unknown intrinsic 'sad'; known: fma, dot4_words, lookup_bytes, word, dot4_u8s8, dot2_i16,"
     ):
         emit_program("p", TensorProgram((out,), (), Store(out, (sym(0),), value)), HOST)
     with pytest.raises(TypeError, match="unknown intrinsic 'sad'"):

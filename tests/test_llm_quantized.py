@@ -19,7 +19,7 @@ def test_blocks_are_read_as_their_authors_read_them(name: str) -> None:
         blocks[:, at : at + 2] = np.random.default_rng(at).standard_normal((21, 1)).astype(np.float16).view(np.uint8)
     wanted = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])
     weight = block.unpack(rows)
-    assert weight.shape == (7, 3 * block.size) and weight.codes.max() < 2**weight.bits
+    assert weight.shape == (7, 3 * block.size) and weight.codes.max() < 2**weight.coding.bits
     assert weight.codes.dtype == np.uint8 and weight.group in (16, 32)
     np.testing.assert_allclose(weight.dequantize(), wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORD, WORDS, type_error
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -195,6 +195,12 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     if name == WORD:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
+    if name == LOOKUP:
+        table = np.concatenate([np.concatenate(_bytes_of(word.reshape(1), np.uint8)) for word in args[1:]])
+        found = [
+            table[index].astype(np.int32) << np.int32(8 * n) for n, index in enumerate(_bytes_of(args[0], np.uint8))
+        ]
+        return np.asarray(found[0] | found[1] | found[2] | found[3])
     if name == WORDS:
         a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:3], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))

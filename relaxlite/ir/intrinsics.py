@@ -3,12 +3,13 @@
     fma(a, b, c) = a*b + c                                                  floats; one rounding or two
     dot4_u8s8(c, a0..a3, b0..b3) = c + a0*b0 + a1*b1 + a2*b2 + a3*b3        int32 of uint8 and int8; wraps, exact
     dot4_words(c, a, b, most)                                               the same, of the bytes of two int32
+    lookup_bytes(a, t0, t1, t2, t3) = the bytes of t0..t3 at the bytes of a  int32; each byte of a is below 16
     word(b0, b1, b2, b3) = b0 | b1 << 8 | b2 << 16 | b3 << 24                int32 of the bits of four int8
     dot2_i16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                         int32 of int16; wraps
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
 
 `most` is a literal, which no byte of the word a exceeds: processors without an instruction for such products have
-faster ones for small numbers.
+faster ones for small numbers. A table of lookup_bytes is four literals, lowest bytes first.
 
 dot2_bf16 adds a1*b1 and then a0*b0, each product exact and each of the two sums rounded to float32, to nearest even.
 vdpbf16ps does just this (found on Zen 4), but takes numbers below 2**-126, operands and sums, as zeros of their sign,
@@ -55,9 +56,13 @@ WORDS = "dot4_words"
 WORD = "word"
 """Four bytes, which are one load where they lie beside each other."""
 
+LOOKUP = "lookup_bytes"
+"""What codes of four bits stand for, where that is in a table."""
+
 INTRINSICS: Mapping[str, IntrinsicType] = {
     "fma": IntrinsicType((None, None, None), None),
     WORDS: IntrinsicType(("int32", "int32", "int32", "int32"), "int32"),
+    LOOKUP: IntrinsicType(("int32",) * 5, "int32"),
     WORD: IntrinsicType(("int8", "int8", "int8", "int8"), "int32"),
     **{
         name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)

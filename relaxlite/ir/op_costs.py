@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORD, WORDS
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORD, WORDS
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
@@ -19,6 +19,7 @@ FLOPS: Mapping[str, int] = {
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
     WORDS: 8,
+    LOOKUP: 0,
     WORD: 0,
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from relaxlite.ir.expr import Call, Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.ir.ops.block_quantized import BITS, LONGEST_BLOCK
 from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import TensorType
@@ -80,8 +81,8 @@ class _IntegerProducts(Rewriter):
             problem = f"the sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} do"
         elif not depth.is_const:
             problem = f"only run time knows that rows of {depth} elements are {rows}"
-        elif int(weight.attrs["bits"]) > self._most_bits:  # type: ignore[arg-type]
-            problem = f"this processor multiplies codes of {weight.attrs['bits']} bits faster as floats"
+        elif (bits := Coding(**weight.attrs).greatest.bit_length()) > self._most_bits:  # type: ignore[arg-type]
+            problem = f"this processor multiplies codes of {bits} bits faster as floats"
         if problem is not None:
             self._context.decide("integer_products", var.name, False, problem)
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.ir.intrinsics import WORD, WORDS
+from relaxlite.ir.intrinsics import LOOKUP, WORD, WORDS
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
@@ -150,6 +150,9 @@ def _bits_of(code: Value) -> int:
     """Of the bytes of a quad, which are masked or anything."""
     if isinstance(code, Binary) and code.op == "and" and isinstance(code.b, Literal):
         return (int(code.b.value) & 255).bit_length()
+    if isinstance(code, Intrinsic) and code.name == LOOKUP:
+        words = [int(word.value) for word in code.args[1:] if isinstance(word, Literal)]
+        return max(word >> shift & 255 for word in words for shift in (0, 8, 16, 24)).bit_length()
     if isinstance(code, Binary) and code.op == "or":
         return max(_bits_of(code.a), _bits_of(code.b))
     if isinstance(code, Binary) and code.op == "shift_left" and isinstance(code.b, Literal):

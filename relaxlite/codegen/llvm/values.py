@@ -17,9 +17,10 @@ from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_words, emit_word
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.extern_call import emit_found
 from relaxlite.codegen.llvm.indices import split_lane
+from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORD, WORDS, type_error
 from relaxlite.ir.program import (
     Binary,
     Cast,
@@ -85,6 +86,8 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
         return emit_dot_of_words(k, value, emit_value)
     if value.name == WORD:
         return emit_word(k, value, emit_value)
+    if value.name == LOOKUP:
+        return emit_lookup(k, value, emit_value)
     a, b, c = (emit_value(k, arg) for arg in value.args)
     return k.e.fma(a, b, c)
 

@@ -20,7 +20,7 @@ from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_quantized import pack_codes
+from relaxlite.ir.ops.block_codes import Coding, pack_codes
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
@@ -41,8 +41,7 @@ class Blocks:
     """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py)."""
 
     operands: tuple[Constant, ...]
-    bits: int
-    zero: int
+    coding: Coding
 
     @staticmethod
     def of(weight: Weight, name: str) -> Blocks:
@@ -59,13 +58,13 @@ class Blocks:
 
         with ThreadPoolExecutor(compile_threads(), "relaxlite-pack") as pool:  # starts no more threads than it needs
             list(pool.map(pack, range(0, n, step)))
-        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.bits, first.zero)
+        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.coding)
 
 
 def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
     """Words, scales and, where no zero point says it, offsets; factors after codes."""
     numbers = [a for given in (weight.scales, weight.offsets) if given for a in (given.values, given.factors)]
-    return [pack_codes(weight.codes.T, weight.group, weight.bits), *(a.T for a in numbers if a is not None)]
+    return [pack_codes(weight.codes.T, weight.group, weight.coding.bits), *(a.T for a in numbers if a is not None)]
 
 
 class Decoder:
@@ -172,7 +171,7 @@ class Decoder:
         if blocks is None:
             weight: Expr = self._widened(self.matrix(name))
         else:
-            weight = self.op("dequantize_blocks", *blocks.operands, bits=blocks.bits, zero=blocks.zero)
+            weight = self.op("dequantize_blocks", *blocks.operands, **blocks.coding.attrs)
         y = self.op("matmul", x, weight)
         return self.op("add", y, self.vector(f"{name}_bias")) if has_bias else y
 
@@ -180,7 +179,7 @@ class Decoder:
         """The rows of the embedding: [..., hidden]"""
         blocks = self.blocks("embed")
         if blocks is not None:
-            return self.op("gather_blocks", tokens, *blocks.operands, bits=blocks.bits, zero=blocks.zero)
+            return self.op("gather_blocks", tokens, *blocks.operands, **blocks.coding.attrs)
         if not self.config.is_tied:
             return self._widened(self.op("gather", self._weights["embed"].data, tokens, axis=0))
         columns = self.op("gather", self.matrix("embed"), tokens, axis=1)  # of what the logits read: one copy

@@ -6,8 +6,8 @@ Every block format of GGUF says the same thing in its own packing: the weights o
 
 with small integer codes. Scales and offsets are float16, or in the K formats integers of few bits times a float16 of
 256 weights. `GroupedWeight` holds just that, so nothing is rounded. Codes have 4, 5, 6 or 8 bits: those of 2 and 3 bits
-are kept in 4, and places in a table, which the IQ4 formats have for codes, as the numbers there in 8. Formats:
-llama.cpp, ggml-common.h and ggml-quants.c.
+are kept in 4. The IQ4 formats have a table of numbers, and codes of 4 bits are places in it. Formats: llama.cpp,
+ggml-common.h and ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -46,13 +47,12 @@ class GroupScales:
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A weight of n rows and k columns: codes [n, k] (uint8) of `bits` bits, of which `zero` stands for 0 where there
-    are no offsets."""
+    are no offsets; with a `table`, of its entries."""
 
     codes: Array
     scales: GroupScales
     offsets: GroupScales | None
-    bits: int
-    zero: int
+    coding: Coding
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,8 +65,8 @@ class GroupedWeight:
     def dequantize(self) -> Array:
         """The weights in float32 [n, k]."""
         n, k = self.codes.shape
-        grouped = self.codes.reshape(n, -1, self.group).astype(np.float32)
-        grouped -= np.float32(self.zero)
+        grouped = self.coding.numbers(self.codes).reshape(n, -1, self.group).astype(np.float32)
+        grouped -= np.float32(self.coding.zero)
         grouped *= self.scales.to_float32()[:, :, None]
         if self.offsets is not None:
             grouped += self.offsets.to_float32()[:, :, None]
@@ -83,8 +83,7 @@ class BlockFormat:
     name: str
     size: int
     nbytes: int
-    bits: int
-    zero: int
+    coding: Coding
     decode: Callable[[Array], _Parts]
 
     def unpack(self, rows: Array) -> GroupedWeight:
@@ -92,7 +91,7 @@ class BlockFormat:
         n = rows.shape[0]
         codes, scales, offsets = self.decode(rows.reshape(-1, self.nbytes))
         moved = None if offsets is None else offsets.reshape(n)
-        return GroupedWeight(codes.reshape(n, -1), scales.reshape(n), moved, self.bits, self.zero)
+        return GroupedWeight(codes.reshape(n, -1), scales.reshape(n), moved, self.coding)
 
 
 def _half(blocks: Array, at: int) -> Array:
@@ -182,41 +181,32 @@ def _q3_k(blocks: Array) -> _Parts:
     return _pairs(blocks[:, 32:96]) | third.reshape(-1, 2, 4, 32) << 2, GroupScales(scales, _half(blocks, 108)), None
 
 
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-_IQ4_CODES = (_IQ4 + 128).astype(np.uint8)
-
-
-def _iq4(packed: Array) -> Array:
-    """Codes of 4 bits, which are places in a table, as the table's numbers plus 128."""
-    return _IQ4_CODES[_nibbles(packed)]
-
-
-def _iq4_nl(blocks: Array) -> _Parts:
-    return _iq4(blocks[:, 2:]), _scale(blocks, 0), None
-
-
 def _iq4_xs(blocks: Array) -> _Parts:
     """Scales of 6 bits, less 32: high pairs of bits in a word, low nibbles in four bytes."""
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
     scales = (low | high << 4).astype(np.int8) - np.int8(32)
-    return _iq4(blocks[:, 8:].reshape(-1, 8, 16)), GroupScales(scales, _half(blocks, 0)), None
+    return _nibbles(blocks[:, 8:].reshape(-1, 8, 16)), GroupScales(scales, _half(blocks, 0)), None
 
+
+_IQ4 = Coding(
+    4, 128, tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+)
 
 BLOCK_FORMATS: Mapping[str, BlockFormat] = {
-    name: BlockFormat(name, size, nbytes, bits, zero, decode)
-    for name, size, nbytes, bits, zero, decode in (
-        ("Q8_0", 32, 34, 8, 128, _q8_0),
-        ("Q4_0", 32, 18, 4, 8, _q4_0),
-        ("Q4_1", 32, 20, 4, 0, _q4_1),
-        ("Q5_0", 32, 22, 5, 16, _q5_0),
-        ("Q5_1", 32, 24, 5, 0, _q5_1),
-        ("Q2_K", 256, 84, 4, 0, _q2_k),
-        ("Q3_K", 256, 110, 4, 4, _q3_k),
-        ("Q4_K", 256, 144, 4, 0, _q4_k),
-        ("Q5_K", 256, 176, 5, 0, _q5_k),
-        ("Q6_K", 256, 210, 6, 32, _q6_k),
-        ("IQ4_NL", 32, 18, 8, 128, _iq4_nl),
-        ("IQ4_XS", 256, 136, 8, 128, _iq4_xs),
+    name: BlockFormat(name, size, nbytes, coding, decode)
+    for name, size, nbytes, coding, decode in (
+        ("Q8_0", 32, 34, Coding(8, 128), _q8_0),
+        ("Q4_0", 32, 18, Coding(4, 8), _q4_0),
+        ("Q4_1", 32, 20, Coding(4), _q4_1),
+        ("Q5_0", 32, 22, Coding(5, 16), _q5_0),
+        ("Q5_1", 32, 24, Coding(5), _q5_1),
+        ("Q2_K", 256, 84, Coding(4), _q2_k),
+        ("Q3_K", 256, 110, Coding(4, 4), _q3_k),
+        ("Q4_K", 256, 144, Coding(4), _q4_k),
+        ("Q5_K", 256, 176, Coding(5), _q5_k),
+        ("Q6_K", 256, 210, Coding(6, 32), _q6_k),
+        ("IQ4_NL", 32, 18, _IQ4, _q4_0),
+        ("IQ4_XS", 256, 136, _IQ4, _iq4_xs),
     )
 }

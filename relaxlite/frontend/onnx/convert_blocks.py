@@ -19,7 +19,7 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_quantized import is_block, pack_codes
+from relaxlite.ir.ops.block_codes import is_block, pack_codes
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 

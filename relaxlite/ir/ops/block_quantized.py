@@ -5,6 +5,8 @@ bits, a scale, and maybe an offset:
 
     weight[k, j] = scales[k // B, j] * (code[k, j] - zero) + offsets[k // B, j]
 
+With a `table` of 16 bytes, codes have four bits, and the table says what each stands for: table[code] - zero.
+
 Scales and offsets are floats, or codes themselves, int8 or uint8, and then the operand after them has the float factors
 of super-blocks of S rows, as in the K formats of GGUF:
 
@@ -25,13 +27,14 @@ The integer path rounds activations to signed bytes with a scale for each block 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.op import Attr, Op, Sample, register
+from relaxlite.ir.ops.block_codes import ONES, QUAD, Array, Coding, is_block, unpack_codes, words_of
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
 from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.indexing import Position, at_positions, draw_indices, plain_indices
@@ -44,75 +47,15 @@ from relaxlite.ir.types import TensorType, TupleType, Type
 BITS = (4, 5, 6, 8)
 FLOATS = ("float32", "float16")  # of scales, offsets and factors
 CODES = ("uint8", "int8")  # of scales and offsets that have factors
-Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
 
-QUAD = 4  # codes in a word of bytes
 GREATEST = 127  # of a rounded activation
 LOW_BITS = (0, 4, 8)
 LONGEST_BLOCK = 256  # rows whose sum of products surely fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
 LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
-_ONES = 0x01010101
 _WEIGHT = ("words", "scales", "*others")
-_CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0)}
-
-
-def words_of(block: int, bits: int) -> int:
-    """How many words the codes of a block take."""
-    return block * bits // 32
-
-
-def is_block(block: int, bits: int) -> bool:
-    """Whether blocks of this size fill whole words."""
-    return block > 0 and block % 8 == 0 and (bits in (4, 8) or block * (bits - 4) % 32 == 0)
-
-
-def pack_codes(codes: Array, block: int, bits: int) -> Array:
-    """Codes uint8 (rows, n) as words int32 (rows * bits / 32, n). Fastest where columns lie in one piece."""
-    rows, n = codes.shape
-    quads = np.ascontiguousarray(codes.T).view("<u4")  # (n, rows / 4)
-    if bits == 8:
-        return np.ascontiguousarray(quads.T).view(np.int32)
-    low = quads & np.uint32(_ONES * 15)
-    words = np.empty((rows // block, words_of(block, bits), n), np.uint32)
-    words[:, : block // 8] = _by_block(low[:, 0::2] | low[:, 1::2] << np.uint32(4), rows // block)
-    extra = bits - 4
-    if extra:
-        high = quads >> np.uint32(4) & np.uint32(_ONES * ((1 << extra) - 1))
-        per_word = 8 // extra
-        joined = high[:, 0::per_word].copy()
-        for q in range(1, per_word):
-            joined |= high[:, q::per_word] << np.uint32(extra * q)
-        words[:, block // 8 :] = _by_block(joined, rows // block)
-    return words.reshape(-1, n).view(np.int32)
-
-
-def _by_block(words: Array, blocks: int) -> Array:
-    """Words of columns (n, count) as (blocks, count / blocks, n)."""
-    return np.asarray(words.reshape(len(words), blocks, -1).transpose(1, 2, 0))
-
-
-def unpack_codes(words: Array, block: int, bits: int) -> Array:
-    """The inverse: codes uint8 (rows, n)."""
-    n = words.shape[1]
-    count = len(words) // words_of(block, bits)
-    blocks = words.reshape(count, words_of(block, bits), n).view(np.uint32)
-    quads = np.stack([_quad(blocks, q, block, bits) for q in range(block // QUAD)], axis=1)
-    bytewise = np.ascontiguousarray(quads.reshape(count * block // QUAD, n)[..., None]).view(np.uint8)
-    return np.asarray(bytewise.swapaxes(1, 2).reshape(count * block, n))
-
-
-def _quad(words: Array, q: int, block: int, bits: int) -> Array:
-    """Quad q of each block, (blocks, n)."""
-    if bits == 8:
-        return np.asarray(words[:, q])
-    found: Array = words[:, q // 2] >> np.uint32(4 * (q % 2)) & np.uint32(_ONES * 15)
-    if bits > 4:
-        extra, per_word = bits - 4, 8 // (bits - 4)
-        high = words[:, block // 8 + q // per_word] >> np.uint32(extra * (q % per_word))
-        found = found | (high & np.uint32(_ONES * ((1 << extra) - 1))) << np.uint32(4)
-    return found
+_CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0), "table": Attr("ints", ())}
 
 
 def _shifted(word: Scalar, bits: int) -> Scalar:
@@ -128,8 +71,9 @@ def _with_factors(given: Sequence[T], dtype_of: Callable[[T], str]) -> list[tupl
 class _Blocks(Op):
     """What the ops share whose operand is a weight in blocks."""
 
-    def rows_of(self, words: Expr, given: Sequence[Expr], bits: int, zero: int) -> tuple[int, int, SymExpr]:
+    def rows_of(self, words: Expr, given: Sequence[Expr], coding: Coding) -> tuple[int, int, SymExpr]:
         """(rows, rows of a block, columns) of a weight that is well formed; `given`: scales and what follows."""
+        bits, problem = coding.bits, coding.problem()
         ty, types = self.tensor(words, "words"), [self.tensor(x, "scales") for x in given]
         scale = types[0]
         if ty.dtype != "int32" or ty.rank != 2 or scale.rank != 2 or scale.dtype not in (*FLOATS, *CODES):
@@ -154,8 +98,8 @@ class _Blocks(Op):
         if got and got != wanted:
             wanted_text, got_text = (", ".join(map(str, x)) for x in (wanted, got))
             self.fail(f"offsets must be like scales, {wanted_text}, got {got_text}")
-        if not 0 <= zero < 1 << bits:
-            self.fail(f"zero must be a code of {bits} bits, got {zero}")
+        if problem is not None:
+            self.fail(problem)
         return rows, rows // blocks, ty.shape[1]
 
     def _check_factors(self, scale: TensorType, factor: TensorType | None) -> None:
@@ -192,15 +136,21 @@ def _numbers(given: Sequence[Buffer], g: SymExpr, j: IntLike) -> list[Scalar]:
     return found
 
 
-def _weight(words: Buffer, given: Sequence[Buffer], k: SymExpr, j: IntLike, bits: int, zero: int) -> Scalar:
+def _weight(words: Buffer, given: Sequence[Buffer], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
     """The element of row k and column j as float32."""
+    bits, zero = coding.bits, coding.zero
     block = _block_of(words, given[0], bits)
     quad, byte = k % block // QUAD, k % QUAD * 8
     if bits == 8:
         code = Scalar(words[k // QUAD, j]).binary("shift_right", byte) & 255
     else:
         first = k // 8 if bits == 4 else k // block * words_of(block, bits) + k % block // 8
-        code = Scalar(words[first, j]).binary("shift_right", quad % 2 * 4 + byte) & 15
+        word = Scalar(words[first, j])
+        if coding.table:
+            found = coding.of_word(word.binary("shift_right", quad % 2 * 4) & ONES * 15)
+            code = found.binary("shift_right", byte) & 255
+        else:
+            code = word.binary("shift_right", quad % 2 * 4 + byte) & 15
     if 4 < bits < 8:
         extra, per_word = bits - 4, 8 // (bits - 4)
         at = k // block * words_of(block, bits) + block // 8 + quad // per_word
@@ -223,14 +173,17 @@ def _as_float32(given: Sequence[Array]) -> list[Array]:
     return found
 
 
-def _dequantized(words: Array, given: Sequence[Array], bits: int, zero: int) -> Array:
-    block = words.shape[0] * 32 // bits // given[0].shape[0]
-    codes = unpack_codes(words, block, bits).astype(np.float32) - np.float32(zero)
+def _dequantized(words: Array, given: Sequence[Array], coding: Coding) -> Array:
+    block = words.shape[0] * 32 // coding.bits // given[0].shape[0]
+    codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float32) - np.float32(coding.zero)
     scales, *offsets = _as_float32(given)
     found = codes.reshape(len(scales), block, words.shape[1]) * scales[:, None]
     if offsets:
         found = found + offsets[0][:, None]
     return np.asarray(found.reshape(codes.shape), np.float32)
+
+
+_SOME_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
 
 
 def _some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -246,15 +199,15 @@ class DequantizeBlocks(_Blocks):
     operands = _WEIGHT
     attrs: ClassVar[Mapping[str, Attr]] = _CODED
 
-    def infer(self, words: Expr, *given: Expr, bits: int, zero: int) -> Type:
-        rows, _, columns = self.rows_of(words, given, bits, zero)
+    def infer(self, words: Expr, *given: Expr, **coding: Any) -> Type:
+        rows, _, columns = self.rows_of(words, given, Coding(**coding))
         return TensorType.of((rows, columns), "float32")
 
-    def lower(self, words: Buffer, *given: Buffer, out: Buffer, bits: int, zero: int) -> Stmt:
-        return compute(out, lambda k, j: _weight(words, given, k, j, bits, zero).value)
+    def lower(self, words: Buffer, *given: Buffer, out: Buffer, **coding: Any) -> Stmt:
+        return compute(out, lambda k, j: _weight(words, given, k, j, Coding(**coding)).value)
 
-    def reference(self, words: Any, *given: Any, bits: int, zero: int) -> Any:
-        return _dequantized(words, given, bits, zero)
+    def reference(self, words: Any, *given: Any, **coding: Any) -> Any:
+        return _dequantized(words, given, Coding(**coding))
 
     def samples(self) -> Iterable[Sample]:
         kinds, make = ("int32", "float32", "float32"), {0: _some_words}
@@ -265,6 +218,7 @@ class DequantizeBlocks(_Blocks):
         yield Sample(((12, "n"), (4, "n"), (2, "n")), {"bits": 6, "zero": 32}, ("int32", "int8", "float16"), make)
         factored = ("int32", "uint8", "float16", "uint8", "float16")
         yield Sample(((16, "n"), (4, "n"), (1, "n"), (4, "n"), (1, "n")), {"bits": 4}, factored, make)
+        yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 128, "table": _SOME_TABLE}, kinds[:2], make)
 
 
 @register
@@ -276,23 +230,24 @@ class GatherBlocks(_Blocks):
     operands = ("indices", *_WEIGHT)
     attrs: ClassVar[Mapping[str, Attr]] = _CODED
 
-    def infer(self, indices: Expr, words: Expr, *given: Expr, bits: int, zero: int) -> Type:
-        rows, _, _ = self.rows_of(words, given, bits, zero)
+    def infer(self, indices: Expr, words: Expr, *given: Expr, **coding: Any) -> Type:
+        rows, _, _ = self.rows_of(words, given, Coding(**coding))
         ty = self.tensor(indices, "indices")
         if ty.dtype not in ("int32", "int64"):
             self.fail(f"indices must be int32 or int64, got {ty}")
         return TensorType.of((*(ty.shape or ()), rows), "float32")
 
-    def lower(self, indices: Buffer, words: Buffer, *given: Buffer, out: Buffer, bits: int, zero: int) -> Stmt:
+    def lower(self, indices: Buffer, words: Buffer, *given: Buffer, out: Buffer, **coding: Any) -> Stmt:
         def element(*i: SymExpr) -> Stmt:
             position = Position.along(self, words, 1, indices[i[:-1]])
-            return at_positions([position], lambda p: Store(out, i, _weight(words, given, i[-1], p, bits, zero).value))
+            weight = Coding(**coding)
+            return at_positions([position], lambda p: Store(out, i, _weight(words, given, i[-1], p, weight).value))
 
         return loops("ijklmn", out.shape, element)
 
-    def reference(self, indices: Any, words: Any, *given: Any, bits: int, zero: int) -> Any:
+    def reference(self, indices: Any, words: Any, *given: Any, **coding: Any) -> Any:
         chosen = plain_indices(indices).reshape(-1)
-        found = _dequantized(words[:, chosen], [x[:, chosen] for x in given], bits, zero)
+        found = _dequantized(words[:, chosen], [x[:, chosen] for x in given], Coding(**coding))
         return np.ascontiguousarray(found.T).reshape(*indices.shape, len(found))
 
     def samples(self) -> Iterable[Sample]:
@@ -303,6 +258,7 @@ class GatherBlocks(_Blocks):
         yield Sample(((), (16, 5), (2, 5)), {"bits": 8, "zero": 128}, ("int32", *kinds[1:3]), make)
         factored = ("int64", "int32", "uint8", "float16", "uint8", "float16")
         yield Sample((("m",), (20, 5), (4, 5), (2, 5), (4, 5), (2, 5)), {"bits": 5}, factored, make)
+        yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 9, "table": _SOME_TABLE}, kinds[:3], make)
 
 
 @register
@@ -405,9 +361,9 @@ def _local(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
     return body
 
 
-def _dot(total: Value, a: Value, b: Value, bits: int) -> Intrinsic:
-    """total + a . b, the bytes of a having so many bits."""
-    return Intrinsic(WORDS, (total, a, b, literal((1 << bits) - 1, "int32")), "int32")
+def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
+    """total + a . b, the bytes of a being no greater than that."""
+    return Intrinsic(WORDS, (total, a, b, literal(greatest, "int32")), "int32")
 
 
 @register
@@ -425,9 +381,9 @@ class MatmulBlocks(_Blocks):
     attrs: ClassVar[Mapping[str, Attr]] = {**_CODED, "low_bits": Attr("int", 0, LOW_BITS)}
 
     def infer(
-        self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *given: Expr, bits: int, zero: int, low_bits: int
+        self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *given: Expr, low_bits: int, **coding: Any
     ) -> Type:
-        rows, block, columns = self.rows_of(words, given, bits, zero)
+        rows, block, columns = self.rows_of(words, given, Coding(**coding))
         if block > LONGEST_BLOCK:
             self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
@@ -445,19 +401,20 @@ class MatmulBlocks(_Blocks):
         return TensorType.of((wanted[1], columns), "float32")
 
     def lower(
-        self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, *given: Buffer, out: Buffer, bits: int,
-        zero: int, low_bits: int,
+        self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, *given: Buffer, out: Buffer, low_bits: int,
+        **coding: Any,
     ) -> Stmt:  # fmt: skip
-        block = _block_of(words, given[0], bits)
+        weight = Coding(**coding)
+        block, zero, greatest = _block_of(words, given[0], weight.bits), weight.zero, weight.greatest
         quads = block // QUAD
 
         def term(i: SymVar, j: SymVar, g: SymVar) -> Value:
-            codes = _quads(words, g, j, block, bits)
+            codes = _quads(words, g, j, block, weight)
             start = literal(0, "int32")
             correction = (Scalar(start) - Scalar(x_sums[g, i]) * zero).value if zero else start
-            high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], bits)
+            high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], greatest)
             if low_bits:
-                low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)], bits)
+                low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)], greatest)
                 total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
             else:
                 total = Scalar(high)
@@ -482,11 +439,12 @@ class MatmulBlocks(_Blocks):
         return seq(*checks, loops("ij", out.shape, sums))
 
     def reference(
-        self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, bits: int, zero: int, low_bits: int
+        self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, low_bits: int, **coding: Any
     ) -> Any:
-        blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
-        codes = unpack_codes(words, block, bits).reshape(blocks, block, words.shape[1]).astype(np.int64)
-        total = np.matmul(_integers(x, block, low_bits), codes - zero).astype(np.float64)
+        blocks, block, weight = len(x), x.shape[2] // (2 if low_bits else 1), Coding(**coding)
+        codes = weight.numbers(unpack_codes(words, block, weight.bits)).astype(np.int64) - weight.zero
+        codes = codes.reshape(blocks, block, words.shape[1])
+        total = np.matmul(_integers(x, block, low_bits), codes).astype(np.float64)
         scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
         found = total * scales[:, None]
         if offsets:
@@ -499,12 +457,15 @@ class MatmulBlocks(_Blocks):
         def draw(shape: tuple[int, ...]) -> Array:
             return np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
 
-        kinds_of_blocks = ((4, 32, 8, 0), (8, 32, 128, 0), (5, 32, 0, 8), (6, 16, 32, 0), (4, 32, 8, 4))
-        for bits, block, zero, low_bits in kinds_of_blocks:
+        kinds_of_blocks: tuple[tuple[int, int, int, int, tuple[int, ...]], ...] = (
+            (4, 32, 8, 0, ()), (8, 32, 128, 0, ()), (5, 32, 0, 8, ()), (6, 16, 32, 0, ()), (4, 32, 8, 4, ()),
+            (4, 32, 128, 0, _SOME_TABLE), (4, 32, 128, 4, _SOME_TABLE), (4, 16, 0, 8, _SOME_TABLE),
+        )  # fmt: skip
+        for bits, block, zero, low_bits, table in kinds_of_blocks:
             rows, count = 2 * block, _bytes_of(block, low_bits)
             given = ((2, "m", count), (2, "m"), (2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
-            attrs = {"bits": bits, "zero": zero, "low_bits": low_bits}
+            attrs: dict[str, Any] = {"bits": bits, "zero": zero, "low_bits": low_bits, "table": table}
 
             def sums(shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits) -> Array:
                 drawn = draw((*shape, _bytes_of(block, low)))
@@ -525,11 +486,11 @@ class MatmulBlocks(_Blocks):
             yield Sample((*given, (4 * block * bits // 32, "n"), *scales), attrs, factored, made, 1e-4)
 
 
-def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], bits: int) -> Value:
+def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greatest: int) -> Value:
     """start + codes . numbers, in two chains, as each dot product waits for the one before."""
     chains = [start, literal(0, "int32")]
     for q, (code, number) in enumerate(zip(codes, numbers, strict=True)):
-        chains[q % 2] = _dot(chains[q % 2], code, number, bits)
+        chains[q % 2] = _dot(chains[q % 2], code, number, greatest)
     return (Scalar(chains[0]) + Scalar(chains[1])).value
 
 
@@ -538,19 +499,20 @@ def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
     return Intrinsic(WORD, tuple(x[g, i, q * QUAD + b] for b in range(QUAD)), "int32")
 
 
-def _quads(words: Buffer, g: SymExpr, j: SymExpr, block: int, bits: int) -> list[Value]:
+def _quads(words: Buffer, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
     """The quads of block g of column j."""
+    bits = coding.bits
     first = g * words_of(block, bits)
     loaded = [words[first + n, j] for n in range(words_of(block, bits))]
 
     def quad(q: int) -> Value:
         if bits == 8:
             return loaded[q]
-        found = _shifted(Scalar(loaded[q // 2]), 4 * (q % 2)) & _ONES * 15
+        found = _shifted(Scalar(loaded[q // 2]), 4 * (q % 2)) & ONES * 15
         if bits > 4:
             extra, per_word = bits - 4, 8 // (bits - 4)
             high = _shifted(Scalar(loaded[block // 8 + q // per_word]), extra * (q % per_word))
-            found = found | (high & _ONES * ((1 << extra) - 1)).binary("shift_left", 4)
-        return found.value
+            found = found | (high & ONES * ((1 << extra) - 1)).binary("shift_left", 4)
+        return coding.of_word(found).value
 
     return [quad(q) for q in range(block // QUAD)]
