@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import relaxlite as rl
 from relaxlite.errors import CacheFullError, InvalidArgumentError
+from relaxlite.frontend.llm.config import Rope
+from relaxlite.frontend.llm.quantize import quantize_checkpoint
+from relaxlite.frontend.llm.step import build_step
+from relaxlite.llm.compiled_engine import CompiledEngine
+from relaxlite.llm.description import Description
 from relaxlite.llm.drafts import MOST, DraftModel, Lookup, worth
 from relaxlite.llm.engine import RecomputingEngine
+from relaxlite.llm.model import LanguageModel
+from relaxlite.llm.tokenizer import Tokenizer
 from tests.test_llm_generation import limit
-from tests.tiny_llm import END, VOCAB, made, random_logits, scripted
+from tests.tiny_llm import END, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
 
 
 def proposed(text: str, most: int = MOST, sequences: int = 1) -> str:
@@ -221,3 +229,38 @@ def test_other_drafts_are_refused() -> None:
     ):
         model.generate("a", draft=other)
     assert model.engine._tokens == {}  # type: ignore[attr-defined]
+
+
+# The compiled engine
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledEngine:
+    made = quantize_checkpoint(checkpoint(hidden=64, head_width=16, intermediate=96, rope=Rope(1e4, 16)), "q4_0")
+    return CompiledEngine(rl.compile(build_step(made), precision="int12"))
+
+
+def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(compiled: CompiledEngine) -> None:
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
+    sequence = compiled.new()
+    alone = np.concatenate([compiled.forward([(sequence, [token])])[0] for token in tokens])
+    for begin in (0, 3, 20):
+        for count in range(1, MOST + 2):
+            compiled.drop(sequence, compiled.length(sequence) - begin)
+            given = tokens[begin : begin + count]
+            (found,) = compiled.forward([(sequence, given)], wanted=[len(given)])
+            np.testing.assert_array_equal(found, alone[begin : begin + count])
+    compiled.remove(sequence)
+
+
+def test_guesses_change_no_reply_of_a_compiled_model(compiled: CompiledEngine) -> None:
+    tokenizer = Tokenizer(tokenizer_json())
+    model = LanguageModel(compiled, tokenizer, Description("tiny", VOCAB, 64, row_cost=1e-6))
+    prompts = ["abababababab", "one two one two one", "x"]
+    for options in ({}, {"temperature": 0.05, "seed": 3}):
+        wanted = model.generate(prompts, max_new_tokens=30, draft=None, **options)
+        for draft in ("lookup", LanguageModel(compiled, tokenizer, Description("tiny", VOCAB, 64))):
+            found = model.generate(prompts, max_new_tokens=30, draft=draft, **options)
+            assert [r.tokens for r in found] == [r.tokens for r in wanted]
+            assert draft == "lookup" or sum(r.usage.accepted_tokens for r in found) > 0
+    assert compiled.cache.used_pages == 0
