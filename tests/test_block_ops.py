@@ -65,7 +65,7 @@ def i32(*shape: Any) -> TensorType:
 # what is wrong with (words, scales, offsets) of a weight, and its attributes
 BAD_WEIGHTS: dict[str, tuple[tuple[Type, ...], dict[str, Any], str]] = {
     "floats": ((f32(8, N), f16(2, N)), {},
-               "scales float32 or float16, or uint8 or int8 with factors, all of rank 2, got (8, n) float32"),
+               "scales float32, float16, bfloat16, or uint8 or int8 with factors, all of rank 2, got (8, n) float32"),
     "double scales": ((i32(8, N), TensorType.of((2, N), "float64")), {}, "got (8, n) int32 and (2, n) float64"),
     "a vector": ((i32(8), f32(2, N)), {}, "all of rank 2, got (8,) int32 and (2, n) float32"),
     "rows that vary": ((i32(K, N), f32(2, N)), {}, "words (k, n) of 4 bits and scales (2, n) do not fit"),

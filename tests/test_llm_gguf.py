@@ -159,6 +159,9 @@ def packed(values: np.ndarray, kind: str) -> np.ndarray:
     block = BLOCK_FORMATS[kind]
     rows, columns = values.shape
     data = np.random.default_rng(columns).integers(0, 256, (rows * columns // block.size, block.nbytes), np.uint8)
+    if kind == "MXFP4":
+        data[:, 0] = 112 + data[:, 0] % 5  # powers of two
+        return data.reshape(rows, -1)
     for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}.get(kind, (0, 2)):
         size = 5e-5 if kind == "IQ4_XS" else 2e-4  # whose codes and scales are the largest
         data[:, at : at + 2] = np.asarray([size], np.float16).view(np.uint8)

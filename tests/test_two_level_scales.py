@@ -38,6 +38,8 @@ def weight(kind: str, n: int, k: int, scale: float = 1.0, seed: int = 0) -> Weig
     for at in HALVES.get(kind, (0,)):
         halves = scale * rng.standard_normal((len(blocks), 1))
         blocks[:, at : at + 2] = halves.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = 110 + blocks[:, 0] % 30  # powers of two
     return Weight(blocks.reshape(n, -1), (n, k), kind)
 
 
@@ -75,6 +77,7 @@ def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
     given = weight(kind, 64, 1024)
     more = {
         "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": (64 + 16) / 84, "Q3_K": (32 + 4) / 110, "IQ4_XS": 2 / 136,
+        "MXFP4": 1 / 17,
     }.get(kind, 0)  # fmt: skip
     assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
 
@@ -119,8 +122,11 @@ def test_types_that_are_well_formed() -> None:
 @pytest.mark.parametrize(
     ("scales", "problem"),
     [
-        ([CODES], r"scales of uint8 need factors after them, float16 or float32, one for several blocks"),
-        ([CODES, CODES], r"factors of scales \(16, 5\) uint8 must be float16 or float32, .* got \(16, 5\) uint8"),
+        ([CODES], r"scales of uint8 need factors after them, floats, one for several blocks"),
+        (
+            [CODES, CODES],
+            r"factors of scales \(16, 5\) uint8 must be float32, float16, bfl.* got \(16, 5\) uint8",
+        ),
         ([CODES, ("float16", (3, 5))], r"a number of rows that divides 16, got .*3, 5"),
         ([CODES, ("float16", (2, 6))], r"of as many columns .*, got .*2, 6"),
         ([CODES, ("float16", (2,))], r"a number of rows that divides 16, got "),
@@ -128,7 +134,7 @@ def test_types_that_are_well_formed() -> None:
         ([CODES, FACTORS, CODES, ("float16", (4, 5))], r"offsets must be like scales, .*2, 5.*, got .*4, 5"),
         ([CODES, FACTORS, CODES, FACTORS, FACTORS], r"offsets must be like scales"),
         ([("float16", (16, 5)), FACTORS], r"offsets must be like scales, .*16, 5.*, got .*2, 5"),
-        ([("int32", (16, 5)), FACTORS], r"scales float32 or float16, or uint8 or int8 with factors, .* got "),
+        ([("int32", (16, 5)), FACTORS], r"scales float32, float16, bfloat16, or uint8 or int8 with factors, .* got "),
     ],
 )
 def test_what_is_no_weight_is_refused(scales: list[tuple[str, tuple[int, ...]]], problem: str) -> None:

@@ -6,8 +6,9 @@ Every block format of GGUF says the same thing in its own packing: the weights o
 
 with small integer codes. Scales and offsets are float16, or in the K formats integers of few bits times a float16 of
 256 weights. `GroupedWeight` holds just that, so nothing is rounded. Codes have 4, 5, 6 or 8 bits: those of 2 and 3 bits
-are kept in 4. The IQ4 formats have a table of numbers, and codes of 4 bits are places in it. Formats: llama.cpp,
-ggml-common.h and ggml-quants.c.
+are kept in 4. The IQ4 formats have a table of numbers, and codes of 4 bits are places in it. So are those of MXFP4,
+which are floats; its scales, powers of two, are kept in bfloat16. Formats: llama.cpp, ggml-common.h and ggml-quants.c;
+OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from relaxlite import dtypes
 from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.records import dataclass
 
+_BFLOAT16 = dtypes.to_numpy("bfloat16")
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScales:
-    """A number for each group of a row: `values` [n, k / group] in float16, or int8 or uint8 that count in float16
-    `factors` [n, k / super-block], one for several groups."""
+    """A number for each group of a row: `values` [n, k / group] in float16 or bfloat16, or int8 or uint8 that count in
+    float16 `factors` [n, k / super-block], one for several groups."""
 
     values: Array
     factors: Array | None = None
@@ -189,6 +192,15 @@ def _iq4_xs(blocks: Array) -> _Parts:
     return _nibbles(blocks[:, 8:].reshape(-1, 8, 16)), GroupScales(scales, _half(blocks, 0)), None
 
 
+def _mxfp4(blocks: Array) -> _Parts:
+    """Scales are exponents of 8 bits; the table holds twice the floats, so that they are half as large."""
+    power = blocks[:, :1].astype(np.uint16)
+    bits = np.where(power < 2, np.uint16(0x20) << power, (power - np.uint16(1)) << np.uint16(7))
+    return _nibbles(blocks[:, 1:]), GroupScales(bits.astype(np.uint16).view(_BFLOAT16)), None
+
+
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the floats of 4 bits that are not negative
+_MXFP4 = Coding(4, 12, (*(12 + n for n in _E2M1), *(12 - n for n in _E2M1)))
 _IQ4 = Coding(
     4, 128, tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 )
@@ -208,5 +220,6 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("Q6_K", 256, 210, Coding(6, 32), _q6_k),
         ("IQ4_NL", 32, 18, _IQ4, _q4_0),
         ("IQ4_XS", 256, 136, _IQ4, _iq4_xs),
+        ("MXFP4", 32, 17, _MXFP4, _mxfp4),
     )
 }

@@ -45,7 +45,7 @@ from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
 BITS = (4, 5, 6, 8)
-FLOATS = ("float32", "float16")  # of scales, offsets and factors
+FLOATS = ("float32", "float16", "bfloat16")  # of scales, offsets and factors
 CODES = ("uint8", "int8")  # of scales and offsets that have factors
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class _Blocks(Op):
         scale = types[0]
         if ty.dtype != "int32" or ty.rank != 2 or scale.rank != 2 or scale.dtype not in (*FLOATS, *CODES):
             self.fail(
-                "words must be int32 and scales float32 or float16, or uint8 or int8 with factors, all of rank 2, "
+                f"words must be int32 and scales {', '.join(FLOATS)}, or uint8 or int8 with factors, all of rank 2, "
                 f"got {ty} and {scale}"
             )
         assert ty.shape is not None and scale.shape is not None
@@ -104,7 +104,7 @@ class _Blocks(Op):
 
     def _check_factors(self, scale: TensorType, factor: TensorType | None) -> None:
         if factor is None:
-            self.fail(f"scales of {scale.dtype} need factors after them, float16 or float32, one for several blocks")
+            self.fail(f"scales of {scale.dtype} need factors after them, floats, one for several blocks")
         assert scale.shape is not None and factor.shape is not None
         blocks, count = as_int(scale.shape[0]) or 0, as_int(factor.shape[0]) if factor.rank == 2 else None
         if (
@@ -114,7 +114,7 @@ class _Blocks(Op):
             or PROVER.can_prove_ne(scale.shape[1], factor.shape[1])
         ):
             self.fail(
-                f"factors of scales {scale} must be float16 or float32, of as many columns and a number of rows that "
+                f"factors of scales {scale} must be {', '.join(FLOATS)}, of as many columns and a number of rows that "
                 f"divides {blocks}, got {factor}"
             )
 
