@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ EPSILON = 1e-5
 JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe")
 GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2")
 INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe", "command-r")
-LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "command-r")
-UNGATED = ("starcoder2", "phi2", "gpt2")
-FUSED_QKV = ("phi3", "phi2", "gpt2")
+LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", "command-r")
+UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox")
+FUSED_QKV = ("phi3", "phi2", "gpt2", "gptneox")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -86,7 +87,7 @@ def tensors(
         widths["ffn_down"] = HIDDEN
     if name in UNGATED:
         del widths["ffn_gate"]
-    if name in ("phi2", "gpt2"):
+    if name in ("phi2", "gpt2", "gptneox"):
         widths |= {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH}
         for part in ("attn_q", "attn_k", "attn_v"):
             del widths[part]
@@ -158,9 +159,10 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
             part["ffn_gate.weight"], part["ffn_up.weight"] = np.split(part["ffn_up.weight"], 2)
         h = _normed(name, part, "attn_norm", x) if "attn_norm.weight" in part else x
         a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
-        x = x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
+        given, x = x, x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
         if "ffn_norm.weight" in part or "attn_norm.weight" not in part:  # else both read the same
-            h = _normed(name, part, "ffn_norm", x) if "ffn_norm.weight" in part else x
+            before = given if metadata.get(f"{name}.use_parallel_residual") else x
+            h = _normed(name, part, "ffn_norm", before) if "ffn_norm.weight" in part else before
         fed = _experts(name, metadata, part, h) if "ffn_gate_inp.weight" in part else _gated(name, part, h, "")
         x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)
     head = w.get("output.weight", w["token_embd.weight"]).astype(np.float64)
@@ -174,6 +176,8 @@ def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array
     up = _linear(part, f"ffn_up{suffix}", x)
     gate, up = (up, 1.0) if name in UNGATED else (_linear(part, f"ffn_gate{suffix}", x), up)
     gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    if name == "gptneox":
+        gelu = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / 2**0.5))
     return _linear(
         part, f"ffn_down{suffix}", (gelu if name in (*GEMMAS, *UNGATED) else gate / (1 + np.exp(-gate))) * up
     )

@@ -32,8 +32,13 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "olmo2": {"has_qk_norm": True, "is_qk_norm_joint": True, "has_pre_norms": False, "has_post_norms": True},
     "smollm3, scaled as granite": {"unturned": (True, False), "residual_scale": 0.3, "logit_divisor": 4.0},
     "phi": {
-        "norm": "layer_biased", "is_parallel": True, "is_gated": False, "activation": "gelu_tanh", "has_mlp_bias": True,
-        "has_qkv_bias": True, "has_o_bias": True, "has_head_bias": True, "rope": Rope(1e4, 4),
+        "norm": "layer_biased", "is_parallel": True, "has_one_norm": True, "is_gated": False,
+        "activation": "gelu_tanh", "has_mlp_bias": True, "has_qkv_bias": True, "has_o_bias": True,
+        "has_head_bias": True, "rope": Rope(1e4, 4),
+    },
+    "gpt_neox": {
+        "norm": "layer_biased", "is_parallel": True, "is_gated": False, "activation": "gelu", "has_mlp_bias": True,
+        "has_qkv_bias": True, "has_o_bias": True, "rope": Rope(1e4, 2),
     },
     "gpt2": {
         "norm": "layer_biased", "is_gated": False, "activation": "gelu", "has_positions": True,

@@ -5,6 +5,7 @@ transformers and torch are no dependencies of the tests: these are skipped where
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
     "stablelm, parallel": ("StableLmConfig", {"use_parallel_residual": True, "pad_token_id": 0}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "gpt_neox, one after the other": (
+        "GPTNeoXConfig",
+        {"num_key_value_heads": 4, "use_parallel_residual": False, "rotary_pct": 0.5},
+    ),
+    "gpt_neox, tied": ("GPTNeoXConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "cohere": ("CohereConfig", {"pad_token_id": 0}),
 }
 
@@ -163,6 +170,28 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             tokens = np.random.default_rng(seq).integers(0, SIZES["vocab_size"], (batch, seq))
             wanted = model(torch.tensor(tokens)).logits.detach().numpy()
             np.testing.assert_allclose(exe(tokens), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_pythia_with_the_masks_of_attention_among_its_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.GPTNeoXConfig(**sizes, vocab_size=50, max_position_embeddings=16)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    of_layers = {
+        "attention.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool), "attention.masked_bias": torch.tensor(-1e9),
+        "attention.rotary_emb.inv_freq": torch.ones(2),
+    }  # fmt: skip
+    masks = {f"gpt_neox.layers.{k}.{name}": value.clone() for k in range(2) for name, value in of_layers.items()}
+    save_file(masks | load_file(path), path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    del described["rope_parameters"]  # as old files say it
+    (tmp_path / "config.json").write_text(json.dumps({**described, "rotary_pct": 0.25, "rotary_emb_base": 10000}))
+    tokens = np.arange(10)[None]
+    wanted = model(torch.tensor(tokens)).logits.detach().numpy()
+    found = rl.compile(build_dense(read_checkpoint(tmp_path)))(tokens)
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
 def test_gpt2_as_its_first_files_name_the_weights(tmp_path: Path) -> None:

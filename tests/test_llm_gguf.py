@@ -87,6 +87,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"attention.head_count_kv": files.KV_HEADS},
         {"biases": (*ALL, "attn_qkv"), "tied": True},
     ),
+    "gptneox": (
+        "gptneox", {"rope.dimension_count": 16, "use_parallel_residual": True}, {"biases": (*ALL, "attn_qkv")}
+    ),
+    "gptneox, one after the other": (
+        "gptneox", {"use_parallel_residual": False}, {"biases": (*ALL, "attn_qkv"), "tied": True}
+    ),
     "command-r": ("command-r", {"logit_scale": 0.0625}, {"tied": True, "parallel": True}),
     "granitemoe": (
         "granitemoe",

@@ -141,7 +141,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
          "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 51200},
         DecoderConfig(
             "phi", 51200, 2560, 32, 32, 32, 80, 10240, 2048, 1e-5, Rope(1e4, 32), False, "gelu_tanh",
-            norm="layer_biased", is_parallel=True, has_head_bias=True, **PLAIN,
+            norm="layer_biased", is_parallel=True, has_one_norm=True, has_head_bias=True, **PLAIN,
+        ),
+    ),
+    "pythia-160m": (
+        {"bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 768, "intermediate_size": 3072,
+         "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12,
+         "num_hidden_layers": 12, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+         "use_parallel_residual": True, "vocab_size": 50304},
+        DecoderConfig(
+            "gpt_neox", 50304, 768, 12, 12, 12, 64, 3072, 2048, 1e-5, Rope(1e4, 16), False, "gelu",
+            norm="layer_biased", is_parallel=True, **PLAIN,
         ),
     ),
     "Mixtral-8x7B-v0.1": (
@@ -239,6 +249,7 @@ def test_biases() -> None:
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types must name"),
         ("phi-2", {"hidden_act": ["gelu"]}, r"the activation \['gelu'\] is not known; known are silu, gelu, gelu_new"),
+        ("pythia-160m", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 experts for each token, and there are only 128"),
         ("Qwen3-30B-A3B", {"num_experts": None}, "hyperparameter 'num_experts' is missing"),

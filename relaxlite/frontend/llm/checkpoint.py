@@ -112,7 +112,7 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
     if c.has_post_norms:
         layer |= {"attn_post_norm": (c.hidden,), "mlp_post_norm": (c.hidden,)}
-    if c.is_parallel:
+    if c.has_one_norm:
         layer.pop("mlp_norm", None)
     whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.is_tied:

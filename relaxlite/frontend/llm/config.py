@@ -133,7 +133,8 @@ class DecoderConfig:
     has_head_bias: bool = False
     is_gated: bool = True  # down(activation(gate(x)) * up(x)); else down(activation(up(x)))
     norm: Norm = "rms"  # Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450
-    is_parallel: bool = False  # attention and MLP read the same, with one norm before both
+    is_parallel: bool = False  # attention and MLP read the same, what the layer is given
+    has_one_norm: bool = False  # there: one norm before both
     has_positions: bool = False  # a vector learned for each position is added to the embedding
     has_qk_norm: bool = False  # RMS norm of each head's query and key
     is_qk_norm_joint: bool = False  # it goes over all heads together

@@ -29,6 +29,7 @@ _IGNORED = (
     "rotary_emb.inv_freq",
     ".masked_bias",
     ".attn.bias",
+    ".attention.bias",
 )  # buffers that old checkpoints hold; they follow from config.json
 
 
@@ -110,7 +111,9 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         return {
-            name: _weight(entry, data[8 + size :], name) for name, entry in header.items() if name != "__metadata__"
+            name: _weight(entry, data[8 + size :], name)
+            for name, entry in header.items()
+            if name != "__metadata__" and not name.endswith(_IGNORED)
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ImportModelError(f"{path}: a damaged or truncated safetensors file: {error}") from error
@@ -139,12 +142,14 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
         if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
             name = "model." + name.removeprefix("model.language_model.")
         ours = names.get(name, name)
-        if name.endswith(_IGNORED) or (ours == "head" and config.is_tied) or name.startswith(_OTHER_PARTS):
+        if (ours == "head" and config.is_tied) or name.startswith(_OTHER_PARTS):
             continue
         if ours.endswith("norm"):
             weight = _offset(weight, architecture.norm_offset)
         elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
             weight = weight.member(0)
+        elif ours.rpartition(".")[2] in architecture.by_head:
+            weight = _from_heads(weight, config)
         elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
             weight = weight.transposed
         found[ours] = weight
@@ -154,6 +159,14 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
 _OTHER_PARTS = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
 )  # fmt: skip
+
+
+def _from_heads(weight: Weight, config: DecoderConfig) -> Weight:
+    """The rows of all queries, then of all keys, then of all values; what has not so many is refused later."""
+    rows = 3 * config.heads * config.head_width
+    if weight.shape[:1] != (rows,):
+        return weight
+    return weight.rows(np.arange(rows).reshape(config.heads, 3, -1).swapaxes(0, 1).reshape(-1))
 
 
 def _offset(weight: Weight, offset: float) -> Weight:

@@ -91,12 +91,10 @@ class Decoder:
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
             attended = self.attention(k, normed, positions, mix)
-            x = self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
-            if self.config.is_parallel:
-                x = self.added(x, self.mlp(k, normed))
-                continue
-            fed = self.mlp(k, self.pre_norm(f"layers.{k}.mlp_norm", x))
-            x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", fed))
+            given, x = x, self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
+            if not self.config.has_one_norm:
+                normed = self.pre_norm(f"layers.{k}.mlp_norm", given if self.config.is_parallel else x)
+            x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", self.mlp(k, normed)))
         return self.norm("norm", x)
 
     def logits(self, x: Expr) -> Var:

@@ -10,7 +10,7 @@ from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparamet
 from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
 from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
 from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_MOE
-from relaxlite.frontend.llm.architectures.layer_normed import COHERE, GPT2, PHI, STABLELM, STARCODER2
+from relaxlite.frontend.llm.architectures.layer_normed import COHERE, GPT2, GPT_NEOX, PHI, STABLELM, STARCODER2
 from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL, SMOLLM3
 from relaxlite.frontend.llm.architectures.mixtral import MIXTRAL
 from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3, OLMOE
@@ -19,7 +19,7 @@ from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, Q
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, MIXTRAL,
-    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, COHERE,
+    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE,
 )  # fmt: skip
 
 

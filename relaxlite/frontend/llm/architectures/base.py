@@ -309,7 +309,8 @@ class Architecture:
     its queries and keys with the two elements that are turned together side by side; `is_interleaved_in_folders`:
     Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`: its names of
     weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it stores as
-    [in, out], `keys`: the usual keys of config.json, by those that it has.
+    [in, out], `by_head`: those whose rows are the query's, key's and value's of one head after the other, `keys`: the
+    usual keys of config.json, by those that it has.
     """
 
     names: tuple[str, ...]
@@ -324,6 +325,7 @@ class Architecture:
     hugging_face_whole: Mapping[str, str] | None = None
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()
+    by_head: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -31,12 +31,13 @@ def _activation(h: Hyperparameters) -> Activation:
 
 def _plain(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
     """With biases everywhere, and no gates."""
-    specific = {"has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, **more}
+    specific = {
+        "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": _activation(h), **more
+    }  # fmt: skip
     return h.decoder(
         architecture,
         norm="layer_biased",
         norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
-        activation=_activation(h),
         is_gated=False,
         **specific,
     )
@@ -49,7 +50,7 @@ def _starcoder2(h: Hyperparameters) -> DecoderConfig:
 
 def _phi(h: Hyperparameters) -> DecoderConfig:
     h.refuse(qk_layernorm=False)
-    return _plain(h, "phi", is_parallel=True, has_head_bias=True)
+    return _plain(h, "phi", is_parallel=True, has_one_norm=True, has_head_bias=True)
 
 
 def _stablelm(h: Hyperparameters) -> DecoderConfig:
@@ -61,6 +62,7 @@ def _stablelm(h: Hyperparameters) -> DecoderConfig:
         norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
         has_qkv_bias=h.flag("qkv_bias") if h.is_gguf else bool(h.raw.get("use_qkv_bias", False)),
         is_parallel=bool(is_parallel),
+        has_one_norm=bool(is_parallel),
     )
 
 
@@ -78,6 +80,12 @@ def _gpt2(h: Hyperparameters) -> DecoderConfig:
     )
 
 
+def _gpt_neox(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(attention_bias=True)
+    more = {"activation": "gelu"} if h.is_gguf else {}  # of its files, which do not say
+    return _plain(h, "gpt_neox", is_parallel=bool(h.raw.get(f"{h.prefix}use_parallel_residual", True)), **more)
+
+
 def _cohere(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", use_qk_norm=False)
     scale = h.number("logit_divisor", 0.0625)  # of the logits, in spite of its name
@@ -86,6 +94,7 @@ def _cohere(h: Hyperparameters) -> DecoderConfig:
         norm="layer",
         norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
         is_parallel=True,
+        has_one_norm=True,
         has_qkv_bias=h.flag("qkv_bias"),
         has_o_bias=h.flag("o_bias"),
         logit_divisor=1 / scale,
@@ -154,6 +163,25 @@ GPT2 = Architecture(
         "hidden_act": "gelu_new", "vocab_size": 50257, "max_position_embeddings": 1024, "hidden_size": 768,
         "num_hidden_layers": 12, "num_attention_heads": 12, "tie_word_embeddings": True,
     },
+)  # fmt: skip
+GPT_NEOX = Architecture(
+    ("gpt_neox", "gptneox"),
+    _gpt_neox,
+    hugging_face={
+        **HUGGING_FACE_LAYER, "qkv": "attention.query_key_value.weight", "qkv_bias": "attention.query_key_value.bias",
+        "o": "attention.dense.weight", "o_bias": "attention.dense.bias", "up": "mlp.dense_h_to_4h.weight",
+        "up_bias": "mlp.dense_h_to_4h.bias", "down": "mlp.dense_4h_to_h.weight", "down_bias": "mlp.dense_4h_to_h.bias",
+    },
+    hugging_face_whole={
+        "embed": "gpt_neox.embed_in.weight", "norm": "gpt_neox.final_layer_norm.weight",
+        "norm_bias": "gpt_neox.final_layer_norm.bias", "head": "embed_out.weight",
+    },
+    prefix="gpt_neox.layers.",
+    by_head=("qkv", "qkv_bias"),
+    gguf=_GGUF,
+    fused=_FUSED,
+    keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    defaults={"hidden_act": "gelu", "max_position_embeddings": 2048, "partial_rotary_factor": 0.25},
 )  # fmt: skip
 COHERE = Architecture(
     ("cohere", "command-r"),
