@@ -217,6 +217,15 @@ def test_a_draft_model_whose_cache_is_full_guesses_no_more() -> None:
         model.generate("abc", max_new_tokens=30, stop_tokens=())
 
 
+def test_guesses_go_on_where_room_was_made_for_them() -> None:
+    model = scripted(lambda _: b"la la la la la la la la la la la la", context=200)
+    model.chat([{"role": "user", "content": "x" * 40}])  # stays in the cache, until room is needed
+    (held,) = map(len, model.engine._tokens.values())  # type: ignore[attr-defined]
+    limit(model, max(held + 14, 50))
+    found = model.generate("sing: \n")
+    assert found.text == "la " * 11 + "la" and found.usage.accepted_tokens > 15
+
+
 def test_other_drafts_are_refused() -> None:
     model = made(random_logits)
     with pytest.raises(InvalidArgumentError) as caught:

@@ -170,6 +170,7 @@ def run(
                     is_full = True
                     continue
                 if make_room():
+                    is_full = False
                     continue
                 if len(active) == 1:
                     raise
