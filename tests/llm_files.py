@@ -64,9 +64,17 @@ def tensors(
             if shared:
                 sizes = (HIDDEN, shared) if kind == "down" else (shared, HIDDEN)
                 found[f"ffn_{kind}_shexp"] = matrix(*sizes)
+        biases = {}
+        if name == "gpt-oss":
+            biases = {
+                f"{at}{part}.bias": np.stack([vector(len(w)) for w in weight])
+                for part, weight in found.items()
+                if part.endswith("_exps")
+            }
+            biases[f"{at}ffn_gate_inp.bias"] = vector(experts)
         if shared and name == "qwen2moe":
             found["ffn_gate_inp_shexp"] = vector(HIDDEN) * HIDDEN**-0.5
-        return {f"{at}{part}.weight": weight for part, weight in found.items()}
+        return {f"{at}{part}.weight": weight for part, weight in found.items()} | biases
 
     def vector(size: int, around: float = 0.0) -> Array:
         return (around + 0.2 * rng.standard_normal(size)).astype(np.float32)
@@ -92,6 +100,8 @@ def tensors(
         for part in ("attn_q", "attn_k", "attn_v"):
             del widths[part]
     norms = ["attn_norm", "ffn_norm"] if name != "olmo2" else []
+    if name == "gpt-oss":
+        norms = ["attn_norm", "post_attention_norm"]
     if parallel:
         norms = ["attn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if name in POST_NORMED else []
@@ -102,6 +112,8 @@ def tensors(
         has_experts = experts > 0 and k not in dense_layers
         if has_experts:
             found |= of_experts(at)
+        if name == "gpt-oss":
+            found[f"{at}attn_sinks.weight"] = vector(HEADS, 1)
         for part, rows in widths.items():
             if has_experts and part.startswith("ffn"):
                 continue
@@ -155,6 +167,8 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
             for kind in {"weight", "bias"} & {key.partition(".")[2] for key in part if key.startswith("attn_qkv")}:
                 rows = np.split(part[f"attn_qkv.{kind}"], np.cumsum([*counts.values()])[:-1])
                 part |= {f"{of}.{kind}": some for of, some in zip(counts, rows, strict=True)}
+        if name == "gpt-oss":
+            part["ffn_norm.weight"] = part["post_attention_norm.weight"]
         if name == "phi3":
             part["ffn_gate.weight"], part["ffn_up.weight"] = np.split(part["ffn_up.weight"], 2)
         h = _normed(name, part, "attn_norm", x) if "attn_norm.weight" in part else x
@@ -175,6 +189,10 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
 def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array:
     up = _linear(part, f"ffn_up{suffix}", x)
     gate, up = (up, 1.0) if name in UNGATED else (_linear(part, f"ffn_gate{suffix}", x), up)
+    if name == "gpt-oss":
+        gate = np.minimum(gate, 7)
+        gate = gate / (1 + np.exp(-1.702 * gate))
+        return _linear(part, f"ffn_down{suffix}", gate * (np.clip(up, -7, 7) + 1))
     gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     if name == "gptneox":
         gelu = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / 2**0.5))
@@ -192,7 +210,12 @@ def _experts(name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], 
         best = np.argsort(-shares[row])[:chosen]
         total = 1.0 if name in ("olmoe", "qwen2moe") else shares[row, best].sum()
         for e in best:
-            own = {f"ffn_{kind}.weight": part[f"ffn_{kind}_exps.weight"][e] for kind in ("gate", "up", "down")}
+            kinds = [(kind, of) for kind in ("gate", "up", "down") for of in ("weight", "bias")]
+            own = {
+                f"ffn_{kind}.{of}": part[f"ffn_{kind}_exps.{of}"][e]
+                for kind, of in kinds
+                if f"ffn_{kind}_exps.{of}" in part
+            }
             fed[row] += shares[row, e] / total * _gated(name, own, token, "")
     if "ffn_up_shexp.weight" in part:
         gate = part.get("ffn_gate_inp_shexp.weight")
@@ -228,7 +251,12 @@ def _attention(
     if name in NORMED_BY_HEAD:
         q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
     window = metadata.get(f"{name}.attention.sliding_window")
-    every = {"gemma3": metadata.get("gemma3.attention.sliding_window_pattern", 6), "gemma2": 2, "olmo2": 4}
+    every = {
+        "gemma3": metadata.get("gemma3.attention.sliding_window_pattern", 6),
+        "gemma2": 2,
+        "gpt-oss": 2,
+        "olmo2": 4,
+    }
     is_local = window is not None and (k + 1) % every.get(name, k + 2) != 0
     base = 10000.0 if is_local else metadata[f"{name}.rope.freq_base"]
     width = metadata.get(f"{name}.rope.dimension_count", WIDTH)
@@ -248,7 +276,10 @@ def _attention(
         scores = q[:, head] @ keys[:, shared].T * metadata.get(f"{name}.attention.scale", WIDTH**-0.5)
         scores = np.where(seen, _capped(scores, metadata.get(f"{name}.attn_logit_softcapping")), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        heads.append(weights / weights.sum(-1, keepdims=True) @ values[:, shared])
+        total = weights.sum(-1, keepdims=True)
+        if name == "gpt-oss":
+            total += np.exp(part["attn_sinks.weight"][head] - scores.max(-1, keepdims=True))
+        heads.append(weights / total @ values[:, shared])
     return _linear(part, "attn_output", np.concatenate(heads, -1))
 
 

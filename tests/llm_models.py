@@ -45,6 +45,10 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "unturned": (True, True),
     },
     "experts": {"experts": Experts(7, 3, 24, True)},
+    "gpt_oss": {
+        "has_sinks": True, "window": 5, "is_local": (True, False), "activation": "gelu_sigmoid", "gate_limit": 0.5,
+        "has_qkv_bias": True, "has_o_bias": True, "experts": Experts(4, 2, 24, True, has_bias=True),
+    },
     "experts, some layers, one shared": {"experts": Experts(5, 2, 24, False, 40, True, (False, True))},
 }  # fmt: skip
 ARCHITECTURES = tuple(_SPECIFIC)

@@ -70,6 +70,23 @@ def test_every_length_number_of_rows_and_of_parts(window: int | None) -> None:
             np.testing.assert_allclose(attention(window)(*given), wanted, atol=2e-6, err_msg=f"{length} {rows} {parts}")
 
 
+def test_sinks_take_their_share_however_large_they_are() -> None:
+    """As if each sequence began with one more key, whose value is 0; -inf is none."""
+    params = {**types(), "sinks": TensorType.of((HEADS,), "float32")}
+    bb = BlockBuilder()
+    with bb.function("main", **params) as given:
+        bb.result(bb.emit(ops.paged_attention(*given, scale=0.3, block=8)))
+    exe = rl.compile(bb.module())
+    for size in (0.0, 3.0, -80.0, 80.0, -np.inf):
+        sinks = np.full(HEADS, size, np.float32) + np.arange(HEADS, dtype=np.float32)
+        for length, rows, parts in ((1, 1, 1), (9, 9, 1), (72, 3, 5)):
+            operands = inputs(length, rows, parts=parts)
+            wanted = get_op("paged_attention").reference(*operands, sinks, scale=0.3, window=None, cap=None, block=8)
+            np.testing.assert_allclose(exe(*operands, sinks), wanted, atol=2e-6)
+            if size == -np.inf:
+                np.testing.assert_allclose(wanted, attention(None)(*operands), atol=2e-6)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("window", [None, 11])
 def test_what_pages_held_before_does_not_show(window: int | None, parts: int) -> None:
@@ -133,6 +150,9 @@ def test_slots_beyond_the_pool_stop_the_run() -> None:
         ({"q": (("n", 3, WIDTH), "float32")}, "heads, widths or pages of q, keys and values do not fit"),
         ({"q": (("n", "m", WIDTH), "float32")}, "heads, widths and the tokens of a page must be known"),
         ({"q": (("n", HEADS * WIDTH), "float32")}, "must have ranks 3, 4, 4, 2, 2"),
+        ({"sinks": ((KV_HEADS,), "float32")}, rf"sinks must be float32 of \({HEADS},\), one for each head, got"),
+        ({"sinks": ((HEADS,), "float16")}, rf"sinks must be float32 of \({HEADS},\), one for each head, got"),
+        ({"a": ((1,), "float32"), "b": ((1,), "float32")}, "keys and values are float32, float16, or int8 with scales"),
     ],
 )
 def test_types_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:

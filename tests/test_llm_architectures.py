@@ -145,6 +145,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "use_parallel_residual": False, "rotary_pct": 0.5},
     ),
     "gpt_neox, tied": ("GPTNeoXConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "pad_token_id": 0},
+    ),
+    "gpt_oss, other layers": (
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "pad_token_id": 0,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 15e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
     "cohere": ("CohereConfig", {"pad_token_id": 0}),
 }
 

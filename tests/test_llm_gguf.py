@@ -93,6 +93,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gptneox, one after the other": (
         "gptneox", {"use_parallel_residual": False}, {"biases": (*ALL, "attn_qkv"), "tied": True}
     ),
+    "gpt-oss": (
+        "gpt-oss",
+        {"expert_count": 5, "expert_used_count": 2, "attention.sliding_window": 6, "expert_feed_forward_length": 256},
+        {"biases": ALL, "experts": 5},
+    ),
     "command-r": ("command-r", {"logit_scale": 0.0625}, {"tied": True, "parallel": True}),
     "granitemoe": (
         "granitemoe",

@@ -144,6 +144,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             norm="layer_biased", is_parallel=True, has_one_norm=True, has_head_bias=True, **PLAIN,
         ),
     ),
+    "gpt-oss-20b": (
+        {"attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+         "initial_context_length": 4096, "intermediate_size": 2880,
+         "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+         "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+         "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-5,
+         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                          "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+         "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+         "vocab_size": 201088},
+        DecoderConfig(
+            "gpt_oss", 201088, 2880, 24, 64, 8, 64, 2880, 131072, 1e-5,
+            Rope(150000.0, 64, RopeScaling("yarn", 32.0, 4096, truncates=False)), False, "gelu_sigmoid",
+            has_qkv_bias=True, has_o_bias=True, gate_limit=7.0, has_sinks=True, window=128,
+            is_local=(True, False) * 12, experts=Experts(32, 4, 2880, True, has_bias=True),
+        ),
+    ),
     "pythia-160m": (
         {"bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 768, "intermediate_size": 3072,
          "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12,

@@ -110,6 +110,8 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if c.has_qk_norm:
         joint = c.is_qk_norm_joint
         layer |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
+    if c.has_sinks:
+        layer["sinks"] = (c.heads,)
     if c.has_post_norms:
         layer |= {"attn_post_norm": (c.hidden,), "mlp_post_norm": (c.hidden,)}
     if c.has_one_norm:
@@ -145,6 +147,8 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
     found = {"router": (experts.count, config.hidden)}
     for e in range(experts.count):
         found |= gated(f"experts.{e}.", experts.intermediate)
+    if experts.has_bias:
+        found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
     if experts.shared is not None:
         found |= gated("shared.", experts.shared)
         if experts.has_shared_gate:
@@ -183,9 +187,10 @@ def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source:
         begin, _, kind = name.rpartition(".")
         if not begin.endswith(".experts") or config.experts is None:
             continue
-        if len(weight.shape) != 3 or weight.shape[0] != config.experts.count:
+        what = "vector" if kind.endswith("_bias") else "matrix"
+        if len(weight.shape) != (2 if what == "vector" else 3) or weight.shape[0] != config.experts.count:
             raise ImportModelError(
-                f"{source}: weight {name} has shape {weight.shape}; it needs a matrix for each of "
+                f"{source}: weight {name} has shape {weight.shape}; it needs a {what} for each of "
                 f"{config.experts.count} experts"
             )
         del found[name]

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.records import dataclass
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
 Norm = Literal["rms", "layer", "layer_biased"]
 
 
@@ -33,6 +33,7 @@ class RopeScaling:
     attention_factor: float | None = None  # of cos and sin; None: 0.1 * ln(factor) + 1 for yarn, else 1
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    truncates: bool = True  # yarn: the first and last frequency that is divided in part, to whole places
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,10 @@ def _yarn(rope: Rope, scaling: RopeScaling, plain: np.ndarray[Any, Any]) -> tupl
         """The (fractional) index of the frequency that turns so often over the original context."""
         return rope.width * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
-    first = max(math.floor(place_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(place_of(scaling.beta_slow)), rope.width - 1)
+    first, last = place_of(scaling.beta_fast), place_of(scaling.beta_slow)
+    if scaling.truncates:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.width - 1)
     ramp = np.clip((np.arange(rope.width // 2) - first) / max(last - first, 0.001), 0, 1)  # 0: kept, 1: divided
     found = scaling.attention_factor
     factor = (0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0) if found is None else found
@@ -95,6 +98,7 @@ class Experts:
     which a softmax over all of them gives most, weighted by that; `is_normed`: by its share of what they have together.
 
     `shared`: the width of one more that all tokens go through; `has_shared_gate`: times a sigmoid of its own.
+    `has_bias`: of the matrix that chooses, and of those of all experts.
     """
 
     count: int
@@ -104,6 +108,7 @@ class Experts:
     shared: int | None = None
     has_shared_gate: bool = False
     layers: tuple[bool, ...] = ()  # which have them, others one MLP; empty: all
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,7 @@ class DecoderConfig:
     has_mlp_bias: bool = False  # of gate, up and down
     has_head_bias: bool = False
     is_gated: bool = True  # down(activation(gate(x)) * up(x)); else down(activation(up(x)))
+    gate_limit: float | None = None  # c: down(activation(min(gate(x), c)) * (1 + up(x) between -c and c))
     norm: Norm = "rms"  # Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450
     is_parallel: bool = False  # attention and MLP read the same, what the layer is given
     has_one_norm: bool = False  # there: one norm before both
@@ -140,6 +146,7 @@ class DecoderConfig:
     is_qk_norm_joint: bool = False  # it goes over all heads together
     has_pre_norms: bool = True  # norms of what attention and MLP read
     has_post_norms: bool = False  # norms of what they give, before it is added
+    has_sinks: bool = False  # a score of each head that the softmax of attention counts, with a value of 0
     query_scale: float | None = None  # None: head_width**-0.5
     embedding_scale: float | None = None
     residual_scale: float | None = None  # of what attention and MLP give, before it is added

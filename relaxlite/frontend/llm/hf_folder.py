@@ -148,25 +148,15 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
             weight = _offset(weight, architecture.norm_offset)
         elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
             weight = weight.member(0)
-        elif ours.rpartition(".")[2] in architecture.by_head:
-            weight = _from_heads(weight, config)
         elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
             weight = weight.transposed
         found[ours] = weight
-    return found
+    return found if architecture.from_folder is None else architecture.from_folder(found, config)
 
 
 _OTHER_PARTS = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
 )  # fmt: skip
-
-
-def _from_heads(weight: Weight, config: DecoderConfig) -> Weight:
-    """The rows of all queries, then of all keys, then of all values; what has not so many is refused later."""
-    rows = 3 * config.heads * config.head_width
-    if weight.shape[:1] != (rows,):
-        return weight
-    return weight.rows(np.arange(rows).reshape(config.heads, 3, -1).swapaxes(0, 1).reshape(-1))
 
 
 def _offset(weight: Weight, offset: float) -> Weight:

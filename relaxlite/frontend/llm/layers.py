@@ -25,6 +25,7 @@ from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
 
+_GELU_SIGMOID = 1.702  # Hendrycks and Gimpel, arXiv 1606.08415
 _CODES_AT_ONCE = 1 << 18  # bytes of codes that are unpacked and packed again while caches hold them
 
 
@@ -139,11 +140,17 @@ class Decoder:
     def gated(self, name: str, x: Expr, has_bias: bool = False) -> Var:
         """down(activation(gate(x)) * up(x))"""
         gate, up = self.linear(f"{name}.gate", x, has_bias), self.linear(f"{name}.up", x, has_bias)
+        if self.config.gate_limit is not None:
+            most = np.float32(self.config.gate_limit)
+            gate = self.op("minimum", gate, most)
+            up = self.op("add", self.op("maximum", self.op("minimum", up, most), -most), np.float32(1))
         return self.linear(f"{name}.down", self.op("multiply", self.activated(gate), up), has_bias)
 
     def activated(self, x: Expr) -> Var:
         if self.config.activation == "silu":
             return self.op("multiply", x, self.op("sigmoid", x))
+        if self.config.activation == "gelu_sigmoid":
+            return self.op("multiply", x, self.op("sigmoid", self.op("multiply", x, np.float32(_GELU_SIGMOID))))
         return self.op("gelu", x, approximate="none" if self.config.activation == "gelu" else "tanh")
 
     def norm(self, name: str, x: Expr) -> Var:
@@ -262,7 +269,14 @@ class DenseAttention:
         scores = d.op("multiply", d.op("matmul", turned[0], keys), np.float32(scale))
         if c.score_cap is not None:
             scores = d.capped(scores, c.score_cap)
-        weights = d.op("softmax", d.op("add", scores, self._bias(c.is_local_layer(layer))), axis=-1)
+        scores = d.op("add", scores, self._bias(c.is_local_layer(layer)))
+        if c.has_sinks:
+            batch, heads, seq, _ = _dims(scores)
+            sinks = d.vector(f"layers.{layer}.sinks").reshape(-1, 1, 1)
+            scores = d.op("concat", scores, d.op("broadcast_to", sinks, (batch, heads, seq, sym(1))), axis=-1)
+        weights = d.op("softmax", scores, axis=-1)
+        if c.has_sinks:
+            weights = d.op("slice", weights, (0,) * 4, (batch, heads, seq, seq))
         return d.op("transpose", d.op("matmul", weights, turned[2]), axes=(0, 2, 1, 3))
 
     def _spread(self, x: Expr) -> Var:

@@ -32,7 +32,7 @@ def mixture(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
     for e, count in enumerate(counts):
         found = d.op("nonzero_fill", _row(d, takes, e, rows), (count,))
         tokens = d.op("reshape", found, (count,))
-        given = d.gated(f"{name}.experts.{e}", d.op("gather", flat, tokens, axis=0))
+        given = d.gated(f"{name}.experts.{e}", d.op("gather", flat, tokens, axis=0), experts.has_bias)
         share = d.op("gather", _row(d, shares, e, rows), tokens, axis=0)
         weighted = d.op("multiply", given, d.op("expand_dims", share, axes=(1,)))
         places = d.op("expand_dims", tokens, axes=(1,))
@@ -42,7 +42,7 @@ def mixture(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
 
 def _routed(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
     """By expert and token: whether it takes the token, int64 0 or 1, and what its result counts, float32."""
-    likes = d.op("softmax", d.linear(f"{name}.router", x), axis=-1)
+    likes = d.op("softmax", d.linear(f"{name}.router", x, experts.has_bias), axis=-1)
     best = d.op("top_k", likes, (sym(experts.chosen),), axis=-1)
     weights, chosen = (d.bb.emit(TupleGetItem(best, k)) for k in (0, 1))
     if experts.is_normed:

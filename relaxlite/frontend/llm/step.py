@@ -106,8 +106,9 @@ class CachedAttention:
         self.pools[at : at + count] = made
         scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
         window = c.window if c.is_local_layer(layer) else None
+        sinks = [d.vector(f"layers.{layer}.sinks")] if c.has_sinks else []
         return d.op(
-            "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:],
+            "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:], *sinks,
             scale=scale, window=window, cap=c.score_cap, block=self.block,
         )  # fmt: skip
 

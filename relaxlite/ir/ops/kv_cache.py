@@ -17,9 +17,9 @@ with a range of the pages, whose results a second loop combines (Dao et al., "Fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
+T = TypeVar("T")
 BLOCK_FIELDS = 6  # of a block: its sequence, first row, number of rows, position of the first row, part, parts
 SPAN = 4  # pages whose scores are computed before their values are read
 LOWEST = float(np.finfo(np.float32).min)  # of a score that is not seen: -inf - -inf would be NaN
@@ -114,13 +115,15 @@ class PagedAttention(Op):
     m): the pages of each sequence in order. blocks int64 (w, 6): sequence, first row of q, rows (at most `block`), the
     position of the first row, part and parts; a row at position p sees the keys at positions p - `window` + 1 (None:
     0) to p. The parts 0, 1, ... of a block stand one after another, alike but for their number; each takes its share of
-    the pages. Scores s = `scale` * q . key become cap * tanh(s / cap) where there is a `cap` (Gemma 2).
+    the pages. Scores s = `scale` * q . key become cap * tanh(s / cap) where there is a `cap` (Gemma 2). `others`: the
+    scales of keys and values, if they are int8, and then maybe sinks float32 (heads,): a score of each head that the
+    softmax counts, with a value of 0 (Xiao et al., arXiv 2309.17453; GPT-OSS).
 
     Rows of q that no block names are 0; blocks do not overlap. Sums are in float32, and so are q and the result.
     """
 
     name = "paged_attention"
-    operands = ("q", "keys", "values", "table", "blocks", "key_scales?", "value_scales?")
+    operands = ("q", "keys", "values", "table", "blocks", "*others")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "scale": Attr("float", 1.0),
         "window": Attr("int", None),
@@ -128,7 +131,8 @@ class PagedAttention(Op):
         "block": Attr("int", 16),
     }
 
-    def infer(self, q: Expr, keys: Expr, values: Expr, table: Expr, blocks: Expr, *scales: Expr, **attrs: Any) -> Type:
+    def infer(self, q: Expr, keys: Expr, values: Expr, table: Expr, blocks: Expr, *others: Expr, **attrs: Any) -> Type:
+        scales, sinks = _scales_and_sinks(others)
         types = [self.tensor(x, name) for x, name in zip((q, keys, values, table, blocks), self.operands, strict=False)]
         if [t.rank for t in types] != [3, 4, 4, 2, 2]:
             self.fail(f"q, keys, values, table and blocks must have ranks 3, 4, 4, 2, 2, got {_told(types)}")
@@ -137,6 +141,8 @@ class PagedAttention(Op):
             self.fail(f"q must be float32, keys and values of one dtype, got {_told(types)}")
         if types[1].dtype not in ("float32", "float16", "int8") or (types[1].dtype == "int8") != (len(scales) == 2):
             self.fail(f"keys and values are float32, float16, or int8 with scales, got {_told(types)}")
+        if len(sinks) > 1:
+            self.fail(f"scales of keys and values and sinks are 3 operands at most, got {len(others)}")
         if (types[3].dtype, types[4].dtype) != ("int32", "int64") or as_int(bs[1]) != BLOCK_FIELDS:
             self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {_told(types)}")
         sizes = [as_int(d) for d in (qs[1], qs[2], ks[0], *ks[2:], vs[0], *vs[2:])]
@@ -149,6 +155,10 @@ class PagedAttention(Op):
             ty = self.tensor(x, "scales")
             if ty.dtype != "float32" or _without_pages(ty) != [kv_heads, page, 1]:
                 self.fail(f"scales must be float32 of ({kv_heads}, pages, {page}, 1), got {ty}")
+        for x in sinks:
+            ty = self.tensor(x, "sinks")
+            if ty.dtype != "float32" or ty.rank != 1 or as_int((ty.shape or (0,))[0]) != heads:
+                self.fail(f"sinks must be float32 of ({heads},), one for each head, got {ty}")
         if attrs["block"] < 1 or (attrs["window"] is not None and attrs["window"] < 1):
             self.fail(f"block {attrs['block']} and window {attrs['window']} must be positive")
         if attrs["cap"] is not None and not attrs["cap"] > 0:
@@ -158,7 +168,8 @@ class PagedAttention(Op):
     def lower(
         self, *operands: Buffer, out: Buffer, scale: float, window: int | None, cap: float | None, block: int
     ) -> Stmt:
-        q, keys, values, table, blocks, *scales = operands
+        q, keys, values, table, blocks, *others = operands
+        scales, sinks = _scales_and_sinks(others)
         checks = equality_checks(
             "paged_attention: pools of different sizes",
             *((keys.shape[1], x.shape[1]) for x in (values, *scales)),
@@ -169,13 +180,17 @@ class PagedAttention(Op):
             Buffer(name, (*shape, *more), "float32")
             for name, more in (("part_sums", (width,)), ("part_top", ()), ("part_total", ()))
         )
-        parts = _Parts(q, keys, values, table, blocks, tuple(scales), out, sums, top, total, scale, window, cap, block)
+        sink = sinks[0] if sinks else None
+        parts = _Parts(
+            q, keys, values, table, blocks, scales, sink, out, sums, top, total, scale, window, cap, block
+        )  # fmt: skip
         body = seq(_tasks(parts, _Attend), _tasks(parts, _Combine))
         for buffer in (sums, top, total):
             body = Allocate(buffer, body)
         return seq(*checks, compute(out, lambda *i: literal(0.0, out.dtype)), body)
 
-    def reference(self, q: Any, keys: Any, values: Any, table: Any, blocks: Any, *scales: Any, **attrs: Any) -> Any:
+    def reference(self, q: Any, keys: Any, values: Any, table: Any, blocks: Any, *others: Any, **attrs: Any) -> Any:
+        scales, sinks = _scales_and_sinks(others)
         group, page, window = q.shape[1] // keys.shape[0], keys.shape[3], attrs["window"]
         k, v = np.swapaxes(keys, 2, 3).astype(np.float32), values.astype(np.float32)
         if scales:
@@ -191,6 +206,9 @@ class PagedAttention(Op):
                 )
                 scores = np.einsum("hd,hjd->hj", q[first + t] * np.float32(attrs["scale"]), seen_k)
                 scores = scores if attrs["cap"] is None else attrs["cap"] * np.tanh(scores / attrs["cap"])
+                if sinks:
+                    scores = np.concatenate([scores, sinks[0][:, None]], axis=1)
+                    seen_v = np.concatenate([seen_v, np.zeros_like(seen_v[:, :1])], axis=1)
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))
                 out[first + t] = np.einsum("hj,hje->he", weights / weights.sum(axis=1, keepdims=True), seen_v)
         return out
@@ -214,7 +232,17 @@ class PagedAttention(Op):
         half = ("float32", "float16", "float16", *ints)
         yield Sample(shapes, {"block": 4}, half, made, tolerance=2e-4)
         scaled = (*shapes, (2, "p + 5", 4, 1), (2, "p + 5", 4, 1))
-        yield Sample(scaled, {"scale": 0.01, "block": 4}, ("float32", "int8", "int8", *ints), made, tolerance=2e-4)
+        kinds = ("float32", "int8", "int8", *ints)
+        yield Sample(scaled, {"scale": 0.01, "block": 4}, kinds, made, tolerance=2e-4)
+        floats = ("float32",) * 3 + ints
+        yield Sample((*shapes, (4,)), {"scale": 0.3, "block": 4, "window": 3}, (*floats, "float32"), made)
+        yield Sample((*scaled, (4,)), {"scale": 0.01, "block": 4}, (*kinds, *("float32",) * 3), made, tolerance=2e-4)
+
+
+def _scales_and_sinks(others: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    """Those of keys and of values, or none; and the rest."""
+    count = 2 if len(others) > 1 else 0
+    return tuple(others[:count]), tuple(others[count:])
 
 
 def _without_pages(ty: TensorType) -> list[int | None]:
@@ -233,6 +261,7 @@ class _Parts:
     table: Buffer
     blocks: Buffer
     scales: tuple[Buffer, ...]  # none, or of keys and of values
+    sinks: Buffer | None
     out: Buffer
     part_sums: Buffer  # (blocks, heads of keys, rows, width): of blocks in several parts, not yet divided
     part_top: Buffer  # (blocks, heads of keys, rows)
@@ -305,16 +334,27 @@ class _Block:
         return For(r, extents[0], loops("j", extents[1:], lambda *at: make(r, *at)))
 
     def _finish(self, times: SymExpr) -> Stmt:
-        """out = sums / total"""
+        """out = sums / total, to which a sink is added"""
+        sinks = self.parts.sinks
 
         def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
             def element(e: SymExpr) -> Stmt:
-                found = Scalar(self.sums[r, e]) / Scalar(self.total[(r,)])
+                whole = Scalar(self.sums[r, e])
+                found = whole / Scalar(self.total[(r,)]) if sinks is None else whole * Scalar(self.shrink[(r,)])
                 return Store(self.parts.out, (query, head, e), found.value)
 
-            return loops("e", (self.depth,), element)
+            divided = loops("e", (self.depth,), element)
+            return divided if sinks is None else seq(self._sink(r, Scalar(sinks[(head,)])), divided)
 
         return self._over_rows(times, row)
+
+    def _sink(self, r: SymExpr, sink: Scalar) -> Stmt:
+        """shrink = 1 / (total + what the sink counts), by the largest of all scores"""
+        old = Scalar(self.top[(r,)])
+        new = old.maximum(sink)
+        kept = weight(old - new)
+        found = kept / (Scalar(self.total[(r,)]) * kept + weight(sink - new))
+        return Store(self.shrink, (r,), found.value)
 
 
 class _Attend(_Block):

@@ -9,6 +9,7 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
 from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
+from relaxlite.frontend.llm.architectures.gpt_oss import GPT_OSS
 from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_MOE
 from relaxlite.frontend.llm.architectures.layer_normed import COHERE, GPT2, GPT_NEOX, PHI, STABLELM, STARCODER2
 from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL, SMOLLM3
@@ -19,7 +20,7 @@ from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, Q
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, MIXTRAL,
-    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE,
+    QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE, GPT_OSS,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling
 from relaxlite.records import dataclass
 
@@ -174,11 +175,9 @@ class Hyperparameters:
             for key in ("mscale", "mscale_all_dim"):
                 if said.get(key):
                     raise ImportModelError(f"{self.source}: {key} of yarn is not supported, attention_factor is")
-            if not said.get("truncate", True):
-                raise ImportModelError(f"{self.source}: yarn is supported with truncate = true only")
             return RopeScaling(
                 "yarn", number("factor"), int(original), beta_fast=number("beta_fast", 32.0),
-                beta_slow=number("beta_slow", 1.0),
+                beta_slow=number("beta_slow", 1.0), truncates=bool(said.get("truncate", True)),
                 attention_factor=None if said.get("attention_factor") is None else number("attention_factor"),
             )  # fmt: skip
         raise ImportModelError(
@@ -214,9 +213,9 @@ class Hyperparameters:
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn, longrope"
         )
 
-    def experts(self, *, is_normed: bool, has_shared_gate: bool = False) -> Experts:
+    def experts(self, *, is_normed: bool, has_shared_gate: bool = False, has_bias: bool = False) -> Experts:
         """The mixture of experts. `is_normed`: where the checkpoint does not say. `has_shared_gate`: of the shared
-        expert, where there is one."""
+        expert, where there is one. `has_bias`: of all their matrices."""
         count = self.integer("experts", self.raw.get("num_local_experts"))
         chosen, layers = self.integer("experts_chosen"), self.integer("layers")
         if chosen > count:
@@ -236,6 +235,7 @@ class Hyperparameters:
             shared,
             has_shared_gate and shared is not None,
             self._expert_layers(layers),
+            has_bias,
         )
 
     def _expert_layers(self, layers: int) -> tuple[bool, ...]:
@@ -309,8 +309,8 @@ class Architecture:
     its queries and keys with the two elements that are turned together side by side; `is_interleaved_in_folders`:
     Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`: its names of
     weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it stores as
-    [in, out], `by_head`: those whose rows are the query's, key's and value's of one head after the other, `keys`: the
-    usual keys of config.json, by those that it has.
+    [in, out], `from_folder`: makes weights by our names of those that lie otherwise in folders, `keys`: the usual keys
+    of config.json, by those that it has.
     """
 
     names: tuple[str, ...]
@@ -325,7 +325,7 @@ class Architecture:
     hugging_face_whole: Mapping[str, str] | None = None
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()
-    by_head: tuple[str, ...] = ()
+    from_folder: Callable[[dict[str, Weight], DecoderConfig], dict[str, Weight]] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -342,7 +342,7 @@ HUGGING_FACE_LAYER = {
     "experts.{}.gate": "mlp.experts.{}.gate_proj.weight", "experts.{}.up": "mlp.experts.{}.up_proj.weight",
     "experts.{}.down": "mlp.experts.{}.down_proj.weight", "shared.gate": "mlp.shared_expert.gate_proj.weight",
     "shared.up": "mlp.shared_expert.up_proj.weight", "shared.down": "mlp.shared_expert.down_proj.weight",
-    "shared_router": "mlp.shared_expert_gate.weight",
+    "shared_router": "mlp.shared_expert_gate.weight", "sinks": "self_attn.sinks",
 }  # fmt: skip
 GGUF_LAYER = {
     "attn_norm": "attn_norm.weight", "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight",
@@ -357,6 +357,9 @@ GGUF_LAYER = {
     "experts.{}.up": "ffn_up.{}.weight", "experts.{}.down": "ffn_down.{}.weight",
     "shared.gate": "ffn_gate_shexp.weight", "shared.up": "ffn_up_shexp.weight",
     "shared.down": "ffn_down_shexp.weight", "shared_router": "ffn_gate_inp_shexp.weight",
+    "sinks": "attn_sinks.weight", "router_bias": "ffn_gate_inp.bias",
+    "experts.gate_bias": "ffn_gate_exps.bias", "experts.up_bias": "ffn_up_exps.bias",
+    "experts.down_bias": "ffn_down_exps.bias",
 }  # fmt: skip
 HUGGING_FACE_WHOLE = {
     "embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",

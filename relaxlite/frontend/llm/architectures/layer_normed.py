@@ -3,6 +3,8 @@ GPT-2 (Radford et al., 2019), GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373)
 
 from __future__ import annotations
 
+import numpy as np
+
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import (
     GGUF_LAYER,
@@ -11,6 +13,7 @@ from relaxlite.frontend.llm.architectures.base import (
     Architecture,
     Hyperparameters,
 )
+from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import Activation, DecoderConfig, Rope
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -101,6 +104,17 @@ def _cohere(h: Hyperparameters) -> DecoderConfig:
     )
 
 
+def _from_heads(weights: dict[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+    """The rows of all queries, then of all keys, then of all values, not head by head; what has not so many is refused
+    later."""
+    rows = 3 * config.heads * config.head_width
+    order = np.arange(rows).reshape(config.heads, 3, -1).swapaxes(0, 1).reshape(-1)
+    return {
+        name: weight.rows(order) if name.endswith((".qkv", ".qkv_bias")) and weight.shape[:1] == (rows,) else weight
+        for name, weight in weights.items()
+    }
+
+
 _UNGATED = {
     "up": "mlp.c_fc.weight",
     "up_bias": "mlp.c_fc.bias",
@@ -177,7 +191,7 @@ GPT_NEOX = Architecture(
         "norm_bias": "gpt_neox.final_layer_norm.bias", "head": "embed_out.weight",
     },
     prefix="gpt_neox.layers.",
-    by_head=("qkv", "qkv_bias"),
+    from_folder=_from_heads,
     gguf=_GGUF,
     fused=_FUSED,
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},

@@ -1,0 +1,84 @@
+"""GPT-OSS (arXiv 2508.10925): experts with biases and gates that are cut, scores of attention that no key has, every
+other layer local. Its own folders hold experts in a format that is not read; float folders and GGUF files are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from relaxlite.frontend.llm.architectures.base import (
+    GGUF_LAYER,
+    HUGGING_FACE_LAYER,
+    Architecture,
+    Hyperparameters,
+)
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import DecoderConfig, RopeScaling
+
+_GATE_LIMIT = 7.0
+
+
+def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu", attention_bias=True, swiglu_limit=_GATE_LIMIT)
+    layers, rope = h.integer("layers"), h.rope(h.integer("head_width", 64))
+    if h.is_gguf and rope.scaling is not None:  # which does not say it
+        rope = replace(rope, scaling=_not_truncated(rope.scaling))
+    is_local = h.layer_types()
+    return h.decoder(
+        "gpt_oss",
+        rope=rope,
+        has_qkv_bias=True,
+        has_o_bias=True,
+        has_sinks=True,
+        window=h.window(),
+        is_local=tuple(k % 2 == 0 for k in range(layers)) if is_local is None else is_local,
+        activation="gelu_sigmoid",
+        gate_limit=_GATE_LIMIT,
+        experts=h.experts(is_normed=True, has_bias=True),
+    )
+
+
+def _not_truncated(scaling: RopeScaling) -> RopeScaling:
+    return replace(scaling, truncates=False)
+
+
+def _from_folder(weights: dict[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+    """Experts' matrices as [out, in], gates apart from the columns of `up` between which they stand; what has another
+    shape is refused later."""
+    found: dict[str, Weight] = {}
+    for name, weight in weights.items():
+        begin, _, kind = name.rpartition(".")
+        if not begin.endswith(".experts"):
+            found[name] = weight
+            continue
+        turned = weight.data.swapaxes(1, 2) if weight.data.ndim == 3 else weight.data
+        parts = {kind: turned}
+        if kind.startswith("gate_up"):
+            bias = kind.removeprefix("gate_up")
+            parts = {f"gate{bias}": turned[:, 0::2], f"up{bias}": turned[:, 1::2]}
+        found |= {f"{begin}.{part}": Weight(data, data.shape) for part, data in parts.items()}
+    return found
+
+
+_HUGGING_FACE = {
+    **HUGGING_FACE_LAYER,
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "experts.gate_up": "mlp.experts.gate_up_proj",
+    "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+    "experts.down": "mlp.experts.down_proj",
+    "experts.down_bias": "mlp.experts.down_proj_bias",
+}
+_GGUF = {**GGUF_LAYER, "mlp_norm": "post_attention_norm.weight"}
+del _GGUF["attn_post_norm"]
+
+GPT_OSS = Architecture(
+    ("gpt_oss", "gpt-oss"),
+    _gpt_oss,
+    hugging_face=_HUGGING_FACE,
+    gguf=_GGUF,
+    from_folder=_from_folder,
+    defaults={
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "rope_theta": 150000.0, "sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8,
+    },
+)  # fmt: skip
