@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.read import read_checkpoint
 from tests.tiny_llm import tokenizer_json
@@ -217,6 +218,40 @@ def test_pythia_with_the_masks_of_attention_among_its_weights(tmp_path: Path) ->
     wanted = model(torch.tensor(tokens)).logits.detach().numpy()
     found = rl.compile(build_dense(read_checkpoint(tmp_path)))(tokens)
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_gpt_oss_with_the_experts_of_its_own_folders(tmp_path: Path) -> None:
+    """In MXFP4: codes of neighbours in a byte, and scales in a tensor of their own."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    torch.manual_seed(0)
+    options = CASES["gpt_oss"][1] | {"hidden_size": 64, "intermediate_size": 96}
+    config = transformers.GptOssConfig(**{**SIZES, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model.save_pretrained(tmp_path)
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    weights = load_file(path)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = weights.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+        scales = rng.integers(121, 125, (experts, rows, columns // 32)).astype(np.uint8)
+        weights |= {f"{name}_blocks": torch.tensor(blocks), f"{name}_scales": torch.tensor(scales)}
+        of = model.get_parameter(name)
+        of.data = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+        assert of.shape == (experts, columns, rows)
+    save_file(weights, path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.weights["layers.1.experts.3.up"].block_format == "MXFP4"
+    exe = rl.compile(build_dense(checkpoint), precision="float32")
+    tokens = rng.integers(0, SIZES["vocab_size"], (2, 30))
+    wanted = model(torch.tensor(tokens)).logits.detach().numpy()
+    np.testing.assert_allclose(exe(tokens), wanted, atol=2e-5 * np.abs(wanted).max())
+    del weights["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(weights, path)
+    with pytest.raises(ImportModelError, match=r"down_blocks has shape .* bytes \(5, 64, 3\) as scales, got None"):
+        read_checkpoint(tmp_path)
 
 
 def test_gpt2_as_its_first_files_name_the_weights(tmp_path: Path) -> None:

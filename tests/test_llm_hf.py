@@ -230,6 +230,9 @@ def test_biases() -> None:
         ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic' are not"),
         ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "linear"}}, r"factor of the rotary embedding \(linear\)"),
         ("TinyLlama-1.1B-Chat", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not read"),
+        ("TinyLlama-1.1B-Chat", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized by 'mxfp4' are not re"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not read"),
+        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0 is not supported, only 7.0 is"),
         (
             "TinyLlama-1.1B-Chat",
             {"rope_scaling": {**LLAMA3_SCALING, "original_max_position_embeddings": "x"}},

@@ -22,7 +22,7 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight, mxfp4_of_pairs
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -30,20 +30,25 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a checkpoint. `data` are its numbers (float32, float16, bfloat16), or rows of blocks as bytes."""
+    """A weight of a checkpoint. `data` are its numbers (float32, float16, bfloat16), or rows of blocks as bytes; with
+    `scales` [rows, blocks], those of MXFP4 as Hugging Face folders hold them, apart."""
 
     data: Array
     shape: tuple[int, ...]
     block_format: str | None = None  # one of BLOCK_FORMATS
+    scales: Array | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def grouped(self, rows: slice = slice(None)) -> GroupedWeight:
         """Codes, scales and offsets of a weight in blocks, or of some of its rows."""
         assert self.block_format is not None
-        return BLOCK_FORMATS[self.block_format].unpack(self.data[rows])
+        data = self.data[rows]
+        if self.scales is not None:
+            data = mxfp4_of_pairs(data, self.scales[rows])
+        return BLOCK_FORMATS[self.block_format].unpack(data)
 
     def to_float32(self) -> Array:
         if self.block_format is not None:
@@ -52,13 +57,14 @@ class Weight:
 
     def part(self, begin: int, end: int) -> Weight:
         """Some of its rows, not copied."""
-        return Weight(self.data[begin:end], (end - begin, *self.shape[1:]), self.block_format)
+        return self._of_rows(slice(begin, end), (end - begin, *self.shape[1:]))
 
     def member(self, index: int) -> Weight:
         """One of several along the first axis, not copied."""
         n = math.prod(self.shape[1:-1])
-        data = self.data[index] if self.block_format is None else self.data[index * n : (index + 1) * n]
-        return Weight(data, self.shape[1:], self.block_format)
+        if self.block_format is None:
+            return Weight(self.data[index], self.shape[1:])
+        return self._of_rows(slice(index * n, (index + 1) * n), self.shape[1:])
 
     @property
     def transposed(self) -> Weight:
@@ -67,7 +73,10 @@ class Weight:
 
     def rows(self, order: Array) -> Weight:
         """With its rows in another order."""
-        return Weight(np.ascontiguousarray(self.data[order]), self.shape, self.block_format)
+        return self._of_rows(order, self.shape)
+
+    def _of_rows(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
+        return Weight(self.data[rows], shape, self.block_format, None if self.scales is None else self.scales[rows])
 
 
 @dataclass(frozen=True, slots=True)

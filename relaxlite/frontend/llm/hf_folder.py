@@ -25,6 +25,8 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+_BYTES = ("_blocks", "_scales")  # of MXFP4
+_QUANTIZED = (("gpt_oss", "mxfp4"),)  # architectures with what quantized them, as far as that is read
 _IGNORED = (
     "rotary_emb.inv_freq",
     ".masked_bias",
@@ -43,7 +45,7 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     source = str(folder)
     config, architecture = describe(raw, source)
     tensors = _tensors(folder)
-    weights = split_fused(config, _renamed(tensors, architecture, config), architecture.fused, source)
+    weights = split_fused(config, _renamed(tensors, architecture, config, source), architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved_in_folders:
         weights = in_halves(weights, config)
@@ -58,8 +60,8 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
     text = raw.get("text_config")
     raw = {**raw, **(text if isinstance(text, Mapping) else {})}  # of models that see pictures too
     method = raw.get("quantization_config")
-    if method:
-        name = method.get("quant_method") if isinstance(method, Mapping) else method
+    name = method.get("quant_method") if isinstance(method, Mapping) else method
+    if name and (raw.get("model_type"), name) not in _QUANTIZED:
         raise ImportModelError(
             f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
         )
@@ -122,6 +124,8 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
 def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str) -> Weight:
     begin, end = entry["data_offsets"]
     shape, kind = tuple(entry["shape"]), entry["dtype"]
+    if kind == "U8" and name.endswith(_BYTES):
+        return Weight(data[begin:end].reshape(shape), shape)
     if kind not in _FLOATS:
         raise ImportModelError(f"tensor {name!r} is of type {kind}, which is not read; known are {', '.join(_FLOATS)}")
     if not 0 <= begin <= end <= data.size:
@@ -129,7 +133,9 @@ def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str) -> 
     return Weight(data[begin:end].view(dtypes.to_numpy(_FLOATS[kind])).reshape(shape), shape)
 
 
-def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: DecoderConfig) -> dict[str, Weight]:
+def _renamed(
+    tensors: Mapping[str, Weight], architecture: Architecture, config: DecoderConfig, source: str
+) -> dict[str, Weight]:
     """By our names; what is no weight of the language model keeps its own."""
     layer = architecture.hugging_face or HUGGING_FACE_LAYER
     names = {theirs: ours for ours, theirs in (architecture.hugging_face_whole or HUGGING_FACE_WHOLE).items()}
@@ -151,7 +157,7 @@ def _renamed(tensors: Mapping[str, Weight], architecture: Architecture, config: 
         elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
             weight = weight.transposed
         found[ours] = weight
-    return found if architecture.from_folder is None else architecture.from_folder(found, config)
+    return found if architecture.from_folder is None else architecture.from_folder(found, config, source)
 
 
 _OTHER_PARTS = (

@@ -199,6 +199,16 @@ def _mxfp4(blocks: Array) -> _Parts:
     return _nibbles(blocks[:, 1:]), GroupScales(bits.astype(np.uint16).view(_BFLOAT16)), None
 
 
+def mxfp4_of_pairs(pairs: Array, scales: Array) -> Array:
+    """Rows of blocks as GGUF has them [n, b * 17], of bytes [n, b * 16] each of which has the codes of two neighbours,
+    and scales [n, b], as Hugging Face folders do."""
+    n, b = scales.shape
+    low = pairs.reshape(n, b, 16)
+    codes = np.stack([low & 15, low >> 4], axis=-1).reshape(n, b, 32)
+    halves = codes[:, :, :16] | codes[:, :, 16:] << 4
+    return np.concatenate([scales[:, :, None], halves], axis=2).reshape(n, -1)
+
+
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the floats of 4 bits that are not negative
 _MXFP4 = Coding(4, 12, (*(12 + n for n in _E2M1), *(12 - n for n in _E2M1)))
 _IQ4 = Coding(

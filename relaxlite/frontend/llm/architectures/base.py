@@ -325,7 +325,7 @@ class Architecture:
     hugging_face_whole: Mapping[str, str] | None = None
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()
-    from_folder: Callable[[dict[str, Weight], DecoderConfig], dict[str, Weight]] | None = None
+    from_folder: Callable[[dict[str, Weight], DecoderConfig, str], dict[str, Weight]] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,10 +1,13 @@
 """GPT-OSS (arXiv 2508.10925): experts with biases and gates that are cut, scores of attention that no key has, every
-other layer local. Its own folders hold experts in a format that is not read; float folders and GGUF files are."""
+other layer local. Its own folders hold experts in MXFP4, codes and scales apart."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import (
     GGUF_LAYER,
     HUGGING_FACE_LAYER,
@@ -41,7 +44,7 @@ def _not_truncated(scaling: RopeScaling) -> RopeScaling:
     return replace(scaling, truncates=False)
 
 
-def _from_folder(weights: dict[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Experts' matrices as [out, in], gates apart from the columns of `up` between which they stand; what has another
     shape is refused later."""
     found: dict[str, Weight] = {}
@@ -50,13 +53,50 @@ def _from_folder(weights: dict[str, Weight], config: DecoderConfig) -> dict[str,
         if not begin.endswith(".experts"):
             found[name] = weight
             continue
-        turned = weight.data.swapaxes(1, 2) if weight.data.ndim == 3 else weight.data
-        parts = {kind: turned}
-        if kind.startswith("gate_up"):
-            bias = kind.removeprefix("gate_up")
-            parts = {f"gate{bias}": turned[:, 0::2], f"up{bias}": turned[:, 1::2]}
-        found |= {f"{begin}.{part}": Weight(data, data.shape) for part, data in parts.items()}
+        if kind.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in weights:
+            continue
+        if kind.endswith("_blocks"):
+            kind, made = kind.removesuffix("_blocks"), _of_blocks(weight, weights, name, source)
+        else:
+            turned = weight.data.swapaxes(1, 2) if weight.data.ndim == 3 else weight.data
+            made = Weight(turned, turned.shape)
+        if not kind.startswith("gate_up"):
+            found[f"{begin}.{kind}"] = made
+            continue
+        bias = kind.removeprefix("gate_up")
+        found |= {f"{begin}.{part}{bias}": _every_other(made, k, source) for k, part in enumerate(("gate", "up"))}
     return found
+
+
+def _of_blocks(weight: Weight, weights: dict[str, Weight], name: str, source: str) -> Weight:
+    """uint8 [experts, rows, blocks, 16] and scales [experts, rows, blocks]"""
+    scales = weights.get(f"{name.removesuffix('_blocks')}_scales")
+    if (
+        scales is None
+        or not weight.data.dtype == scales.data.dtype == np.uint8
+        or len(weight.shape) != 4
+        or weight.shape[3] != 16
+        or scales.shape != weight.shape[:3]
+    ):
+        raise ImportModelError(
+            f"{source}: weight {name} has shape {weight.shape}; it needs blocks of 16 bytes, and bytes "
+            f"{weight.shape[:3]} as scales, got {None if scales is None else scales.shape}"
+        )
+    experts, rows, blocks, size = weight.shape
+    data, each = weight.data.reshape(experts * rows, blocks * size), scales.data.reshape(experts * rows, blocks)
+    return Weight(data, (experts, rows, 2 * blocks * size), "MXFP4", each)
+
+
+def _every_other(weight: Weight, first: int, source: str) -> Weight:
+    """The rows first, first + 2, ... of each expert."""
+    if weight.scales is None:
+        data = weight.data[:, first::2] if weight.data.ndim > 1 else weight.data
+        return Weight(data, data.shape)
+    experts, rows, columns = weight.shape
+    if rows % 2:
+        raise ImportModelError(f"{source}: experts of {rows} rows, of which every other one is a gate's")
+    data, scales = weight.data[first::2], weight.scales[first::2]
+    return Weight(data, (experts, rows // 2, columns), weight.block_format, scales)
 
 
 _HUGGING_FACE = {
@@ -66,6 +106,10 @@ _HUGGING_FACE = {
     "experts.gate_up": "mlp.experts.gate_up_proj",
     "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
     "experts.down": "mlp.experts.down_proj",
+    "experts.gate_up_blocks": "mlp.experts.gate_up_proj_blocks",
+    "experts.gate_up_scales": "mlp.experts.gate_up_proj_scales",
+    "experts.down_blocks": "mlp.experts.down_proj_blocks",
+    "experts.down_scales": "mlp.experts.down_proj_scales",
     "experts.down_bias": "mlp.experts.down_proj_bias",
 }
 _GGUF = {**GGUF_LAYER, "mlp_norm": "post_attention_norm.weight"}

@@ -104,7 +104,7 @@ def _cohere(h: Hyperparameters) -> DecoderConfig:
     )
 
 
-def _from_heads(weights: dict[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+def _from_heads(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """The rows of all queries, then of all keys, then of all values, not head by head; what has not so many is refused
     later."""
     rows = 3 * config.heads * config.head_width
