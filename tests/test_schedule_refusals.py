@@ -400,7 +400,7 @@ FORMS: list[tuple[TensorProgram, Callable[[Schedule], Any], str]] = [
     (
         SUM,
         lambda s: s.tensorize("j", "vnni"),
-        "unknown intrinsic 'vnni'; there are fma, dot4_words, word, dot4_u8s8, dot2_i16, dot2_bf16",
+        "unknown intrinsic 'vnni'; there are fma, dot4_words, lookup_bytes, word, dot4_u8s8, dot2_i16, dot2_bf16",
     ),
     (SUM, lambda s: s.tensorize("j", "fma"), "loop 'j' adds no product to out"),
     (SUM, lambda s: s.split_reduction("i", 4), "the body of loop 'i' is 2 statements, not one combining store"),
