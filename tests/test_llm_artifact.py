@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from relaxlite.errors import (
     InvalidArgumentError,
 )
 from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import Experts
 from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.llm.compiling import attachments_of, build_checkpoint
 from relaxlite.llm.description import Description
+from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
@@ -243,6 +246,24 @@ def test_a_checkpoint_with_a_tokenizer_that_cannot_be_read_is_not_compiled() -> 
 def test_descriptions_come_back() -> None:
     found = Description.from_json(attachments_of(checkpoint())["language_model"])
     assert found.context == 64 and found.stop == (257,) and found.special_tokens == {"bos_token": "<|start|>"}
+    assert found.row_cost == ROW_COST
+
+
+def test_a_row_costs_more_where_it_has_experts_of_its_own() -> None:
+    costs = []
+    for experts in (Experts(8, 8, 48, True), Experts(8, 4, 48, True), Experts(8, 1, 48, True)):
+        said = attachments_of(checkpoint(experts=experts))["language_model"]
+        costs.append(Description.from_json(said).row_cost)
+    assert costs[0] == ROW_COST < costs[1] and ROW_COST < costs[2] < 1
+
+
+@pytest.mark.parametrize("cost", [0.0, -0.5, float("nan"), "0.25", None, True])
+def test_a_description_whose_rows_cost_no_number_is_refused(cost: Any) -> None:
+    said = json.loads(attachments_of(checkpoint())["language_model"])
+    with pytest.raises(ArtifactError, match="description of the language model is malformed: row_cost is"):
+        Description.from_json(json.dumps({**said, "row_cost": cost}).encode())
+    del said["row_cost"]  # as files before it
+    assert Description.from_json(json.dumps(said).encode()).row_cost == ROW_COST
 
 
 def test_checkpoints_without_a_tokenizer_and_contexts_beyond_the_models_are_refused() -> None:

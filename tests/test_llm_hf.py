@@ -220,6 +220,12 @@ def test_biases() -> None:
     assert (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) == (True, False, False)
 
 
+def test_gates_are_cut_where_the_checkpoint_says() -> None:
+    raw = PUBLISHED["gpt-oss-20b"][0]
+    assert describe({**raw, "swiglu_limit": 5.5}, "x")[0].gate_limit == 5.5
+    assert describe({key: value for key, value in raw.items() if key != "swiglu_limit"}, "x")[0].gate_limit == 7.0
+
+
 @pytest.mark.parametrize(
     ("name", "more", "problem"),
     [
@@ -232,7 +238,8 @@ def test_biases() -> None:
         ("TinyLlama-1.1B-Chat", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not read"),
         ("TinyLlama-1.1B-Chat", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized by 'mxfp4' are not re"),
         ("gpt-oss-20b", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq' are not read"),
-        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0 is not supported, only 7.0 is"),
+        ("gpt-oss-20b", {"quantization_config": {"bits": 4}}, "quantized by None are not read"),
+        ("gpt-oss-20b", {"swiglu_limit": -1}, "the hyperparameter 'swiglu_limit' is -1; it must be a positive number"),
         (
             "TinyLlama-1.1B-Chat",
             {"rope_scaling": {**LLAMA3_SCALING, "original_max_position_embeddings": "x"}},

@@ -50,6 +50,8 @@ class Description:
         for name, value in asdict(found).items():
             if not isinstance(value, _KINDS[name]) or isinstance(value, bool) != (name == "adds_bos"):
                 raise ArtifactError(f"its description of the language model is malformed: {name} is {value!r}")
+        if not found.row_cost > 0:  # or NaN
+            raise ArtifactError(f"its description of the language model is malformed: row_cost is {found.row_cost}")
         if found.vocab < 1 or found.context < 1 or not all(_is_token(token, found.vocab) for token in found.stop):
             raise ArtifactError(
                 f"its description of the language model is malformed: a vocabulary of {found.vocab}, a context of "

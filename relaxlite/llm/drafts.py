@@ -22,7 +22,9 @@ from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import softmax
 
 MOST = 16  # guesses in one step
-ROW_COST = 0.25  # of one more token in a step, in steps of one token, where all tokens use all weights
+ROW_COST = 0.25
+"""Of one more token in a step, in steps of one token, where all tokens use all weights. Measured on a Zen 4 with
+SmolLM2-135M and a Llama of 1.1 billion parameters in 4 bits: 0.23 to 0.27, with int8 activations 0.12 to 0.15."""
 
 
 class Drafter(Protocol):

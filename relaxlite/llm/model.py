@@ -61,6 +61,7 @@ class LanguageModel:
         self.context = engine.context if capacity is None else min(engine.context, capacity)
         """How many tokens a sequence holds, prompt and reply together."""
         self._kept: _Kept | None = None
+        self._draft: LanguageModel | None = None  # whose vocabulary was compared last, which takes a while
 
     @staticmethod
     def of(
@@ -117,8 +118,9 @@ class LanguageModel:
         overflow        "error": InvalidArgumentError where max_new_tokens do not fit into the context; "slide": where
                         it is full, its older half is forgotten (`Usage.forgotten_tokens` counts), and it goes on
         draft           where guesses come from of how the text goes on, which a step checks along with its token: they
-                        make it faster where they are right, and change none of it. "lookup": what followed the same
-                        tokens before; another LanguageModel of the same vocabulary, a smaller one; None: no guesses
+                        make it faster where they are right, and do not change it, but that float weights and experts
+                        may round otherwise, as in a batch. "lookup": what followed the same tokens before; another
+                        LanguageModel of the same vocabulary, a smaller one; None: no guesses
         logprobs, logits  keep them in the result
         stream          return a Stream of pieces of text instead
 
@@ -269,7 +271,7 @@ class LanguageModel:
         yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
 
     def _check_draft(self, draft: LanguageModel | str | None) -> None:
-        if draft is None or draft == LOOKUP:
+        if draft is None or draft == LOOKUP or draft is self._draft:
             return
         if not isinstance(draft, LanguageModel):
             raise InvalidArgumentError(f"draft must be {LOOKUP!r}, a LanguageModel or None, got {draft!r}")
@@ -278,6 +280,7 @@ class LanguageModel:
                 f"draft: {draft.description.name} has another vocabulary ({draft.engine.vocab} tokens) than "
                 f"{self.description.name} ({self.engine.vocab}), so that its guesses would mean something else"
             )
+        self._draft = draft
 
     def _drafter(self, draft: LanguageModel | str | None) -> Drafter | None:
         row_cost = self.description.row_cost

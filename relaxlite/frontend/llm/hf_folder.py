@@ -61,7 +61,7 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
     raw = {**raw, **(text if isinstance(text, Mapping) else {})}  # of models that see pictures too
     method = raw.get("quantization_config")
     name = method.get("quant_method") if isinstance(method, Mapping) else method
-    if name and (raw.get("model_type"), name) not in _QUANTIZED:
+    if method and (raw.get("model_type"), name) not in _QUANTIZED:
         raise ImportModelError(
             f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
         )

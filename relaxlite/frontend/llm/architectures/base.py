@@ -32,6 +32,7 @@ _KEYS = {
     "is_tied": ("tie_word_embeddings", "is_tied"),
     "query_scalar": ("query_pre_attn_scalar", "attention.query_scalar"),
     "activation": ("hidden_act", "activation"),
+    "gate_limit": ("swiglu_limit", "swiglu_limit"),
     "logit_cap": ("final_logit_softcapping", "final_logit_softcapping"),
     "score_cap": ("attn_logit_softcapping", "attn_logit_softcapping"),
     "embedding_scale": ("embedding_multiplier", "embedding_scale"),

@@ -15,16 +15,16 @@ from relaxlite.frontend.llm.architectures.base import (
     Hyperparameters,
 )
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig, RopeScaling
+from relaxlite.frontend.llm.config import DecoderConfig
 
-_GATE_LIMIT = 7.0
+_GATE_LIMIT = 7.0  # where a checkpoint does not say
 
 
 def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", attention_bias=True, swiglu_limit=_GATE_LIMIT)
+    h.refuse(hidden_act="silu", attention_bias=True)
     layers, rope = h.integer("layers"), h.rope(h.integer("head_width", 64))
     if h.is_gguf and rope.scaling is not None:  # which does not say it
-        rope = replace(rope, scaling=_not_truncated(rope.scaling))
+        rope = replace(rope, scaling=replace(rope.scaling, truncates=False))
     is_local = h.layer_types()
     return h.decoder(
         "gpt_oss",
@@ -35,13 +35,9 @@ def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
         window=h.window(),
         is_local=tuple(k % 2 == 0 for k in range(layers)) if is_local is None else is_local,
         activation="gelu_sigmoid",
-        gate_limit=_GATE_LIMIT,
+        gate_limit=h.number("gate_limit", _GATE_LIMIT),
         experts=h.experts(is_normed=True, has_bias=True),
     )
-
-
-def _not_truncated(scaling: RopeScaling) -> RopeScaling:
-    return replace(scaling, truncates=False)
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
