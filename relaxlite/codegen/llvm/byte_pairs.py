@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
+from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.program import Intrinsic, Literal, Value
 from relaxlite.records import dataclass
@@ -42,12 +43,9 @@ INSTRUCTIONS: Mapping[int, PairInstructions] = {  # by the bits of a vector, wid
 def pair_lanes(target: Target, lanes: int) -> int:
     """How many 32-bit lanes the instructions for pairs take, the most that divide `lanes`; 0: the target has none, or
     has better ones."""
-    if not target.is_x86 or not lanes or target.has_byte_products:
+    if target.has_byte_products:
         return 0
-    fits = (
-        bits // 32 for bits, found in INSTRUCTIONS.items() if bits <= target.vector_bits and target.has(found.feature)
-    )
-    return next((width for width in fits if lanes % width == 0), 0)
+    return widest_lanes(target, lanes, lambda bits: target.has(INSTRUCTIONS[bits].feature))
 
 
 def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], width: int) -> Val:

@@ -12,12 +12,11 @@ from relaxlite.codegen.llvm import byte_pairs, memory
 from relaxlite.codegen.llvm.context import Access, Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const, mangle
 from relaxlite.codegen.llvm.types import convert, from_memory
+from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.ir.intrinsics import DOT_PRODUCTS, DotProduct
 from relaxlite.ir.program import Intrinsic, Load, Value
 from relaxlite.ir.symbolic import as_int
 from relaxlite.target import Target
-
-_WIDTHS = (512, 256, 128)  # bits of the instructions, widest first
 
 
 def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
@@ -135,8 +134,6 @@ def _portable(e: Emitter, dot: DotProduct, total: Val, a: Sequence[Val], b: Sequ
 
 def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
     """How many 32-bit lanes the target's instruction takes, of the widest that divides `lanes`; 0: it has none."""
-    if not target.is_x86 or not lanes:
-        return 0
     if name == "dot2_bf16":
         has_wide = target.has("avx512bf16")
         has = {512: has_wide, 256: has_wide and target.has("avx512vl")}
@@ -147,8 +144,7 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
         has_wide = target.has("avx512vnni")
         has = {512: has_wide, 256: (has_wide and target.has("avx512vl")) or target.has("avxvnni")}
         has[128] = has[256]
-    fits = (bits for bits in _WIDTHS if has[bits] and lanes % (bits // 32) == 0 and bits <= target.vector_bits)
-    return next(fits, 0) // 32
+    return widest_lanes(target, lanes, has.__getitem__)
 
 
 def _vpdpbusd(e: Emitter, c: Val, a: Val, b: Val) -> Val:

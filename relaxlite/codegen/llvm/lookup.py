@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
+from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import LOOKUP
 from relaxlite.ir.program import Intrinsic, Literal, Value
-from relaxlite.target import Target
 
-_SHUFFLES: Mapping[int, tuple[str, str]] = {  # by the bits of a vector, widest first: feature, instruction
+_SHUFFLES: Mapping[int, tuple[str, str]] = {  # by the bits of a vector: feature, instruction
     512: ("avx512bw", "llvm.x86.avx512.pshuf.b.512"),
     256: ("avx2", "llvm.x86.avx2.pshuf.b"),
     128: ("ssse3", "llvm.x86.ssse3.pshuf.b.128"),
@@ -25,22 +25,11 @@ def emit_lookup(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value
         raise CodegenError(f"the table of {LOOKUP} must be literals")
     table = [int(word) >> 8 * n & 0xFF for word in words for n in range(4)]
     given = emit_value(k, value.args[0])
-    width = _shuffled_lanes(k.e.target, given.lanes)
+    target = k.e.target
+    width = widest_lanes(target, given.lanes, lambda bits: target.has(_SHUFFLES[bits][0]))
     if width:
         return k.e.by_parts([given], width, lambda part: _by_shuffle(k.e, part, table))
     return _by_choices(k.e, given, table)
-
-
-def _shuffled_lanes(target: Target, lanes: int) -> int:
-    """How many 32-bit lanes a shuffle of bytes takes, the most that divide `lanes`; 0: the target has none."""
-    if not target.is_x86 or not lanes:
-        return 0
-    fits = (
-        bits // 32
-        for bits, (feature, _) in _SHUFFLES.items()
-        if bits <= target.vector_bits and target.has(feature) and lanes % (bits // 32) == 0
-    )
-    return next(fits, 0)
 
 
 def _by_shuffle(e: Emitter, words: Val, table: list[int]) -> Val:
