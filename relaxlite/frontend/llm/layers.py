@@ -80,8 +80,9 @@ class Decoder:
     def op(self, name: str, *args: Any, **attrs: Any) -> Var:
         return self.bb.emit(get_op(name)(*args, **attrs))
 
-    def hidden(self, tokens: Expr, positions: Expr, mix: Mixer) -> Var:
-        """The last layer's output, normed: [..., hidden] for tokens and positions [...]."""
+    def hidden(self, tokens: Expr, positions: Expr, mix: Mixer, wanted: Expr | None = None) -> Var:
+        """The last layer's output, normed: [..., hidden] for tokens and positions [...], or [rows, hidden] for the
+        tokens whose places `wanted` int64[rows] has; of the others the last layer makes keys and values alone."""
         x = self.embedded(tokens)
         if self.config.embedding_scale is not None:
             x = self.op("multiply", x, np.float32(self.config.embedding_scale))
@@ -91,7 +92,12 @@ class Decoder:
             x = self.op("add", x, self._widened(self.op("gather", numbers, positions, axis=0)))
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
-            attended = self.attention(k, normed, positions, mix)
+            attended = self.attended(k, normed, positions, mix)
+            if wanted is not None and k == self.config.layers - 1:
+                attended, x = (self.op("gather", rows, wanted, axis=0) for rows in (attended, x))
+                if self.config.has_one_norm:
+                    normed = self.op("gather", normed, wanted, axis=0)
+            attended = self.linear(f"layers.{k}.o", attended, self.config.has_o_bias)
             given, x = x, self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
             if not self.config.has_one_norm:
                 normed = self.pre_norm(f"layers.{k}.mlp_norm", given if self.config.is_parallel else x)
@@ -113,7 +119,8 @@ class Decoder:
 
     # layers
 
-    def attention(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
+    def attended(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
+        """What all heads of a layer found, side by side: [..., heads * width]"""
         c, name = self.config, f"layers.{k}"
         q, keys, values = (self.linear(f"{name}.{kind}", x, c.has_qkv_bias) for kind in "qkv")
         if c.is_qk_norm_joint:
@@ -125,8 +132,7 @@ class Decoder:
         if rope is not None:
             q, keys = self.rotate(q, positions, rope), self.rotate(keys, positions, rope)
         mixed = mix(k, q, keys, values)
-        joined = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
-        return self.linear(f"{name}.o", joined, c.has_o_bias)
+        return self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
 
     def mlp(self, k: int, x: Expr) -> Var:
         name, experts = f"layers.{k}", self.config.experts_of(k)

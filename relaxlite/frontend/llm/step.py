@@ -63,9 +63,8 @@ def build_step(
         tokens, positions, slots, table, spans, wanted, *pools = params
         decoder = Decoder(bb, config, checkpoint.weights)
         mix = CachedAttention(decoder, pools, slots, table, spans, block)
-        hidden = decoder.hidden(tokens, positions, mix)
-        logits = decoder.logits(decoder.op("gather", hidden, wanted, axis=0))
-        bb.result(Tuple((logits, *mix.pools)))
+        hidden = decoder.hidden(tokens, positions, mix, wanted)
+        bb.result(Tuple((decoder.logits(hidden), *mix.pools)))
     facts = {"context": config.context, "attention_block": block, "step_tokens": step_tokens}
     return bb.module(Attrs({**facts, "step_version": STEP_VERSION}))
 
