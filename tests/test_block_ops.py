@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from relaxlite.errors import RelaxliteError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Var
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_codes import is_block, pack_codes, unpack_codes, words_of
+from relaxlite.ir.ops.block_codes import Coding, is_block, pack_codes, rotated, unpack_codes, words_of
 from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
@@ -155,7 +156,7 @@ def test_blocks_of_any_magnitude_are_rounded_as_the_reference_does(low_bits: int
     x[40, 3], x[41, 17], x[42, 20] = np.nan, np.inf, -np.inf
     x[43], x[44] = 0, np.finfo(np.float32).max
     words, scales, sums = run(x)
-    wanted = get_op("quantize_blocks").reference(x, block=16, low_bits=low_bits)
+    wanted = get_op("quantize_blocks").reference(x, block=16, low_bits=low_bits, rotation=1)
     np.testing.assert_array_equal(words, wanted[0])
     np.testing.assert_array_equal(scales, wanted[1])
     np.testing.assert_array_equal(sums, wanted[2])
@@ -170,6 +171,40 @@ def test_blocks_of_any_magnitude_are_rounded_as_the_reference_does(low_bits: int
     ]  # 128 of the 256th parts are no signed byte: 127 stands for them
     assert (abs(found - x[finite]) <= np.maximum(top * step, 1e-36)).all()
     assert np.isnan(scales[0, 40]) and np.isposinf(scales[1, 41:43]).all()
+
+
+@pytest.mark.parametrize(("block", "rotation"), [(16, 2), (16, 4), (32, 8), (64, 16), (64, 8)])
+def test_mixed_blocks_are_rounded_as_the_reference_does(block: int, rotation: int) -> None:
+    """Mixed back, x is there within half a step of each of the T numbers that each of it went into."""
+    run = compiled("quantize_blocks", f32(M, 128), block=block, rotation=rotation)
+    x = np.random.default_rng(1).standard_normal((7, 128)).astype(np.float32)
+    x[3, 5], x[4] = 300, 0
+    codes, scales, sums = run(x)
+    wanted = get_op("quantize_blocks").reference(x, block=block, low_bits=0, rotation=rotation)
+    for got, expected in zip((codes, scales, sums), wanted, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    quads = codes.astype(np.float64).reshape(128 // block, 7, -1, rotation, 4)
+    back = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(-1, 7, block)
+    found = (back * scales[..., None]).swapaxes(0, 1).reshape(7, 128)
+    step = scales.swapaxes(0, 1).repeat(block, axis=1)
+    assert (abs(found - x) <= 0.501 * rotation * step).all() and not found[4].any()
+    np.testing.assert_array_equal(sums[0] * rotation, back.sum(axis=-1))
+    np.testing.assert_array_equal(sums[1], codes.sum(axis=-1, dtype=np.int32))
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 16), (5, 8), (6, 4), (8, 1)])
+def test_mixed_codes_stay_bytes(bits: int, most: int) -> None:
+    """The least and the greatest sums of all patterns of signs, through words."""
+    rng = np.random.default_rng(2)
+    coding = Coding(bits)
+    assert coding.longest_rotation(256) == most and coding.longest_rotation(24) == math.gcd(6, most)
+    mixed = coding.rotated(most)
+    signs = np.array(rotated(list(np.eye(most, dtype=np.int64))))
+    extremes = [np.where(row * sign > 0, coding.greatest, 0) for row in signs for sign in (1, -1)]
+    drawn = [rng.integers(0, coding.greatest + 1, most) for _ in range(20)]
+    for codes in [*extremes, *drawn]:
+        found = signs @ codes + np.r_[0, [mixed.offset] * (most - 1)] if most > 1 else codes
+        assert found.min() >= 0 and found.max() <= mixed.greatest <= 255
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -295,6 +295,9 @@ class _Rules:
             return split_reduction(loop, lanes, partial, identity(store.combine, store.buffer.dtype))
         if not _is_independent(loop) or not self._contiguous(loop):
             return loop
+        short = as_int(loop.extent) or lanes
+        if short < lanes and short.bit_count() == 1:
+            lanes = short
         self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
         main = replace(main, body=_with_kind(main.body, inner, "vectorized"))
@@ -470,13 +473,23 @@ def _is_independent(loop: For) -> bool:
     from a stored buffer is the element that the same iteration stores."""
     if any(isinstance(s, LetIndex | Check | Allocate) for s in walk_stmts(loop.body)):
         return False
-    written: dict[Buffer, tuple[SymExpr, ...]] = {}
+    written: dict[Buffer, list[tuple[SymExpr, ...]]] = {}
     for store in stores(loop.body):
         if not any(index is loop.var or stride(store, loop.var) not in (0, None) for index in store.indices):
             return False
-        if written.setdefault(store.buffer, store.indices) != store.indices:
+        others = written.setdefault(store.buffer, [])
+        if any(other != store.indices and not _lies_apart(store, other, loop) for other in others):
             return False
-    return all(load.indices == written.get(load.buffer, load.indices) for load in loads(loop.body))
+        others.append(store.indices)
+    return all(load.indices in written.get(load.buffer, (load.indices,)) for load in loads(loop.body))
+
+
+def _lies_apart(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
+    """Whether the elements that a loop stores to are others than those at indices `other`, in any of its iterations:
+    both move along neighbours, from starts that are further apart than the loop is long."""
+    distance, length = as_int(store.indices[-1] - other[-1]), as_int(loop.extent)
+    is_apart = distance is not None and length is not None and abs(distance) >= length
+    return is_apart and store.indices[:-1] == other[:-1] and stride(store, loop.var) == 1
 
 
 def _with_kind(stmt: Stmt, var: SymVar, kind: str) -> Stmt:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relaxlite.ir.intrinsics import LOOKUP, WORD, WORDS
+from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
@@ -123,15 +124,9 @@ def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
     least, most = (-(zero or 0), (1 << bits) - 1 - (zero or 0)) if is_signed else (0, (1 << bits) - 1)
     is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
     if follows and is_byte and 2 * last.depth <= MOST_DEPTH:
-        raised = [code.binary("shift_left", shift) & _word_of(255 << shift & 255) for code in codes]
+        raised = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
         codes, x = [*raised, *codes], x[:1]
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
-
-
-def _word_of(byte: int) -> int:
-    """Four equal bytes as an int32."""
-    word = byte * _ONES
-    return word - (1 << 32) if word >> 31 else word
 
 
 def _zero_of(start: Value) -> int | None:

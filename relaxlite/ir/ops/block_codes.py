@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from relaxlite.ir.intrinsics import LOOKUP
 from relaxlite.ir.ops.scalars import Scalar, literal
-from relaxlite.ir.program import Intrinsic
+from relaxlite.ir.program import Intrinsic, Value
 from relaxlite.records import dataclass
 
 QUAD = 4  # codes in a word of bytes
 ONES = 0x01010101
 Array: TypeAlias = "np.ndarray[Any, Any]"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,72 @@ class Coding:
             return word
         words = np.asarray(self.table, np.uint8).view("<i4").tolist()
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(w, "int32") for w in words)), "int32"))
+
+
+    def longest_rotation(self, block: int) -> int:
+        """How many quads of a block can be mixed at a time so that they stay bytes; 1: none."""
+        if self.table:
+            return 1
+        fits, quads = 1 << 8 - self.bits, block // QUAD
+        return math.gcd(fits, quads)
+
+    def rotated(self, rotation: int) -> RotatedCoding:
+        return RotatedCoding(self, rotation)
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedCoding:
+    """Codes whose quads are mixed, `rotation` at a time, by the Walsh-Hadamard matrix (`rotated`), as unsigned bytes:
+    all but the first of those quads hold sums of as many positive as negative codes, so that they get an offset."""
+
+    coding: Coding
+    rotation: int
+
+    @property
+    def offset(self) -> int:
+        return self.rotation << self.coding.bits - 1
+
+    @property
+    def greatest(self) -> int:
+        """Of the bytes."""
+        if self.rotation == 1:
+            return self.coding.greatest
+        return max(self.rotation * self.coding.greatest, self.offset + self.rotation // 2 * self.coding.greatest)
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """How many times each sum of what the codes are multiplied by (quantize_blocks) is too much in the product."""
+        if self.rotation == 1:
+            return (self.coding.zero,)
+        return self.rotation * self.coding.zero - self.offset, self.offset
+
+    def mixed(self, quads: Sequence[Value]) -> list[Value]:
+        """The quads of a block, int32 words. Bytes borrow from each other on the way, but sums of words are sums of
+        their bytes wherever these end as bytes (modulo 2**32), so that no more than additions of words are needed."""
+        if self.rotation == 1:
+            return list(quads)
+        found = []
+        for first in range(0, len(quads), self.rotation):
+            head, *others = rotated([Scalar(quad) for quad in quads[first : first + self.rotation]])
+            found += [head, *(other + four_bytes(self.offset) for other in others)]
+        return [quad.value for quad in found]
+
+
+def four_bytes(byte: int) -> int:
+    """Four equal bytes as an int32."""
+    word = byte * ONES
+    return word - (1 << 32) if word >> 31 else word
+
+
+def rotated(items: Sequence[T]) -> list[T]:
+    """H @ items, of the Walsh-Hadamard matrix H of as many rows, a power of two, in the order of Sylvester."""
+    found, span = list(items), len(items) // 2
+    while span:
+        for k in (k for k in range(len(found)) if not k & span):
+            a, b = found[k], found[k + span]
+            found[k], found[k + span] = a + b, a - b  # type: ignore[operator]
+        span //= 2
+    return found
 
 
 def words_of(block: int, bits: int) -> int:

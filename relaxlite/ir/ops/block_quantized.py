@@ -22,6 +22,11 @@ each quad. Eight bits are quads as they are.
 
 The integer path rounds activations to signed bytes with a scale for each block of a row, as llama.cpp does; with
 `low_bits` more bits of each in a second byte, x = scale * (high * 2**low_bits + low). Sums within a block are exact.
+
+With a `rotation` of T > 1, each T quads of a block are mixed first, on both sides, by the Walsh-Hadamard matrix H of
+size T, entries 1 and -1: H^T H = T, so that products stay what they are, times T, while an outlier among a block's
+activations is spread over T of them and no more makes the rounding of all others coarse (QuaRot, arXiv 2404.00456).
+Codes of few bits stay bytes: those of 4 bits for T up to 16, 5 bits for 8, 6 bits for 4.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import numpy as np
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.op import Attr, Op, Sample, register
-from relaxlite.ir.ops.block_codes import ONES, QUAD, Array, Coding, is_block, unpack_codes, words_of
+from relaxlite.ir.ops.block_codes import ONES, QUAD, Array, Coding, is_block, rotated, unpack_codes, words_of
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
 from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.indexing import Position, at_positions, draw_indices, plain_indices
@@ -51,6 +56,7 @@ T = TypeVar("T")
 
 GREATEST = 127  # of a rounded activation
 LOW_BITS = (0, 4, 8)
+ROTATIONS = (1, 2, 4, 8, 16)
 LONGEST_BLOCK = 256  # rows whose sum of products surely fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
 LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
@@ -266,6 +272,9 @@ class QuantizeBlocks(Op):
     """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, c), scales float32
     (k / block, m), sums int32 (k / block, m)), with c = block, or 2 * block where there are low bits.
 
+    With a `rotation` of T > 1, what is rounded are x's quads mixed by H, and sums int32 (2, k / block, m) are those of
+    the first of each T quads, which are the sums of x, and those of all.
+
     An integer is high * 2**low_bits + low, a scale the block's largest magnitude / (127 * 2**low_bits). First come the
     high bytes of a block, then the low ones. `sums` are those of the integers, for a zero point or offset of what they
     are multiplied by. NaN and infinity are in the scale, and so in all that the block is multiplied by; its integers
@@ -274,29 +283,45 @@ class QuantizeBlocks(Op):
 
     name = "quantize_blocks"
     operands = ("x",)
-    attrs: ClassVar[Mapping[str, Attr]] = {"block": Attr("int"), "low_bits": Attr("int", 0, LOW_BITS)}
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "block": Attr("int"), "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
+    }  # fmt: skip
 
-    def infer(self, x: Expr, *, block: int, low_bits: int) -> Type:
+    def infer(self, x: Expr, *, block: int, low_bits: int, rotation: int) -> Type:
         ty = self.tensor(x, "x")
         depth = as_int(ty.shape[1]) if ty.shape is not None and ty.rank == 2 else None
         if ty.dtype != "float32" or depth is None:
             self.fail(f"x must be float32 of rank 2 with a constant last dimension, got {ty}")
         if block < QUAD or block % QUAD or depth % block:
             self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {QUAD}")
+        if block // QUAD % rotation:
+            self.fail(f"blocks of {block // QUAD} quads are no whole number of rotations of {rotation}")
         assert ty.shape is not None
         blocks = (depth // block, ty.shape[0])
         codes = TensorType.of((*blocks, _bytes_of(block, low_bits)), "int8")
-        return TupleType((codes, TensorType.of(blocks, "float32"), TensorType.of(blocks, "int32")))
+        sums = TensorType.of(_sums_shape(blocks, rotation), "int32")
+        return TupleType((codes, TensorType.of(blocks, "float32"), sums))
 
-    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int) -> Stmt:
+    def lower(
+        self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int
+    ) -> Stmt:
         codes, scales, sums = out
         top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
         total, numbers = Buffer("total", (), "int32", "local"), Buffer("numbers", (sym(block),), "int32", "local")
+        mixed = Buffer("mixed", (sym(block),), "float32", "local")
         unit = 1 << low_bits
 
         def of_block(i: SymExpr, g: SymExpr) -> Stmt:
+            def given(b: SymExpr) -> Value:
+                return mixed[(b,)] if rotation > 1 else x[i, g * block + b]
+
+            def mix(first: SymExpr, b: SymExpr) -> Stmt:
+                places = [first * (rotation * QUAD) + q * QUAD + b for q in range(rotation)]
+                quads = rotated([Scalar(x[i, g * block + at]) for at in places])
+                return seq(*(Store(mixed, (at,), quad.value) for at, quad in zip(places, quads, strict=True)))
+
             def number(b: SymExpr) -> Stmt:
-                scaled = Scalar(x[i, g * block + b]) * Scalar(factor[()]) * float(unit)
+                scaled = Scalar(given(b)) * Scalar(factor[()]) * float(unit)
                 return Store(numbers, (b,), scaled.unary("round").cast("int32").value)
 
             def high(b: SymExpr) -> Scalar:
@@ -310,23 +335,36 @@ class QuantizeBlocks(Op):
                 return loops("b", (sym(block),), lambda b: Store(codes, (g, i, b + start), part(b).cast("int8").value))
 
             greatest, width = Scalar(top[()]), (sym(block),)
-            scale = greatest / float(GREATEST * unit)
+            scale = greatest / float(GREATEST * unit * rotation)
             inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            groups = block // (rotation * QUAD)
             return seq(
-                reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(x[i, g * block + b]).abs().value),
+                *([loops("tb", (sym(groups), sym(QUAD)), mix)] if rotation > 1 else []),
+                reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(given(b)).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
                 loops("b", width, number),
                 bytes_of(high, 0),
                 *([bytes_of(low, block)] if low_bits else []),
-                reduce(total, width, "add", literal(0, "int32"), lambda b: numbers[(b,)]),
-                Store(sums, (g, i), total[()]),
+                *sums_of(i, g, groups),
             )
 
-        return loops("gi", scales.shape, lambda g, i: _local((top, factor, total, numbers), of_block(i, g)))
+        def sums_of(i: SymExpr, g: SymExpr, groups: int) -> list[Stmt]:
+            zero, all_of = literal(0, "int32"), (sym(block),)
+            of_all = reduce(total, all_of, "add", zero, lambda b: numbers[(b,)])
+            if rotation == 1:
+                return [of_all, Store(sums, (g, i), total[()])]
+            step, first = rotation * QUAD, (sym(groups), sym(QUAD))
+            of_first = reduce(total, first, "add", zero, lambda t, b: numbers[(t * step + b,)])
+            return [of_first, Store(sums, (sym(0), g, i), total[()]), of_all, Store(sums, (sym(1), g, i), total[()])]
 
-    def reference(self, x: Any, *, block: int, low_bits: int) -> Any:
+        buffers = (top, factor, total, numbers, *([mixed] if rotation > 1 else []))
+        return loops("gi", scales.shape, lambda g, i: _local(buffers, of_block(i, g)))
+
+    def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
+        quads = blocks.reshape(*blocks.shape[:2], block // (rotation * QUAD), rotation, QUAD)
+        blocks = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(blocks.shape)
         with np.errstate(all="ignore"):
             top = np.abs(blocks).max(axis=2, initial=0)
             factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
@@ -334,14 +372,29 @@ class QuantizeBlocks(Op):
             numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
         high = (numbers + (1 << low_bits) // 2) >> low_bits
         pieces = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
-        scales = (top / np.float32(GREATEST << low_bits)).astype(np.float32)
-        return np.concatenate(pieces, axis=2).astype(np.int8), scales, numbers.sum(axis=2).astype(np.int32)
+        scales = (top / np.float32((GREATEST << low_bits) * rotation)).astype(np.float32)
+        return np.concatenate(pieces, axis=2).astype(np.int8), scales, _sums_of(numbers, rotation)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
         yield Sample((("m", 48),), {"block": 16, "low_bits": 8})
         yield Sample((("m", 64),), {"block": 32, "low_bits": 4})
+        yield Sample((("m", 64),), {"block": 32, "rotation": 8})
+        yield Sample((("m", 64),), {"block": 32, "low_bits": 4, "rotation": 4})
         yield Sample((("m", 32),), {"block": 32}, make={0: lambda shape, rng: np.zeros(shape, np.float32)})
+
+
+def _sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike, ...]:
+    return blocks if rotation == 1 else (2, *blocks)
+
+
+def _sums_of(numbers: Array, rotation: int) -> Array:
+    """Of rounded blocks (..., block): what quantize_blocks gives beside them."""
+    every = numbers.sum(axis=-1).astype(np.int32)
+    if rotation == 1:
+        return every
+    quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * QUAD), rotation, QUAD)
+    return np.stack([quads[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), every])
 
 
 def _bytes_of(block: int, low_bits: int) -> int:
@@ -372,18 +425,25 @@ class MatmulBlocks(_Blocks):
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
 
-    with exact sums of integers inside of a block of at most 256 rows. `low_bits` as quantize_blocks was given. x_sums
-    has to be the sums of x's integers: where products take signed codes, it is not read for the zero point.
+    with exact sums of integers inside of a block of at most 256 rows. `low_bits` and `rotation` as quantize_blocks was
+    given. x_sums has to be the sums of x's integers: where products take signed codes, it is not read for the zero
+    point. With a rotation the codes are mixed as x was.
     """
 
     name = "matmul_blocks"
     operands = ("x", "x_scales", "x_sums", *_WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = {**_CODED, "low_bits": Attr("int", 0, LOW_BITS)}
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        **_CODED, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
+    }  # fmt: skip
 
     def infer(
-        self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *given: Expr, low_bits: int, **coding: Any
-    ) -> Type:
+        self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *given: Expr, low_bits: int, rotation: int,
+        **coding: Any,
+    ) -> Type:  # fmt: skip
         rows, block, columns = self.rows_of(words, given, Coding(**coding))
+        most = Coding(**coding).longest_rotation(block)
+        if rotation > most:
+            self.fail(f"these codes, mixed {rotation} quads at a time, are no bytes or no whole blocks; {most} would be")
         if block > LONGEST_BLOCK:
             self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
@@ -391,27 +451,33 @@ class MatmulBlocks(_Blocks):
         wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
         if [t.dtype for t in types] != ["int8", "float32", "int32"] or len(shape) != 3:
             self.fail(f"x, x_scales and x_sums must be as quantize_blocks makes them, got {', '.join(map(str, types))}")
-        for t, expected in zip(types, ((*wanted, _bytes_of(block, low_bits)), wanted, wanted), strict=True):
+        sums = _sums_shape(wanted, rotation)
+        for t, expected in zip(types, ((*wanted, _bytes_of(block, low_bits)), wanted, sums), strict=True):
             if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
                 width, found = _bytes_of(block, low_bits), ", ".join(map(str, types))
                 self.fail(
                     f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {width}) and x_scales and x_sums "
-                    f"of ({rows // block}, m), got {found}"
+                    f"of ({rows // block}, m){', of sums two' if rotation > 1 else ''}, got {found}"
                 )
         return TensorType.of((wanted[1], columns), "float32")
 
     def lower(
         self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, *given: Buffer, out: Buffer, low_bits: int,
-        **coding: Any,
+        rotation: int, **coding: Any,
     ) -> Stmt:  # fmt: skip
         weight = Coding(**coding)
-        block, zero, greatest = _block_of(words, given[0], weight.bits), weight.zero, weight.greatest
-        quads = block // QUAD
+        block, rotated_by = _block_of(words, given[0], weight.bits), weight.rotated(rotation)
+        quads, greatest = block // QUAD, rotated_by.greatest
+
+        def sums_at(g: SymVar, i: SymVar) -> list[Scalar]:
+            return [Scalar(x_sums[(k, g, i)]) for k in range(2)] if rotation > 1 else [Scalar(x_sums[g, i])]
 
         def term(i: SymVar, j: SymVar, g: SymVar) -> Value:
-            codes = _quads(words, g, j, block, weight)
+            codes = rotated_by.mixed(_quads(words, g, j, block, weight))
             start = literal(0, "int32")
-            correction = (Scalar(start) - Scalar(x_sums[g, i]) * zero).value if zero else start
+            correction = start
+            for number, zero in zip(sums_at(g, i), rotated_by.zeros, strict=True):
+                correction = (Scalar(correction) - number * zero).value if zero else correction
             high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], greatest)
             if low_bits:
                 low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)], greatest)
@@ -421,12 +487,12 @@ class MatmulBlocks(_Blocks):
             scale, *offset = _numbers(given, g, j)
             found = total.cast("float32") * scale
             if offset:
-                found = found + Scalar(x_sums[g, i]).cast("float32") * offset[0]
+                found = found + (sums_at(g, i)[0] * rotation).cast("float32") * offset[0]
             return (found * Scalar(x_scales[g, i])).value
 
         checks = equality_checks(
             "matmul_blocks: x and the weight differ in size",
-            *((b.shape[1], x.shape[1]) for b in (x_scales, x_sums)),
+            *((b.shape[-1], x.shape[1]) for b in (x_scales, x_sums)),
             *((b.shape[1], words.shape[1]) for b in given),
         )
         element = Buffer("e", (), "float32", "local")
@@ -439,16 +505,19 @@ class MatmulBlocks(_Blocks):
         return seq(*checks, loops("ij", out.shape, sums))
 
     def reference(
-        self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, low_bits: int, **coding: Any
+        self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, low_bits: int, rotation: int, **coding: Any
     ) -> Any:
         blocks, block, weight = len(x), x.shape[2] // (2 if low_bits else 1), Coding(**coding)
         codes = weight.numbers(unpack_codes(words, block, weight.bits)).astype(np.int64) - weight.zero
+        quads = codes.reshape(blocks, block // (rotation * QUAD), rotation, QUAD, words.shape[1])
+        codes = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2)
         codes = codes.reshape(blocks, block, words.shape[1])
         total = np.matmul(_integers(x, block, low_bits), codes).astype(np.float64)
         scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
         found = total * scales[:, None]
         if offsets:
-            found = found + x_sums[..., None] * offsets[0][:, None]
+            sums = x_sums if rotation == 1 else x_sums[0] * rotation
+            found = found + sums[..., None] * offsets[0][:, None]
         return (found * x_scales[..., None]).sum(axis=0).astype(np.float32)
 
     def samples(self) -> Iterable[Sample]:
@@ -457,19 +526,24 @@ class MatmulBlocks(_Blocks):
         def draw(shape: tuple[int, ...]) -> Array:
             return np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
 
-        kinds_of_blocks: tuple[tuple[int, int, int, int, tuple[int, ...]], ...] = (
-            (4, 32, 8, 0, ()), (8, 32, 128, 0, ()), (5, 32, 0, 8, ()), (6, 16, 32, 0, ()), (4, 32, 8, 4, ()),
-            (4, 32, 128, 0, _SOME_TABLE), (4, 32, 128, 4, _SOME_TABLE), (4, 16, 0, 8, _SOME_TABLE),
+        kinds_of_blocks: tuple[tuple[int, int, int, int, tuple[int, ...], int], ...] = (
+            (4, 32, 8, 0, (), 1), (8, 32, 128, 0, (), 1), (5, 32, 0, 8, (), 1), (6, 16, 32, 0, (), 1),
+            (4, 32, 8, 4, (), 1), (4, 32, 128, 0, _SOME_TABLE, 1), (4, 32, 128, 4, _SOME_TABLE, 1),
+            (4, 16, 0, 8, _SOME_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
+            (5, 32, 16, 0, (), 8), (5, 32, 0, 0, (), 8), (6, 16, 32, 0, (), 4), (6, 16, 0, 0, (), 2),
         )  # fmt: skip
-        for bits, block, zero, low_bits, table in kinds_of_blocks:
+        for bits, block, zero, low_bits, table, rotation in kinds_of_blocks:
             rows, count = 2 * block, _bytes_of(block, low_bits)
-            given = ((2, "m", count), (2, "m"), (2, "m"))
+            given = ((2, "m", count), (2, "m"), (2, "m") if rotation == 1 else (2, 2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
-            attrs: dict[str, Any] = {"bits": bits, "zero": zero, "low_bits": low_bits, "table": table}
+            attrs: dict[str, Any] = {
+                "bits": bits, "zero": zero, "low_bits": low_bits, "table": table, "rotation": rotation,
+            }  # fmt: skip
 
-            def sums(shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits) -> Array:
-                drawn = draw((*shape, _bytes_of(block, low)))
-                return np.asarray(_integers(drawn, block, low).sum(axis=-1), np.int32)
+            def sums(
+                shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits, rotation: int = rotation
+            ) -> Array:
+                return _sums_of(_integers(draw((*shape[-2:], _bytes_of(block, low))), block, low), rotation)
 
             make = {0: lambda shape, rng: draw(shape), 2: sums, 3: _some_words}
             yield Sample((*given, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4)
