@@ -29,9 +29,11 @@ from relaxlite.passes.cost import Cost
 from relaxlite.passes.donate import donated_params
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.reachable import entries
 from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime.executable import (
     ENTRY,
+    Entry,
     ExecutableData,
     KernelCost,
     KernelInfo,
@@ -135,7 +137,12 @@ def build(
     functions, constants = compile_functions(lowered)
     signature = signature_of(module[ENTRY])  # type: ignore[arg-type]
     start = time.perf_counter()
-    host = compile_host(functions, signature, code.kernels, constants, machine)
+    host = compile_host(functions, ENTRY, signature, code.kernels, constants, machine)
+    others = {name: signature_of(module[name]) for name in entries(module)[1:]}  # type: ignore[arg-type]
+    ways = {
+        name: Entry(given, compile_host(functions, name, given, code.kernels, constants, machine))
+        for name, given in others.items()
+    }
     context.timings.append(("host function", time.perf_counter() - start))
     data = ExecutableData(
         functions=functions,
@@ -148,6 +155,7 @@ def build(
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
         support=compile_support(machine),
+        others=ways,
     )
     if validator is not None and machine.runs_here:
         validator.check_compiled(Executable(data), lowered)

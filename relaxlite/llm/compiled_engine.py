@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
-from relaxlite.llm.engine import Array, Batch, check_batch
+from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
 CHUNK = 128  # tokens of a long prompt in one step: more take memory and, as caches overflow, 10 to 20 % more time
+FILL = "fill"  # the function that gives no logits
+LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
 
 
 class CompiledEngine:
     """Runs an executable of `build_step`. Prompts that are longer than a step takes go through it in chunks.
+
+    Where the executable has a function that only fills the cache, and rounds more coarsely for that, it takes all of a
+    prompt but the tokens whose logits are wanted and those EXACT - 1 before, which matter most to them. Which tokens
+    it takes depends on the sequence alone, not on the batch or on chunks.
 
     `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most. When the cache is
     full, `forward` raises CacheFullError and every sequence is as it was.
@@ -37,6 +44,7 @@ class CompiledEngine:
                 "compile the model again"
             )
         self._run = executable
+        self._fill = executable.entry(FILL) if FILL in executable.data.entries else None
         self.cache = KVCache(_layout_of(executable), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])
@@ -48,49 +56,80 @@ class CompiledEngine:
 
     def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
         check_batch(self, batch, wanted)
+        with self._appended(batch):
+            return self._logits(batch, [1] * len(batch) if wanted is None else wanted)
+
+    def fill(self, sequence: int, tokens: Sequence[int]) -> None:
+        check_batch(self, [(sequence, tokens)], None)
+        with self._appended([(sequence, tokens)]):
+            self._fill_in({sequence: np.asarray(tokens, np.int64)}, [(sequence, 0, len(tokens))])
+
+    @contextmanager
+    def _appended(self, batch: Batch) -> Iterator[None]:
+        """The sequences are that much longer afterwards, or as they were where it fails."""
         counts = [(sequence, len(tokens)) for sequence, tokens in batch]
         self.cache.reserve(counts)
         try:
-            found = self._logits(batch, [1] * len(batch) if wanted is None else wanted)
+            yield
         except BaseException:
             self.cache.cancel(counts)
             raise
         self.cache.commit(counts)
-        return found
 
     def _logits(self, batch: Batch, wanted: Sequence[int]) -> list[Array]:
         shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}
         given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
         found: dict[int, list[Array]] = {sequence: [] for sequence in given}
-        for parts in _steps(batch, self._chunk):
-            pieces = [given[sequence][first : first + count] for sequence, first, count in parts]
-            tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        filled = {sequence: self._filled(count) for sequence, count in shown.items()}
+        self._fill_in(given, [(sequence, 0, count) for sequence, count in filled.items()])
+        rest = [(sequence, filled[sequence], len(tokens)) for sequence, tokens in batch]
+        for parts in _steps(rest, self._chunk):
+            tokens = _joined(given, parts)
             asked = [max(0, min(count, first + count - shown[sequence])) for sequence, first, count in parts]
             ends = np.cumsum([count for _, _, count in parts]).tolist()
             rows = [np.arange(end - number, end) for end, number in zip(ends, asked, strict=True)]
             places = rows[0] if len(rows) == 1 else np.concatenate(rows)
-            # A step always computes one row: that of its last token, if nobody asks for any.
-            logits = self._step(tokens, places if len(places) else np.array([len(tokens) - 1]), parts)
-            at = 0
+            logits = self._step(tokens, places, parts)
+            at = 0  # in the logits
             for (sequence, _, _), number in zip(parts, asked, strict=True):
                 if number:
                     found[sequence].append(logits[at : at + number])
                 at += number
         return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in found.values()]
 
+    def _fill_in(self, given: Mapping[int, Array], ranges: Iterable[_Part]) -> None:
+        for parts in _steps(ranges, self._chunk):
+            tokens = _joined(given, parts)
+            if self._fill is None:
+                self._step(tokens, np.empty(0, np.int64), parts)
+            else:
+                self._fill(tokens, *self.cache.describe(parts), *self.cache.pools)
+
+    def _filled(self, shown: int) -> int:
+        """How many of a sequence's tokens only the cache needs, where those from `shown` on give logits."""
+        count = shown + 1 - EXACT
+        return count if self._fill is not None and count >= LEAST_FILL else 0
+
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
+        if not len(wanted):
+            wanted = np.array([len(tokens) - 1])  # a step always computes one row
         made: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
         return made
 
 
-def _steps(batch: Batch, most: int) -> Iterator[list[_Part]]:
-    """The batch in steps of at most `most` tokens, sequence after sequence."""
+def _joined(given: Mapping[int, Array], parts: list[_Part]) -> Array:
+    """The tokens of a step."""
+    pieces = [given[sequence][first : first + count] for sequence, first, count in parts]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _steps(ranges: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
+    """Tokens (sequence, first, end) in steps of at most `most` of them, sequence after sequence."""
     parts: list[_Part] = []
     room = most
-    for sequence, tokens in batch:
-        first = 0
-        while first < len(tokens):
-            count = min(room, len(tokens) - first)
+    for sequence, first, end in ranges:
+        while first < end:
+            count = min(room, end - first)
             parts.append((sequence, first, count))
             first, room = first + count, room - count
             if not room:

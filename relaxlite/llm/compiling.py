@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from relaxlite.driver import build as build_module
 from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
-from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
@@ -17,6 +17,7 @@ from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
+from relaxlite.passes.integer_products import LEAST_ROTATION, rounds_coarsely
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
@@ -91,16 +92,29 @@ def build_checkpoint(
     if quantize is not None:
         checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
         attachments = attachments_of(checkpoint, max_context)  # which now say so
-    module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype)
+    machine = Target.parse(target) if isinstance(target, str) else target
+    chosen = precision or (PassContext(machine) if context is None else context).precision
+    has_fill = rounds_coarsely(machine, chosen) and any(map(_has_few_bits, checkpoint.weights.values()))
+    module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype, has_fill=has_fill)
     data = build_module(module, target, context=context, precision=precision, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
 
 
-def module_of(checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32") -> IRModule:
-    """The module that is compiled: a step of any number of tokens over the cache."""
-    context = _context(checkpoint, max_context)
-    return build_step(replace(checkpoint, config=replace(checkpoint.config, context=context)), cache_dtype=cache_dtype)
+def module_of(
+    checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32", has_fill: bool = False
+) -> IRModule:
+    """The module that is compiled: a step of any number of tokens over the cache, and perhaps one that fills it."""
+    config = replace(checkpoint.config, context=_context(checkpoint, max_context))
+    return build_step(replace(checkpoint, config=config), cache_dtype=cache_dtype, has_fill=has_fill)
+
+
+def _has_few_bits(weight: Weight) -> bool:
+    """Whether its products may be rounded coarsely where a function says so."""
+    if weight.block_format is None or len(weight.shape) < 2:
+        return False
+    some = weight.grouped(slice(0, 1))
+    return some.coding.longest_rotation(some.group) >= LEAST_ROTATION
 
 
 def _context(checkpoint: Checkpoint, max_context: int | None) -> int:

@@ -12,6 +12,8 @@ from relaxlite.errors import InvalidArgumentError
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Batch: TypeAlias = "Sequence[tuple[int, Sequence[int]]]"  # (sequence, its next tokens)
 
+EXACT = 8  # tokens up to the first whose logits are wanted that `fill` is not for
+
 
 class Engine(Protocol):
     """Sequences are numbers that `new` and `fork` give; `forward` appends to them.
@@ -42,6 +44,10 @@ class Engine(Protocol):
     def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
         """Append tokens to each sequence of the batch, together in one step; float32 logits [wanted, vocab] behind the
         last `wanted` tokens of each (None: behind the last one)."""
+        ...
+
+    def fill(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Append tokens as `forward` appends the first ones of a long prompt, whose own logits nobody sees."""
         ...
 
 
@@ -91,6 +97,10 @@ class RecomputingEngine:
             logits = self._logits(np.asarray([whole], np.int64))[0]
             found.append(logits[-(1 if wanted is None else wanted[k]) :])
         return found
+
+    def fill(self, sequence: int, tokens: Sequence[int]) -> None:
+        check_batch(self, [(sequence, tokens)], None)
+        self._of(sequence).extend(map(int, tokens))
 
     def _of(self, sequence: int) -> list[int]:
         if sequence not in self._tokens:

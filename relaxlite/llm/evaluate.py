@@ -4,6 +4,9 @@ A model reads windows of `window` tokens, `stride` apart, each from its beginnin
 no window before has made. So every token of the text but the first is predicted once, and behind the first window from
 more than window - stride tokens. A small stride gives each more context, and costs more: what is reported depends on
 both, so they stand in the result.
+
+Predictions are made as those of a reply are: an engine may compute what only its cache needs of a prompt more coarsely
+than the last tokens (`Engine.fill`), so context is filled in, and some tokens at a time are predicted behind it.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ExecutionError, InvalidArgumentError
-from relaxlite.llm.engine import Engine
+from relaxlite.llm.engine import EXACT, Engine
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _LOGITS_AT_ONCE = 1 << 25  # float32 numbers, 128 MiB
+_PREDICTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +131,28 @@ def _windows(count: int, window: int, stride: int, *, has_prefix: bool) -> Itera
 def _log_probabilities(engine: Engine, before: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, Array]]:
     """Of every token of the vocabulary at each place of `tokens`, behind `before`, in parts: the first place, and
     float64 [places, vocab]."""
-    sequence = engine.new()
+    given, first = [*before, *tokens[:-1]], len(before) - 1
+    step = max(1, min(_PREDICTED_AT_ONCE, _LOGITS_AT_ONCE // engine.vocab))
+    context = engine.new()  # of as many tokens as an engine fills in before it computes logits
     try:
-        if len(before) > 1:
-            engine.forward([(sequence, before[:-1])])
-        given = [before[-1], *tokens[:-1]]
-        step = max(1, _LOGITS_AT_ONCE // engine.vocab)
-        for at in range(0, len(given), step):
-            part = given[at : at + step]
-            (logits,) = engine.forward([(sequence, part)], wanted=[len(part)])
+        for at in range(first, len(given), step):
+            filled = max(0, at + 1 - EXACT)
+            if filled > engine.length(context):
+                engine.fill(context, given[engine.length(context) : filled])
+            sequence = engine.fork(context)
+            try:
+                part = given[filled : at + step]
+                (logits,) = engine.forward([(sequence, part)], wanted=[len(part) - (at - filled)])
+            finally:
+                engine.remove(sequence)
             largest = logits.max(axis=1)  # NaN where one of them is
             if not np.isfinite(largest).all():
-                read = engine.length(sequence) - len(logits) + int(np.argmin(np.isfinite(largest))) + 1
+                read = at + int(np.argmin(np.isfinite(largest))) + 1
                 raise ExecutionError(f"the logits behind token {read} of a window are not finite")
             shifted = logits.astype(np.float64) - largest[:, None]
-            yield at, shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+            yield at - first, shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     finally:
-        engine.remove(sequence)
+        engine.remove(context)
 
 
 @dataclass(frozen=True, slots=True)

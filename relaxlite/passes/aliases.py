@@ -204,7 +204,7 @@ class _FindPlaces:
     def _constants_of(self, name: str) -> Roots:
         """Constants that a function may give back, or those that it calls."""
         found: dict[Root, None] = {}
-        for called in reachable(self._module, name):
+        for called in reachable(self._module, [name]):
             callee = self._module[called]
             if isinstance(callee, Function):
                 if called not in self._constants:

@@ -145,8 +145,6 @@ class _Donate(Rewriter):
         result = function.body.result
         fields = result.fields if isinstance(result, Tuple) else (result,)
         kept, new = fields[: -len(self._given)], fields[-len(self._given) :]
-        if not kept:
-            raise PassError("a function whose parameters are donated needs a result beside their new contents")
         if any(root in self._given for field in kept for root in self._aliases.roots(field)):
             raise PassError("a result lies in the memory of a donated parameter, which is overwritten")
         with self.bb.body() as scope:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from relaxlite.ir.expr import Call, Function, GlobalVar, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.visitor import bodies, operands
 
 
-def reachable(module: IRModule, entry: str) -> set[str]:
-    """The names of all definitions that `entry` calls, directly or not, itself included."""
+EXPORTED = "exported"  # attribute of a function that callers of the compiled model may run, as they run "main"
+
+
+def entries(module: IRModule) -> list[str]:
+    """The functions that are called from outside, "main" first."""
+    return ["main", *(name for name, f in module.functions().items() if name != "main" and f.attrs.get(EXPORTED))]
+
+
+def reachable(module: IRModule, roots: Iterable[str]) -> set[str]:
+    """The names of all definitions that `roots` call, directly or not, themselves included."""
     found: set[str] = set()
-    pending = [entry]
+    pending = list(roots)
     while pending:
         name = pending.pop()
         if name in found or name not in module:
@@ -23,8 +33,8 @@ def reachable(module: IRModule, entry: str) -> set[str]:
 
 
 def drop_unused(module: IRModule) -> IRModule:
-    """Remove definitions that "main" does not reach."""
-    kept = reachable(module, "main")
+    """Remove definitions that no function which is called from outside reaches."""
+    kept = reachable(module, entries(module))
     return module.updated({name: None for name in module if name not in kept})
 
 

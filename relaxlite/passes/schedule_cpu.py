@@ -95,6 +95,7 @@ from relaxlite.target import Target
 
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
+MOST_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
 LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
 
 
@@ -300,7 +301,11 @@ class _Rules:
             lanes = short
         self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
-        main = replace(main, body=_with_kind(main.body, inner, "vectorized"))
+        steps = as_int(main.extent)
+        few = steps is not None and steps <= MOST_UNROLLED
+        main = replace(
+            main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind
+        )
         return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
 
     def _contiguous(self, loop: For) -> bool:

@@ -1,8 +1,8 @@
 """One file per compiled model: header, manifest, bytecode, object code, attachments, weights.
 
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
-    64       manifest, JSON: signature, target, kernels, metadata, and where every section lies with its crc32
-    4096 k   payload: bytecode (JSON), all objects, host function, the runtime's own code (support.py), attachments
+    64       manifest, JSON: entries with their signatures, target, kernels, metadata, and where every section lies with its crc32
+    4096 k   payload: bytecode (JSON), all objects, host functions, the runtime's own code (support.py), attachments
              (tokenizer and the like), weights: the first weight on a page, each section 64-byte aligned
 
 Weights are memory-mapped read-only, so that processes share them and loading does not read them.
@@ -33,8 +33,10 @@ from relaxlite.errors import ArtifactError
 from relaxlite.garbage import without_collections
 from relaxlite.runtime import cpu, jit
 from relaxlite.runtime.executable import (
+    ENTRY,
     Call,
     Const,
+    Entry,
     ExecutableData,
     Goto,
     HostCode,
@@ -57,7 +59,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
-FORMAT = 5
+FORMAT = 6
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
@@ -67,7 +69,7 @@ _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
-_CODE_SECTIONS = ("the bytecode", "the object code", "the host function", "the runtime's own code")
+_CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -115,7 +117,8 @@ def _write(data: ExecutableData, file: BinaryIO) -> None:
     """Section after section, of which one is in memory at a time: weights may be views, whose bytes are copies. What
     comes first in the file is written last, as it holds their checksums."""
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
-    code = (b"".join(data.objects), data.host.object_code, b"".join(data.support.values()))
+    hosts = b"".join(entry.host.object_code for entry in data.entries.values())
+    code = (b"".join(data.objects), hosts, b"".join(data.support.values()))
     blobs: list[bytes | np.ndarray] = [bytecode, *code, *data.attachments.values(), *data.constants]
     places, size = _layout(blobs, len(blobs) - len(data.constants))
     facts = _manifest(data)
@@ -173,12 +176,11 @@ def _to_json(value: Any) -> bytes:
 
 def _manifest(data: ExecutableData) -> dict[str, Any]:
     return {
-        "signature": asdict(data.signature),
+        "entries": [_entry_to_json(name, entry) for name, entry in data.entries.items()],
         "target": asdict(data.target),
         "kernels": [asdict(kernel) for kernel in data.kernels.values()],
         "objects": [len(item) for item in data.objects],
         "libraries": [asdict(library) for library in data.libraries],
-        "host": [data.host.heap_slots, data.host.reason],
         "support": [(key, len(item)) for key, item in data.support.items()],
         "metadata": asdict(data.metadata),
         "attachments": list(data.attachments),
@@ -271,13 +273,11 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
-    signature, (heap_slots, reason) = manifest["signature"], manifest["host"]
+    entries = _entries_from_json(manifest["entries"], host_code.tobytes())
     support_keys, support_sizes = [key for key, _ in manifest["support"]], [size for _, size in manifest["support"]]
     data = ExecutableData(
         functions={function.name: function for function in functions},
-        signature=Signature(
-            _specs_from_json(signature["inputs"]), _specs_from_json(signature["outputs"]), tuple(signature["donated"])
-        ),
+        signature=entries[ENTRY].signature,
         kernels={kernel.name: kernel for kernel in kernels},
         objects=_split(code.tobytes(), manifest["objects"]),
         constants=tuple(
@@ -285,14 +285,31 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)
         ),
         libraries=tuple(map(_library_from_json, manifest.get("libraries", ()))),
-        host=HostCode(host_code.tobytes(), heap_slots, reason),
+        host=entries.pop(ENTRY).host,
         target=target,
         metadata=Metadata(**manifest["metadata"]),
         attachments={name: blob.tobytes() for name, blob in zip(names, attached, strict=True)},
         support=dict(zip(support_keys, _split(support_code.tobytes(), support_sizes), strict=True)),
+        others=entries,
     )
     validate(data)
     return data
+
+
+def _entry_to_json(name: str, entry: Entry) -> list[Any]:
+    return [name, asdict(entry.signature), len(entry.host.object_code), entry.host.heap_slots, entry.host.reason]
+
+
+def _entries_from_json(items: list[Any], code: bytes) -> dict[str, Entry]:
+    """By name, ENTRY among them."""
+    objects = _split(code, [size for _, _, size, _, _ in items])
+    found = {}
+    for (name, given, _, heap_slots, reason), host_code in zip(items, objects, strict=True):
+        signature = Signature(
+            _specs_from_json(given["inputs"]), _specs_from_json(given["outputs"]), tuple(given["donated"])
+        )
+        found[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
+    return found
 
 
 def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:

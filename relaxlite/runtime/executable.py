@@ -198,6 +198,14 @@ class HostCode:
     reason: str = "no host function was compiled"
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A function beside ENTRY that may be called from outside: over the same weights, by another way."""
+
+    signature: Signature
+    host: HostCode = HostCode()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExecutableData:
     functions: Mapping[str, VMFunction]  # must hold ENTRY, whose params are the signature's inputs
@@ -211,6 +219,12 @@ class ExecutableData:
     libraries: tuple[LibraryInfo, ...] = ()
     attachments: Mapping[str, bytes] = field(default_factory=dict)  # what travels with the model, as its tokenizer
     support: Mapping[str, bytes] = field(default_factory=dict)  # the runtime's own code by key, see support.py
+    others: Mapping[str, Entry] = field(default_factory=dict)  # by the name of their function
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """All that may be called from outside, ENTRY first."""
+        return {ENTRY: Entry(self.signature, self.host), **self.others}
 
 
 # What a builtin takes: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,
@@ -229,10 +243,24 @@ BUILTINS: dict[str, str] = {
 }
 
 
+def _validate_signature(data: ExecutableData, name: str, signature: Signature) -> None:
+    if name not in data.functions:
+        raise ArtifactError(f"there is no function '{name}'")
+    takes, given = data.functions[name].params, signature.inputs
+    if len(takes) != len(given):
+        raise ArtifactError(f"function '{name}' takes {len(takes)} values, but the signature has {len(given)} inputs")
+    for spec in (*signature.inputs, *signature.outputs):
+        if spec.dtype not in dtypes.ALL:
+            raise ArtifactError(f"'{spec.name}' in the signature has the unknown dtype '{spec.dtype}'")
+
+
 def disassemble(data: ExecutableData) -> str:
     """The whole program as text: signature, kernels, constants, functions."""
-    lines = ["inputs:", *(f"  {spec}" for spec in data.signature.inputs)]
-    lines += ["outputs:", *(f"  {spec}" for spec in data.signature.outputs)]
+    lines: list[str] = []
+    for name, entry in data.entries.items():
+        of = "" if name == ENTRY else f" of {name}"
+        lines += [f"inputs{of}:", *(f"  {spec}" for spec in entry.signature.inputs)]
+        lines += [f"outputs{of}:", *(f"  {spec}" for spec in entry.signature.outputs)]
     if data.constants:
         lines.append("constants:")
         lines += [f"  c{i}: {a.dtype}{list(a.shape)} ({a.nbytes} bytes)" for i, a in enumerate(data.constants)]
@@ -283,14 +311,8 @@ def _operand_text(operand: Operand) -> str:
 def validate(data: ExecutableData) -> None:
     """ArtifactError unless every register, constant, kernel, function, builtin and target that is named exists, no
     register is read before it is written, immediates are well formed, and no function runs off its end."""
-    if ENTRY not in data.functions:
-        raise ArtifactError(f"there is no function '{ENTRY}'")
-    takes, given = data.functions[ENTRY].params, data.signature.inputs
-    if len(takes) != len(given):
-        raise ArtifactError(f"function '{ENTRY}' takes {len(takes)} values, but the signature has {len(given)} inputs")
-    for spec in (*data.signature.inputs, *data.signature.outputs):
-        if spec.dtype not in dtypes.ALL:
-            raise ArtifactError(f"'{spec.name}' in the signature has the unknown dtype '{spec.dtype}'")
+    for name, entry in data.entries.items():
+        _validate_signature(data, name, entry.signature)
     for index, array in enumerate(data.constants):
         if dtypes.from_numpy(array.dtype) is None:
             raise ArtifactError(f"constant c{index} has dtype {array.dtype}, which relaxlite does not have")

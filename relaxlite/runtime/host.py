@@ -1,4 +1,4 @@
-"""Runs a model through its host function: the bytecode of `main` as machine code, without Python per instruction.
+"""Runs a model through its host function: the bytecode of an entry as machine code, without Python per instruction.
 
 A call takes two steps, on a frame of 64-bit words that Python and the machine code share:
 
@@ -23,7 +23,7 @@ from relaxlite import dtypes
 from relaxlite.errors import OutOfMemoryError
 from relaxlite.records import dataclass
 from relaxlite.runtime import array_reader, native
-from relaxlite.runtime.executable import ExecutableData, Signature
+from relaxlite.runtime.executable import Entry, Signature
 from relaxlite.runtime.memory import MEMORY_LIMIT, Memory, allocate, rounded_size
 from relaxlite.runtime.tensor import Tensor, export_array, new_tensor
 
@@ -81,23 +81,24 @@ class HostFunction:
     """The loaded host function of an executable. Several threads may call it at once: each call has a frame."""
 
     def __init__(
-        self, data: ExecutableData, kernels: Sequence[int], constants: Sequence[Tensor], *, poison: bool
+        self, entry: Entry, kernels: Sequence[int], constants: Sequence[Tensor], *, poison: bool
     ) -> None:
-        """`kernels`: addresses, in the order of `data.kernels`."""
-        code, layout = data.host, FrameLayout.of(data.signature)
+        """`kernels`: addresses, in the order of the executable's."""
+        code, signature = entry.host, entry.signature
+        layout = FrameLayout.of(signature)
         exports = (PREPARE, RUN, FINISH)
         self._library = native.load_objects((code.object_code,), array_reader.symbols(), exports=exports)
         address = self._library.address
         self._prepare = ctypes.PYFUNCTYPE(ctypes.c_int32, ctypes.py_object, ctypes.c_void_p)(address(PREPARE))
         self._run = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address(RUN))
         self._finish = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address(FINISH))
-        specs = zip(layout.outputs, data.signature.outputs, strict=True)
+        specs = zip(layout.outputs, signature.outputs, strict=True)
         self._outputs = [
             (at, at + OUT_DIMS, at + OUT_DIMS + len(spec.shape), dtypes.to_numpy(spec.dtype)) for at, spec in specs
         ]
-        self._dtypes = [spec.dtype for spec in data.signature.outputs]
+        self._dtypes = [spec.dtype for spec in signature.outputs]
         self._poison, self._constants = poison, constants
-        tables = ([constant.ptr for constant in constants], kernels, _reading_plan(data.signature))
+        tables = ([constant.ptr for constant in constants], kernels, _reading_plan(signature))
         self._tables = [(ctypes.c_int64 * max(len(table), 1))(*table) for table in tables]
         self._head = [*map(ctypes.addressof, self._tables), MEMORY_LIMIT, int(poison)]
         self._num_words = layout.heap + code.heap_slots

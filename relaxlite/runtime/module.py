@@ -8,6 +8,7 @@ named = exe.run({"input.ids": ids})   # by name, also where names are not identi
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Mapping, Sequence
@@ -53,15 +54,31 @@ class Executable:
         place = gathered if config.get("huge_pages") else aligned
         data = replace(data, constants=place(data.constants))
         self.data = data
-        self.inputs = Specs(data.signature.inputs)
-        self.outputs = Specs(data.signature.outputs)
         self._vm = VirtualMachine(data, is_checked=is_checked)
+        self._become(ENTRY)
+
+    def _become(self, name: str) -> None:
+        """The function of this name, over the weights and kernels of the executable."""
+        entry = self.data.entries[name]
+        self._name, signature = name, entry.signature
+        self.inputs, self.outputs = Specs(signature.inputs), Specs(signature.outputs)
         is_interpreted = config.get("interpret") or self._vm.check_memory
-        self._host = None if is_interpreted else self._vm.host_function()
+        self._host = None if is_interpreted else self._vm.host_function(entry)
         self._names = tuple(spec.name for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
         self._plans = [_InputPlan(spec) for spec in self.inputs]
-        self._donated = tuple(self._names.index(name) for name in data.signature.donated)
+        self._donated = tuple(self._names.index(name) for name in signature.donated)
+
+    def entry(self, name: str) -> Executable:
+        """Another function of the model, called like the model itself; what both need is in memory once.
+
+        Raises InvalidArgumentError for one that it does not have.
+        """
+        if name not in self.data.entries:
+            raise InvalidArgumentError(f"the model has no function {name!r}; it has {', '.join(self.data.entries)}")
+        found = copy.copy(self)
+        found._become(name)
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on arrays, in its order or by name: one array, or a tuple of them in the model's order.
@@ -184,7 +201,7 @@ class Executable:
         return [plan.take(value, symbols) for plan, value in zip(self._plans, values, strict=True)]
 
     def _interpret(self, vm: VirtualMachine, tensors: list[Tensor]) -> list[np.ndarray]:
-        result = vm.run(ENTRY, tensors)
+        result = vm.run(self._name, tensors)
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(self.outputs) or not all(isinstance(item, Tensor) for item in results):
             raise ExecutionError(f"the model should give {len(self.outputs)} tensors, got {result!r}")

@@ -24,6 +24,7 @@ from relaxlite.runtime import array_reader, libraries, native, support, threadpo
 from relaxlite.runtime.executable import (
     Call,
     Const,
+    Entry,
     ExecutableData,
     Goto,
     If,
@@ -138,12 +139,12 @@ class VirtualMachine:
             if arenas:
                 self.pool.give(arenas)
 
-    def host_function(self) -> HostFunction | None:
-        """The bytecode of "main" as machine code, where the executable has it."""
-        if not self.data.host.object_code or not array_reader.is_supported():
+    def host_function(self, entry: Entry) -> HostFunction | None:
+        """The bytecode of an entry as machine code, where the executable has it."""
+        if not entry.host.object_code or not array_reader.is_supported():
             return None
         addresses = [ctypes.cast(self.kernels[name], ctypes.c_void_p).value or 0 for name in self.data.kernels]  # type: ignore[arg-type]
-        return HostFunction(self.data, addresses, self.constants, poison=self.poison)
+        return HostFunction(entry, addresses, self.constants, poison=self.poison)
 
     def release_memory(self) -> int:
         """Give unused arenas back to the system; says how many bytes that were."""

@@ -24,7 +24,6 @@ from relaxlite.codegen.llvm.machine_code import to_object
 from relaxlite.errors import CodegenError
 from relaxlite.runtime import host
 from relaxlite.runtime.executable import (
-    ENTRY,
     Call,
     Goto,
     HostCode,
@@ -40,17 +39,18 @@ from relaxlite.target import Target
 
 def compile_host(
     functions: Mapping[str, VMFunction],
+    name: str,
     signature: Signature,
     kernels: Mapping[str, KernelInfo],
     constants: Sequence[np.ndarray],
     target: Target,
 ) -> HostCode:
-    """The host function of valid bytecode; without code, but with a reason, where it has to be interpreted.
+    """The host function of a function of valid bytecode; without code, but with a reason, where it has to be interpreted.
 
     CodegenError: LLVM does not take the code.
     """
     try:
-        plan = plan_host(inline_calls(functions, ENTRY), len(signature.outputs))
+        plan = plan_host(inline_calls(functions, name), len(signature.outputs))
         program = Program(plan, signature, kernels, constants, host.FrameLayout.of(signature))
         code = _code_of(program, target)
     except NotNativeError as error:

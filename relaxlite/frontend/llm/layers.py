@@ -5,6 +5,7 @@ Activations are [..., hidden]; rows are tokens, whatever the leading dimensions 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -76,6 +77,15 @@ class Decoder:
         self._tables: dict[Rope, tuple[Var, Var]] = {}
         self._blocks: dict[str, Blocks | None] = {}
         self._matrices: dict[str, Constant] = {}
+        self._vectors: dict[str, np.ndarray[Any, Any]] = {}
+        self._is_coarse = False
+
+    def in_function(self, *, is_coarse: bool) -> Decoder:
+        """For another function of the module, over the same constants. `is_coarse`: its products with weights in blocks
+        may be rounded more, but for those that make keys and values, from which half of the error would come."""
+        found = copy.copy(self)
+        found._tables, found._is_coarse = {}, is_coarse
+        return found
 
     def op(self, name: str, *args: Any, **attrs: Any) -> Var:
         return self.bb.emit(get_op(name)(*args, **attrs))
@@ -122,7 +132,8 @@ class Decoder:
     def attended(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """What all heads of a layer found, side by side: [..., heads * width]"""
         c, name = self.config, f"layers.{k}"
-        q, keys, values = (self.linear(f"{name}.{kind}", x, c.has_qkv_bias) for kind in "qkv")
+        q = self.linear(f"{name}.q", x, c.has_qkv_bias)
+        keys, values = (self.linear(f"{name}.{kind}", x, c.has_qkv_bias, is_kept=True) for kind in "kv")
         if c.is_qk_norm_joint:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         q, keys, values = self.heads(q, c.heads), self.heads(keys, c.kv_heads), self.heads(values, c.kv_heads)
@@ -176,13 +187,14 @@ class Decoder:
     def post_norm(self, name: str, x: Expr) -> Expr:
         return self.norm(name, x) if self.config.has_post_norms else x
 
-    def linear(self, name: str, x: Expr, has_bias: bool = False) -> Var:
-        """x @ W^T, plus the bias of that name."""
+    def linear(self, name: str, x: Expr, has_bias: bool = False, *, is_kept: bool = False) -> Var:
+        """x @ W^T, plus the bias of that name. `is_kept`: a cache keeps it."""
         blocks = self.blocks(name)
         if blocks is None:
             weight: Expr = self._widened(self.matrix(name))
         else:
-            weight = self.op("dequantize_blocks", *blocks.operands, **blocks.coding.attrs)
+            is_coarse = self._is_coarse and not is_kept
+            weight = self.op("dequantize_blocks", *blocks.operands, **blocks.coding.attrs, coarse=is_coarse)
         y = self.op("matmul", x, weight)
         return self.op("add", y, self.vector(f"{name}_bias")) if has_bias else y
 
@@ -216,7 +228,9 @@ class Decoder:
 
     def vector(self, name: str) -> np.ndarray[Any, Any]:
         """A weight in float32 as it lies in the checkpoint."""
-        return self._weights[name].to_float32()
+        if name not in self._vectors:
+            self._vectors[name] = self._weights[name].to_float32()
+        return self._vectors[name]
 
     def heads(self, x: Expr, count: int) -> Var:
         """[..., count * width] -> [..., count, width]"""

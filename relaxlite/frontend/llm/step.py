@@ -7,6 +7,9 @@ Tokens of all sequences stand one after another, without padding; what positions
 runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
 asked for. The pools of keys and values are donated: a call writes the new tokens' into the caller's arrays. A change of
 any of this is another STEP_VERSION.
+
+Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
+cache, and may compute products more coarsely (passes/integer_products.py), as nobody sees logits of these tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.layers import Decoder
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
@@ -30,18 +34,48 @@ STEP_TOKENS = 512
 MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
 DONATED = "donated"  # as passes/donate.py calls it
+EXPORTED = "exported"  # as passes/reachable.py does
+ENTRY, FILL = "main", "fill"
+POOLS = ("keys_", "values_", "key_scales_", "value_scales_")
 _GREATEST = 127  # of an int8
 
 
 def build_step(
-    checkpoint: Checkpoint, *, page: int = PAGE, cache_dtype: str = "float32", step_tokens: int = STEP_TOKENS
+    checkpoint: Checkpoint,
+    *,
+    page: int = PAGE,
+    cache_dtype: str = "float32",
+    step_tokens: int = STEP_TOKENS,
+    has_fill: bool = False,
 ) -> IRModule:
     """The module of a checkpoint. A step takes up to `step_tokens` tokens, a cache holds `cache_dtype`."""
     if cache_dtype not in CACHE_DTYPES:
         raise InvalidArgumentError(f"a cache holds {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
-    config = checkpoint.config
-    bb = BlockBuilder()
-    n, rows = bb.symbol("n", lower=1, upper=step_tokens), bb.symbol("rows", lower=1, upper=step_tokens)
+    config, bb = checkpoint.config, BlockBuilder()
+    decoder = Decoder(bb, config, checkpoint.weights)
+    block = max(1, BLOCK_ROWS // (config.heads // config.kv_heads))
+    for name in (ENTRY, FILL) if has_fill else (ENTRY,):
+        types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
+        given = [k for k, parameter in enumerate(types) if parameter.startswith(POOLS)]
+        outputs = ("logits",) if name == ENTRY else ()
+        marks = {EXPORTED: True} if name == FILL else {}
+        names = {"input_names": tuple(types), "output_names": (*outputs, *list(types)[given[0] :])}
+        attrs = Attrs({DONATED: tuple(given), **names, **marks})
+        with bb.function(name, attrs, **types) as params:
+            tokens, positions, slots, table, spans, *others = params
+            wanted = others.pop(0) if name == ENTRY else None
+            layers = decoder.in_function(is_coarse=name == FILL)
+            mix = CachedAttention(layers, others, slots, table, spans, block)
+            hidden = layers.hidden(tokens, positions, mix, wanted)
+            bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools)))
+    facts = {"context": config.context, "attention_block": block, "step_tokens": step_tokens}
+    return bb.module(Attrs({**facts, "step_version": STEP_VERSION}))
+
+
+def _parameters(
+    bb: BlockBuilder, config: DecoderConfig, page: int, cache_dtype: str, step_tokens: int, *, has_wanted: bool
+) -> dict[str, TensorType]:
+    n = bb.symbol("n", lower=1, upper=step_tokens)
     batch = bb.symbol("batch", lower=1, upper=step_tokens)
     blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MOST_PARTS)
     context_pages = bb.symbol("context_pages", lower=1, upper=-(-config.context // page))
@@ -51,22 +85,13 @@ def build_step(
         "slots": TensorType.of((n,), "int64"),
         "table": TensorType.of((batch, context_pages), "int32"),
         "blocks": TensorType.of((blocks, 6), "int64"),
-        "wanted": TensorType.of((rows,), "int64"),
     }
-    given = len(types)
+    if has_wanted:
+        types["wanted"] = TensorType.of((bb.symbol("rows", lower=1, upper=step_tokens),), "int64")
     pages = bb.symbol("pages", lower=1)
     for layer in range(config.layers):
         types |= _pools(layer, pages, config.kv_heads, config.head_width, page, cache_dtype)
-    attrs = Attrs({DONATED: tuple(range(given, len(types))), "output_names": ("logits", *list(types)[given:])})
-    block = max(1, BLOCK_ROWS // (config.heads // config.kv_heads))
-    with bb.function("main", attrs, **types) as params:
-        tokens, positions, slots, table, spans, wanted, *pools = params
-        decoder = Decoder(bb, config, checkpoint.weights)
-        mix = CachedAttention(decoder, pools, slots, table, spans, block)
-        hidden = decoder.hidden(tokens, positions, mix, wanted)
-        bb.result(Tuple((decoder.logits(hidden), *mix.pools)))
-    facts = {"context": config.context, "attention_block": block, "step_tokens": step_tokens}
-    return bb.module(Attrs({**facts, "step_version": STEP_VERSION}))
+    return types
 
 
 def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: str) -> dict[str, TensorType]:

@@ -199,26 +199,29 @@ def _some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 @register
 class DequantizeBlocks(_Blocks):
     """The weight in blocks (words, scales, ...) as float32 (rows, n). Not folded: it keeps to the few bits that it
-    has, and what reads it widens it on its way in (passes/fuse_prologues.py)."""
+    has, and what reads it widens it on its way in (passes/fuse_prologues.py).
+
+    `coarse` changes nothing here: what it is multiplied by may be rounded to 8 bits where more are usual
+    (passes/integer_products.py)."""
 
     name = "dequantize_blocks"
     operands = _WEIGHT
-    attrs: ClassVar[Mapping[str, Attr]] = _CODED
+    attrs: ClassVar[Mapping[str, Attr]] = {**_CODED, "coarse": Attr("bool", False)}
 
-    def infer(self, words: Expr, *given: Expr, **coding: Any) -> Type:
+    def infer(self, words: Expr, *given: Expr, coarse: bool, **coding: Any) -> Type:
         rows, _, columns = self.rows_of(words, given, Coding(**coding))
         return TensorType.of((rows, columns), "float32")
 
-    def lower(self, words: Buffer, *given: Buffer, out: Buffer, **coding: Any) -> Stmt:
+    def lower(self, words: Buffer, *given: Buffer, out: Buffer, coarse: bool, **coding: Any) -> Stmt:
         return compute(out, lambda k, j: _weight(words, given, k, j, Coding(**coding)).value)
 
-    def reference(self, words: Any, *given: Any, **coding: Any) -> Any:
+    def reference(self, words: Any, *given: Any, coarse: bool, **coding: Any) -> Any:
         return _dequantized(words, given, Coding(**coding))
 
     def samples(self) -> Iterable[Sample]:
         kinds, make = ("int32", "float32", "float32"), {0: _some_words}
         yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 8}, kinds[:2], make)
-        yield Sample(((12, "n"), (4, "n"), (4, "n")), {"bits": 6}, kinds, make)
+        yield Sample(((12, "n"), (4, "n"), (4, "n")), {"bits": 6, "coarse": True}, kinds, make)
         yield Sample(((5, "n"), (1, "n"), (1, "n")), {"bits": 5}, kinds, make)
         yield Sample(((16, "n"), (2, "n")), {"bits": 8, "zero": 128}, ("int32", "float16"), make, tolerance=1e-3)
         yield Sample(((12, "n"), (4, "n"), (2, "n")), {"bits": 6, "zero": 32}, ("int32", "int8", "float16"), make)
