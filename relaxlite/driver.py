@@ -137,10 +137,10 @@ def build(
     functions, constants = compile_functions(lowered)
     signature = signature_of(module[ENTRY])  # type: ignore[arg-type]
     start = time.perf_counter()
-    host = compile_host(functions, ENTRY, signature, code.kernels, constants, machine)
+    host = compile_host(functions, signature, code.kernels, constants, machine)
     others = {name: signature_of(module[name]) for name in entries(module)[1:]}  # type: ignore[arg-type]
     ways = {
-        name: Entry(given, compile_host(functions, name, given, code.kernels, constants, machine))
+        name: Entry(given, compile_host(functions, given, code.kernels, constants, machine, name))
         for name, given in others.items()
     }
     context.timings.append(("host function", time.perf_counter() - start))

@@ -29,6 +29,7 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.equality import first_difference
 from relaxlite.ir.expr import (
+    Attrs,
     Call,
     Constant,
     Expr,
@@ -677,3 +678,44 @@ def test_random_graphs_agree_with_the_interpreter(monkeypatch: pytest.MonkeyPatc
                 assert_same_results(exe(*args), Interpreter(given).run("main", *args))
 
     run()
+
+
+# Functions beside "main" that callers may run
+
+
+def with_entries() -> rl.IRModule:
+    """main(x) = x * c; add(x, total): total += x * c, and nothing else; what neither calls."""
+    weight = Constant.of(np.arange(4, dtype=np.float32))
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((bb.symbol("n", upper=9), 4), "float32")) as (x,):
+        bb.result(bb.emit(ops.multiply(x, weight)))
+    m = bb.symbol("m")
+    types = {"x": TensorType.of((m, 4), "float32"), "total": TensorType.of((8, 4), "float32")}
+    attrs = Attrs({"exported": True, "donated": (1,), "input_names": ("x", "total")})
+    with bb.function("add", attrs, **types) as (x, total):
+        rows = bb.emit(ops.sum(bb.emit(ops.multiply(x, weight)), axes=(0,), keepdims=True))
+        places = Constant.of(np.array([[2]], np.int64))
+        bb.result(Tuple((bb.emit(ops.scatter_nd(total, places, rows, reduction="add")),)))
+    with bb.function("unused", x=TensorType.of((3,), "float32")) as (x,):
+        bb.result(x)
+    return bb.module()
+
+
+@pytest.mark.parametrize("interprets", [False, True])
+def test_other_entries_run_over_the_same_weights(interprets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if interprets:
+        monkeypatch.setenv("RELAXLITE_INTERPRET", "1")
+    exe = rl.compile(with_entries())
+    assert list(exe.data.functions) == list(exe.data.entries) == ["main", "add"] and len(exe.data.constants) == 1
+    add = exe.entry("add")
+    assert (add._host is None) == interprets and add.outputs == () and repr(add).endswith("-> ()")
+    total, x = np.zeros((8, 4), np.float32), np.ones((3, 4), np.float32)
+    assert add(x, total) == () and add.run({"total": total, "x": x}) == {}
+    np.testing.assert_array_equal(total, np.outer(np.arange(8) == 2, 6 * np.arange(4)))
+    np.testing.assert_array_equal(exe(x), np.tile(np.arange(4), (3, 1)))
+    np.testing.assert_array_equal(exe.entry("main")(x), exe(x))
+    with pytest.raises(InputError, match=r"argument 'total': dimension 0 of shape \(7, 4\): expects 8, got 7"):
+        add(x, total[:7])
+    with pytest.raises(InputError, match=r"missing argument 'total'; the model takes 2 \(x, total\)"):
+        add(x)
+    assert len(add.profile((x, total), runs=1).records) > 0

@@ -662,6 +662,22 @@ ODD = {
             out[i, j] = x[i*3*n + j*n + m]
 """
     ),
+    "two stores of a short loop that lie apart": (
+        HEAD["matrix"].replace("out: f32[n, m]", "out: f32[n, 8]") + """
+    for i in serial(n):
+        for b in serial(4):
+            out[i, b] = x[i, 0] + float32(index(b))
+            out[i, b + 4] = x[i, 0] - float32(index(b))
+"""
+    ),
+    "two stores of a short loop that meet": (
+        HEAD["matrix"].replace("out: f32[n, m]", "out: f32[n, 6]") + """
+    for i in serial(n):
+        for b in serial(4):
+            out[i, b] = x[i, 0] + float32(index(b))
+            out[i, b + 2] = x[i, 0] - float32(index(b))
+"""
+    ),
     "a symbol that disappears": (
         HEAD["vector"].replace("out: f32[n]", "out: f32[1]") + """
     for i in serial(1):
@@ -680,6 +696,12 @@ ODD = {
 def test_odd_programs(name: str, size: tuple[int, int]) -> None:
     for bits in TARGETS:
         any_order(size, program(ODD[name]), bits)
+
+
+@pytest.mark.parametrize(("name", "is_vector"), [("lie apart", True), ("meet", False)])
+def test_two_stores_are_vectors_where_they_lie_apart(name: str, is_vector: bool) -> None:
+    found = kinds(program(ODD[f"two stores of a short loop that {name}"]))
+    assert all((around[-1] == "vectorized") == is_vector for around in found) and len(found) == 2
 
 
 def test_a_clamped_index_gets_a_nest_of_its_own_for_the_usual_case() -> None:

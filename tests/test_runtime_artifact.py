@@ -22,6 +22,7 @@ from relaxlite.runtime.artifact import load, save
 from relaxlite.runtime.executable import (
     Call,
     Const,
+    Entry,
     ExecutableData,
     Goto,
     HostCode,
@@ -52,8 +53,9 @@ def sample(**fields: object) -> ExecutableData:
     )
     bfloat16 = np.arange(5).astype(ml_dtypes.bfloat16)
     x = TensorSpec("x", "float32", ("n", 3), {"n": (1, None, 2)})
+    z = TensorSpec("z", "float32", ("m",), {"m": (0, 9, 1)})
     data = ExecutableData(
-        functions={"main": VMFunction("main", ("x",), 3, code)},
+        functions={"main": VMFunction("main", ("x",), 3, code), "fill": VMFunction("fill", ("z",), 1, (Ret(0),))},
         signature=Signature((x,), (TensorSpec("y", "bool", ()),)),
         kernels={"k": KernelInfo("k", "rl_k", ("index out of range",), 2, 1)},
         objects=(bytes(range(256)), b"another"),
@@ -65,6 +67,7 @@ def sample(**fields: object) -> ExecutableData:
         metadata=Metadata(
             llvm="20.1", provenance={"model": "tiny"}, memory_plan={"peak": 12}, info={"notes": [1, "é"]}
         ),
+        others={"fill": Entry(Signature((z,), (), ("z",)), HostCode(b"code of fill", 2, ""))},
     )
     return dataclasses.replace(data, **fields)  # type: ignore[arg-type]
 
@@ -95,6 +98,7 @@ def test_what_is_saved_comes_back(saved: Path) -> None:
         "metadata",
         "attachments",
         "support",
+        "others",
     ):
         assert getattr(after, field) == getattr(before, field)
     assert disassemble(after) == disassemble(before)
@@ -191,7 +195,7 @@ def test_another_format_version_names_both_versions(saved: Path) -> None:
     content[12:32] = b"9.8.7".ljust(20, b"\0")
     saved.write_bytes(content)
     assert refused(saved).startswith("it has format version 7, written by relaxlite 9.8.7; relaxlite ")
-    assert "reads version 5; compile the model again" in refused(saved)
+    assert "reads version 6; compile the model again" in refused(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:
@@ -279,8 +283,12 @@ def forge(path: Path, change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"signature": None},
-        {"signature": {"inputs": [{}], "outputs": []}},
+        {"entries": None},
+        {"entries": []},
+        {"entries": [["main", {"inputs": [], "outputs": [], "donated": []}, 99, 4, ""]]},
+        {"entries": [["main", {"inputs": [{}], "outputs": [], "donated": []}, 0, 0, ""]]},
+        {"entries": [["other", {"inputs": [], "outputs": [], "donated": []}, 0, 0, ""]]},
+        {"entries": [["main", {"inputs": [], "outputs": [], "donated": []}, 1 << 40, 0, ""]]},
         {"target": {"nonsense": 1, "features": []}},
         {"kernels": [1]},
         {"kernels": []},

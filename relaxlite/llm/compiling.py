@@ -40,7 +40,7 @@ def compile(
     said. `cache_dtype`: how keys and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in
     floats, how its matrices are kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0. `precision`: as in
     `relaxlite.compile`; "int8" rounds what quantized weights are multiplied by as llama.cpp does, the default to 12
-    bits.
+    bits, and of long prompts, where only the cache needs it, to 8 (frontend/llm/step.py).
     Raises ImportModelError for a checkpoint that cannot be read, has no tokenizer or is quantized already,
     InvalidArgumentError for a context beyond the model's or an unknown kind, and what `relaxlite.compile` raises.
     """

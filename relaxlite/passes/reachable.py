@@ -8,7 +8,6 @@ from relaxlite.ir.expr import Call, Function, GlobalVar, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.visitor import bodies, operands
 
-
 EXPORTED = "exported"  # attribute of a function that callers of the compiled model may run, as they run "main"
 
 

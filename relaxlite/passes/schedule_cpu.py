@@ -303,9 +303,7 @@ class _Rules:
         main, inner, start, count = split(loop, lanes)
         steps = as_int(main.extent)
         few = steps is not None and steps <= MOST_UNROLLED
-        main = replace(
-            main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind
-        )
+        main = replace(main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind)
         return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
 
     def _contiguous(self, loop: For) -> bool:

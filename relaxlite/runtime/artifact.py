@@ -1,7 +1,7 @@
 """One file per compiled model: header, manifest, bytecode, object code, attachments, weights.
 
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
-    64       manifest, JSON: entries with their signatures, target, kernels, metadata, and where every section lies with its crc32
+    64       manifest, JSON: entries, target, kernels, metadata, and where every section lies with its crc32
     4096 k   payload: bytecode (JSON), all objects, host functions, the runtime's own code (support.py), attachments
              (tokenizer and the like), weights: the first weight on a page, each section 64-byte aligned
 

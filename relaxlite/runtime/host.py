@@ -80,9 +80,7 @@ class _Frame:
 class HostFunction:
     """The loaded host function of an executable. Several threads may call it at once: each call has a frame."""
 
-    def __init__(
-        self, entry: Entry, kernels: Sequence[int], constants: Sequence[Tensor], *, poison: bool
-    ) -> None:
+    def __init__(self, entry: Entry, kernels: Sequence[int], constants: Sequence[Tensor], *, poison: bool) -> None:
         """`kernels`: addresses, in the order of the executable's."""
         code, signature = entry.host, entry.signature
         layout = FrameLayout.of(signature)

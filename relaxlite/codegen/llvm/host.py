@@ -24,6 +24,7 @@ from relaxlite.codegen.llvm.machine_code import to_object
 from relaxlite.errors import CodegenError
 from relaxlite.runtime import host
 from relaxlite.runtime.executable import (
+    ENTRY,
     Call,
     Goto,
     HostCode,
@@ -39,13 +40,13 @@ from relaxlite.target import Target
 
 def compile_host(
     functions: Mapping[str, VMFunction],
-    name: str,
     signature: Signature,
     kernels: Mapping[str, KernelInfo],
     constants: Sequence[np.ndarray],
     target: Target,
+    name: str = ENTRY,
 ) -> HostCode:
-    """The host function of a function of valid bytecode; without code, but with a reason, where it has to be interpreted.
+    """The host function of an entry of valid bytecode; without code, but with a reason, where it has to be interpreted.
 
     CodegenError: LLVM does not take the code.
     """

@@ -57,7 +57,6 @@ class Coding:
         words = np.asarray(self.table, np.uint8).view("<i4").tolist()
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(w, "int32") for w in words)), "int32"))
 
-
     def longest_rotation(self, block: int) -> int:
         """How many quads of a block can be mixed at a time so that they stay bytes; 1: none."""
         if self.table:

@@ -305,9 +305,7 @@ class QuantizeBlocks(Op):
         sums = TensorType.of(_sums_shape(blocks, rotation), "int32")
         return TupleType((codes, TensorType.of(blocks, "float32"), sums))
 
-    def lower(
-        self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int
-    ) -> Stmt:
+    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int) -> Stmt:
         codes, scales, sums = out
         top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
         total, numbers = Buffer("total", (), "int32", "local"), Buffer("numbers", (sym(block),), "int32", "local")
@@ -393,7 +391,7 @@ def _sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike
 
 def _sums_of(numbers: Array, rotation: int) -> Array:
     """Of rounded blocks (..., block): what quantize_blocks gives beside them."""
-    every = numbers.sum(axis=-1).astype(np.int32)
+    every: Array = numbers.sum(axis=-1).astype(np.int32)
     if rotation == 1:
         return every
     quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * QUAD), rotation, QUAD)
@@ -446,7 +444,9 @@ class MatmulBlocks(_Blocks):
         rows, block, columns = self.rows_of(words, given, Coding(**coding))
         most = Coding(**coding).longest_rotation(block)
         if rotation > most:
-            self.fail(f"these codes, mixed {rotation} quads at a time, are no bytes or no whole blocks; {most} would be")
+            self.fail(
+                f"these codes, mixed {rotation} quads at a time, are no bytes or no whole blocks; {most} would be"
+            )
         if block > LONGEST_BLOCK:
             self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
@@ -478,7 +478,7 @@ class MatmulBlocks(_Blocks):
         def term(i: SymVar, j: SymVar, g: SymVar) -> Value:
             codes = rotated_by.mixed(_quads(words, g, j, block, weight))
             start = literal(0, "int32")
-            correction = start
+            correction: Value = start
             for number, zero in zip(sums_at(g, i), rotated_by.zeros, strict=True):
                 correction = (Scalar(correction) - number * zero).value if zero else correction
             high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], greatest)
