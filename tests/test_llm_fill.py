@@ -28,8 +28,10 @@ from relaxlite.target import Target
 from tests.tiny_llm import VOCAB, checkpoint
 
 WITH_DOTS = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
-WITHOUT_DOTS = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
-needs_dots = pytest.mark.skipif(not Target.host().has_byte_products, reason="this processor has no products of bytes")
+WITH_PAIRS = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
+PORTABLE = Target.parse("llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu")
+FILLS = Target.host().has_byte_products or Target.host().has_byte_pairs
+needs_dots = pytest.mark.skipif(not FILLS, reason="this processor has no products of bytes")
 
 
 def small(kind: str = "q4_0") -> Checkpoint:
@@ -62,7 +64,10 @@ def rounding(target: Target, kind: str, precision: str) -> dict[str, set[tuple[i
         (WITH_DOTS, "q4_0", "int12", {(4, 1)}, {(4, 1)}),  # who asks for so many bits gets them
         (WITH_DOTS, "q4_0", "int16", {(8, 1)}, {(8, 1)}),
         (WITH_DOTS, "q4_0", "float32", set(), set()),
-        (WITHOUT_DOTS, "q4_0", "auto", {(4, 1)}, {(4, 1)}),
+        (WITH_PAIRS, "q4_0", "auto", {(4, 1)}, {(0, 8), (4, 1)}),
+        (WITH_PAIRS, "q5_0", "auto", {(4, 1)}, {(4, 1)}),  # mixed, they are more than pairs can be summed of
+        (PORTABLE, "q4_0", "int8", {(0, 1)}, {(0, 1)}),
+        (PORTABLE, "q4_0", "auto", set(), set()),
     ],
 )  # fmt: skip
 def test_only_what_fills_the_cache_is_rounded_to_eight_bits(
@@ -77,7 +82,8 @@ def test_only_what_fills_the_cache_is_rounded_to_eight_bits(
         ("llvm -mcpu=znver4", "q4_0", None, True),
         ("llvm -mcpu=znver4", "q8_0", None, False),
         ("llvm -mcpu=znver4", "q4_0", "int12", False),
-        ("llvm -mcpu=x86-64-v3", "q4_0", None, False),
+        ("llvm -mcpu=x86-64-v3", "q4_0", None, True),
+        ("llvm -mcpu=x86-64", "q4_0", None, False),
     ],
 )
 def test_models_have_it_where_it_is_faster(target: str, kind: str, precision: str | None, has_fill: bool) -> None:
@@ -128,7 +134,7 @@ def test_logits_behind_a_filled_prompt_are_near_those_of_an_exact_one(
     (found,), (wanted,) = logits_of(engine, tokens(count)), logits_of(exact, tokens(count))
     distance = np.abs(found - wanted).max() / np.abs(wanted).max()
     assert distance < 2e-2
-    is_filled = count - EXACT >= 4 and Target.host().has_byte_products
+    is_filled = count - EXACT >= 4 and FILLS
     assert (distance > 0) == is_filled
 
 
@@ -191,7 +197,7 @@ def test_an_evaluation_reads_its_context_as_a_reply_would(engine: CompiledEngine
     text = tokens(200, seed=5)
     found = evaluate(engine, text, against=exact, window=128)
     assert found.comparison is not None and found.tokens == 199
-    assert (found.comparison.kl_divergence > 0) == Target.host().has_byte_products
+    assert (found.comparison.kl_divergence > 0) == FILLS
     assert found.comparison.kl_divergence < 1e-3 and found.comparison.top1_agreement > 0.95
     same = evaluate(exact, text, against=exact, window=64, stride=16)
     assert same.comparison is not None and same.comparison.kl_divergence == 0

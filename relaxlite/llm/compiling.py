@@ -17,7 +17,7 @@ from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
-from relaxlite.passes.integer_products import LEAST_ROTATION, rounds_coarsely
+from relaxlite.passes.integer_products import coarse_rotation
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
@@ -94,7 +94,7 @@ def build_checkpoint(
         attachments = attachments_of(checkpoint, max_context)  # which now say so
     machine = Target.parse(target) if isinstance(target, str) else target
     chosen = precision or (PassContext(machine) if context is None else context).precision
-    has_fill = rounds_coarsely(machine, chosen) and any(map(_has_few_bits, checkpoint.weights.values()))
+    has_fill = any(_is_coarse(weight, machine, chosen) for weight in checkpoint.weights.values())
     module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype, has_fill=has_fill)
     data = build_module(module, target, context=context, precision=precision, validate=validate)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
@@ -109,12 +109,12 @@ def module_of(
     return build_step(replace(checkpoint, config=config), cache_dtype=cache_dtype, has_fill=has_fill)
 
 
-def _has_few_bits(weight: Weight) -> bool:
-    """Whether its products may be rounded coarsely where a function says so."""
-    if weight.block_format is None or len(weight.shape) < 2:
+def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
+    """Whether what it is multiplied by is rounded more where the step says that it may be."""
+    if weight.block_format is None:
         return False
     some = weight.grouped(slice(0, 1))
-    return some.coding.longest_rotation(some.group) >= LEAST_ROTATION
+    return coarse_rotation(some.coding, some.group, target, precision) > 1
 
 
 def _context(checkpoint: Checkpoint, max_context: int | None) -> int:

@@ -36,7 +36,7 @@ from relaxlite.target import Target
 LOW_BITS: Mapping[str, int] = {"int8": 0, "int12": 4, "int16": 8}
 """Bits of an activation beyond eight, in each precision."""
 _DEFAULT = LOW_BITS["int12"]
-LEAST_ROTATION = 8  # quads that 8 bits are good enough for
+_ROTATION = 8  # quads, which 8 bits are good enough for
 _PAIRED_BITS = 7  # of codes, whose products can be summed in pairs as they are (codegen/llvm/byte_pairs.py)
 
 
@@ -52,16 +52,20 @@ def integer_products(module: IRModule, context: PassContext) -> IRModule:
     return map_functions(module, lambda f: _IntegerProducts(context, low_bits, most_bits).function(f))
 
 
-def rounds_coarsely(target: Target, precision: str) -> bool:
-    """Whether weights that are marked as `coarse` differ from others."""
-    return target.has_byte_products and precision in ("auto", "bf16", "int8")
+def coarse_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
+    """How many quads are mixed, to round to 8 bits what weights marked as `coarse` are multiplied by; 1: that would not
+    be good enough, not be faster, or more bits are asked for."""
+    rotation = min(coding.longest_rotation(block), _ROTATION)
+    if rotation < _ROTATION or precision not in ("auto", "bf16", "int8"):
+        return 1
+    has_pairs = target.has_byte_pairs and coding.rotated(rotation).greatest.bit_length() <= _PAIRED_BITS
+    return rotation if target.has_byte_products or has_pairs else 1
 
 
 class _IntegerProducts(Rewriter):
     def __init__(self, context: PassContext, low_bits: int, most_bits: int) -> None:
         super().__init__()
         self._context, self._low_bits, self._most_bits = context, low_bits, most_bits
-        self._may_be_coarse = rounds_coarsely(context.target, context.precision)
         self._weights: dict[Var, Call] = {}
 
     def bind(self, var: Var, value: Expr) -> None:
@@ -93,8 +97,10 @@ class _IntegerProducts(Rewriter):
             self._context.decide("integer_products", var.name, False, problem)
             return None
         emit, is_matrix = self.bb.emit, len(_dims(x)) == 2
-        is_coarse = self._may_be_coarse and bool(weight.attrs["coarse"])
-        low_bits, rotation = self._coarse(coding, block) if is_coarse else (self._low_bits, 1)
+        rotation, low_bits = 1, self._low_bits
+        if weight.attrs["coarse"]:
+            rotation = coarse_rotation(coding, block, self._context.target, self._context.precision)
+            low_bits = low_bits if rotation == 1 else 0
         mixed = f", {rotation} quads mixed" if rotation > 1 else ""
         reason = f"activations are rounded to {8 + low_bits} bits in blocks{mixed}, and sums of a block are exact"
         self._context.decide("integer_products", var.name, True, reason)
@@ -103,11 +109,6 @@ class _IntegerProducts(Rewriter):
         given = (*(emit(TupleGetItem(rounded, k)) for k in range(3)), *weight.args)
         made = get_op("matmul_blocks")(*given, **attrs, low_bits=low_bits, rotation=rotation, loc=value.loc)
         return made if is_matrix else get_op("reshape")(emit(made), _dims(value))
-
-    def _coarse(self, coding: Coding, block: int) -> tuple[int, int]:
-        """Bits beyond eight, and how many quads are mixed before."""
-        rotation = min(coding.longest_rotation(block), LEAST_ROTATION)
-        return (0, rotation) if rotation == LEAST_ROTATION else (self._low_bits, 1)
 
 
 def _dims(x: Expr) -> tuple[SymExpr, ...]:
