@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite import cli
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.config import Rope
@@ -203,7 +204,9 @@ def test_an_evaluation_reads_its_context_as_a_reply_would(engine: CompiledEngine
     assert same.comparison is not None and same.comparison.kl_divergence == 0
 
 
-def test_a_saved_model_has_both_functions_over_the_same_weights(executable: Executable, tmp_path: Path) -> None:
+def test_a_saved_model_has_both_functions_over_the_same_weights(
+    executable: Executable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     executable.save(tmp_path / "m.rlx")
     loaded = rl.load(tmp_path / "m.rlx")
     fill = loaded.entry(FILL)
@@ -213,3 +216,5 @@ def test_a_saved_model_has_both_functions_over_the_same_weights(executable: Exec
     with pytest.raises(InvalidArgumentError, match="the model has no function 'verify'; it has main, fill"):
         loaded.entry("verify")
     assert "inputs of fill:" in loaded.disassemble()
+    cli.main(["inspect", str(tmp_path / "m.rlx")])
+    assert "\n          fill: native, " in capsys.readouterr().out

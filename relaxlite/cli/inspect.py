@@ -14,7 +14,7 @@ from relaxlite.cli.opening import check_not_compiled, is_compiled, open_data
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.llm.description import DESCRIPTION, Description
-from relaxlite.runtime.executable import Call, ExecutableData, TensorSpec, disassemble
+from relaxlite.runtime.executable import Call, ExecutableData, HostCode, TensorSpec, disassemble
 
 _FIXED = "\x00"
 _LONG = 500  # characters of a formula that are too many to read
@@ -53,7 +53,8 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "target": {"triple": data.target.triple, "cpu": data.target.cpu, "llvm": data.metadata.llvm},
         "weights": {"tensors": len(data.constants), "bytes": sum(c.nbytes for c in data.constants)},
         "object_code_bytes": sum(map(len, data.objects)),
-        "host_function": {"bytes": len(data.host.object_code), "reason": data.host.reason},
+        "host_function": _host(data.host),
+        "other_functions": {name: _host(entry.host) for name, entry in data.others.items()},
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
         "memory": {"at_most": plan.get("at_most"), "outside": plan.get("outside", 0), "at": plan.get("examples", [])},
         "libraries": [asdict(library) for library in data.libraries],
@@ -61,6 +62,10 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "ops": dict(data.metadata.info.get("ops", {})),
         "kernels": _calls_of_kernels(data),
     }
+
+
+def _host(code: HostCode) -> dict[str, Any]:
+    return {"bytes": len(code.object_code), "reason": code.reason}
 
 
 def _language_model(data: ExecutableData) -> dict[str, Any] | None:
@@ -87,6 +92,10 @@ def _calls_of_kernels(data: ExecutableData) -> dict[str, int]:
     return dict(calls.most_common())
 
 
+def _calls_text(host: dict[str, Any]) -> str:
+    return f"native, {bytes_text(host['bytes'])}" if host["bytes"] else f"interpreted: {host['reason']}"
+
+
 def _show(data: ExecutableData) -> None:
     found = summary(data)
     for title, specs in (("inputs", data.signature.inputs), ("outputs", data.signature.outputs)):
@@ -103,10 +112,8 @@ def _show(data: ExecutableData) -> None:
     _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
     _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])
     _show_lines("code", [f"{len(found['kernels'])} kernels, {bytes_text(found['object_code_bytes'])}"])
-    host = found["host_function"]
-    _show_lines(
-        "calls", [f"native, {bytes_text(host['bytes'])}" if host["bytes"] else f"interpreted: {host['reason']}"]
-    )
+    others = [f"{name}: {_calls_text(host)}" for name, host in found["other_functions"].items()]
+    _show_lines("calls", [_calls_text(found["host_function"]), *others])
     _show_lines("memory", _memory_lines(found["arena_bytes"], found["memory"]))
     _show_lines("libraries", [str(library) for library in data.libraries])
     _show_counts("ops", "in all", found["ops"])
