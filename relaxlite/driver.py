@@ -138,10 +138,10 @@ def build(
     signature = signature_of(module[ENTRY])  # type: ignore[arg-type]
     start = time.perf_counter()
     host = compile_host(functions, signature, code.kernels, constants, machine)
-    others = {name: signature_of(module[name]) for name in entries(module)[1:]}  # type: ignore[arg-type]
-    ways = {
+    signatures = {name: signature_of(module[name]) for name in entries(module)[1:]}  # type: ignore[arg-type]
+    others = {
         name: Entry(given, compile_host(functions, given, code.kernels, constants, machine, name))
-        for name, given in others.items()
+        for name, given in signatures.items()
     }
     context.timings.append(("host function", time.perf_counter() - start))
     data = ExecutableData(
@@ -155,7 +155,7 @@ def build(
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
         support=compile_support(machine),
-        others=ways,
+        others=others,
     )
     if validator is not None and machine.runs_here:
         validator.check_compiled(Executable(data), lowered)

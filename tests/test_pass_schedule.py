@@ -581,6 +581,19 @@ def test_scheduled_rows(given: TensorProgram, size: tuple[int, int], bits: int) 
     any_order(fitting(given, size), given, bits)
 
 
+def _two_stores(distance: int) -> str:
+    """Of a loop of 4 iterations, to elements that are so far apart."""
+    return (
+        HEAD["matrix"].replace("out: f32[n, m]", f"out: f32[n, {distance + 4}]")
+        + f"""
+    for i in serial(n):
+        for b in serial(4):
+            out[i, b] = x[i, 0] + float32(index(b))
+            out[i, b + {distance}] = x[i, 0] - float32(index(b))
+"""
+    )
+
+
 ODD = {
     "extents that depend on other loops": (
         HEAD["matrix"] + """
@@ -662,22 +675,8 @@ ODD = {
             out[i, j] = x[i*3*n + j*n + m]
 """
     ),
-    "two stores of a short loop that lie apart": (
-        HEAD["matrix"].replace("out: f32[n, m]", "out: f32[n, 8]") + """
-    for i in serial(n):
-        for b in serial(4):
-            out[i, b] = x[i, 0] + float32(index(b))
-            out[i, b + 4] = x[i, 0] - float32(index(b))
-"""
-    ),
-    "two stores of a short loop that meet": (
-        HEAD["matrix"].replace("out: f32[n, m]", "out: f32[n, 6]") + """
-    for i in serial(n):
-        for b in serial(4):
-            out[i, b] = x[i, 0] + float32(index(b))
-            out[i, b + 2] = x[i, 0] - float32(index(b))
-"""
-    ),
+    "two stores of a short loop that lie apart": _two_stores(4),
+    "two stores of a short loop that meet": _two_stores(2),
     "a symbol that disappears": (
         HEAD["vector"].replace("out: f32[n]", "out: f32[1]") + """
     for i in serial(1):
