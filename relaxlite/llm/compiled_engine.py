@@ -45,6 +45,7 @@ class CompiledEngine:
             )
         self._run = executable
         self._fill = executable.entry(FILL) if FILL in executable.data.entries else None
+        self.fills_coarsely = self._fill is not None
         self.cache = KVCache(_layout_of(executable), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])

@@ -24,6 +24,7 @@ class Engine(Protocol):
 
     vocab: int
     context: int
+    fills_coarsely: bool  # what `fill` appends is not what `forward` does of tokens whose logits are wanted
 
     def new(self) -> int:
         """An empty sequence."""
@@ -58,7 +59,7 @@ class RecomputingEngine:
     """
 
     def __init__(self, logits: Callable[[Array], Array], vocab: int, context: int) -> None:
-        self.vocab, self.context = vocab, context
+        self.vocab, self.context, self.fills_coarsely = vocab, context, False
         self._logits, self._next = logits, 0
         self._tokens: dict[int, list[int]] = {}
 

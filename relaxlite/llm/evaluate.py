@@ -6,7 +6,8 @@ more than window - stride tokens. A small stride gives each more context, and co
 both, so they stand in the result.
 
 Predictions are made as those of a reply are: an engine may compute what only its cache needs of a prompt more coarsely
-than the last tokens (`Engine.fill`), so context is filled in, and some tokens at a time are predicted behind it.
+than the last tokens (`Engine.fills_coarsely`); then context is filled in, and some tokens at a time are predicted
+behind it.
 """
 
 from __future__ import annotations
@@ -72,14 +73,17 @@ def evaluate(
     """
     stride = max(window - len(prefix), 1) if stride is None else stride
     _check(engine, tokens, window, stride, prefix, against)
+    step = max(1, _LOGITS_AT_ONCE // engine.vocab)
+    if engine.fills_coarsely or (against is not None and against.fills_coarsely):
+        step = min(step, _PREDICTED_AT_ONCE)
     losses: list[Array] = []
     hits: list[Array] = []
     compared: list[_Compared] = []
     for context, scored in _windows(len(tokens), window - len(prefix), stride, has_prefix=bool(prefix)):
         before = [*prefix, *tokens[context.start : context.stop]]
         predicted = tokens[scored.start : scored.stop]
-        parts = _log_probabilities(engine, before, predicted)
-        others = None if against is None else _log_probabilities(against, before, predicted)
+        parts = _log_probabilities(engine, before, predicted, step)
+        others = None if against is None else _log_probabilities(against, before, predicted, step)
         for at, found in parts:
             wanted = np.asarray(predicted[at : at + len(found)])
             losses.append(-found[np.arange(len(found)), wanted])
@@ -128,23 +132,26 @@ def _windows(count: int, window: int, stride: int, *, has_prefix: bool) -> Itera
         begin += stride
 
 
-def _log_probabilities(engine: Engine, before: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, Array]]:
-    """Of every token of the vocabulary at each place of `tokens`, behind `before`, in parts: the first place, and
-    float64 [places, vocab]."""
+def _log_probabilities(
+    engine: Engine, before: Sequence[int], tokens: Sequence[int], step: int
+) -> Iterator[tuple[int, Array]]:
+    """Of every token of the vocabulary at each place of `tokens`, behind `before`, in parts of `step` places: the first
+    place, and float64 [places, vocab]."""
     given, first = [*before, *tokens[:-1]], len(before) - 1
-    step = max(1, min(_PREDICTED_AT_ONCE, _LOGITS_AT_ONCE // engine.vocab))
+    is_coarse = engine.fills_coarsely
     context = engine.new()  # of as many tokens as an engine fills in before it computes logits
     try:
         for at in range(first, len(given), step):
-            filled = max(0, at + 1 - EXACT)
+            filled = max(0, at + 1 - EXACT) if is_coarse else at
             if filled > engine.length(context):
                 engine.fill(context, given[engine.length(context) : filled])
-            sequence = engine.fork(context)
+            sequence = engine.fork(context) if is_coarse else context
             try:
                 part = given[filled : at + step]
                 (logits,) = engine.forward([(sequence, part)], wanted=[len(part) - (at - filled)])
             finally:
-                engine.remove(sequence)
+                if is_coarse:
+                    engine.remove(sequence)
             largest = logits.max(axis=1)  # NaN where one of them is
             if not np.isfinite(largest).all():
                 read = at + int(np.argmin(np.isfinite(largest))) + 1
