@@ -274,10 +274,11 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
     entries = _entries_from_json(manifest["entries"], host_code.tobytes())
+    main = entries.pop(ENTRY)
     support_keys, support_sizes = [key for key, _ in manifest["support"]], [size for _, size in manifest["support"]]
     data = ExecutableData(
         functions={function.name: function for function in functions},
-        signature=entries[ENTRY].signature,
+        signature=main.signature,
         kernels={kernel.name: kernel for kernel in kernels},
         objects=_split(code.tobytes(), manifest["objects"]),
         constants=tuple(
@@ -285,7 +286,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)
         ),
         libraries=tuple(map(_library_from_json, manifest.get("libraries", ()))),
-        host=entries.pop(ENTRY).host,
+        host=main.host,
         target=target,
         metadata=Metadata(**manifest["metadata"]),
         attachments={name: blob.tobytes() for name, blob in zip(names, attached, strict=True)},

@@ -200,7 +200,7 @@ class HostCode:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A function beside ENTRY that may be called from outside: over the same weights, by another way."""
+    """A function that may be called from outside; all of an executable share kernels and weights."""
 
     signature: Signature
     host: HostCode = HostCode()
@@ -219,7 +219,7 @@ class ExecutableData:
     libraries: tuple[LibraryInfo, ...] = ()
     attachments: Mapping[str, bytes] = field(default_factory=dict)  # what travels with the model, as its tokenizer
     support: Mapping[str, bytes] = field(default_factory=dict)  # the runtime's own code by key, see support.py
-    others: Mapping[str, Entry] = field(default_factory=dict)  # by the name of their function
+    others: Mapping[str, Entry] = field(default_factory=dict)  # beside ENTRY, by the name of their function
 
     @property
     def entries(self) -> dict[str, Entry]:
