@@ -44,8 +44,9 @@ class BlockWeight:
             found = found + self.offsets.astype(np.float64)[:, None]
         return found.reshape(-1, columns)
 
-    def emit(self, bb: BlockBuilder) -> Var:
-        return bb.emit(get_op("dequantize_blocks")(*self.operands, bits=self.bits, zero=self.zero, table=self.table))
+    def emit(self, bb: BlockBuilder, *, coarse: bool = False) -> Var:
+        attrs = {"bits": self.bits, "zero": self.zero, "table": self.table, "coarse": coarse}
+        return bb.emit(get_op("dequantize_blocks")(*self.operands, **attrs))
 
 
 def block_weight(

@@ -25,6 +25,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.ops.block_codes import rotated
 from relaxlite.ir.program import Allocate, Binary, Intrinsic, Literal, Load, Prefetch, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_stmts
 from relaxlite.ir.types import TensorType
@@ -59,12 +60,12 @@ def here(text: str) -> str:
     return text
 
 
-def product(weight: BlockWeight, *, x: TensorType | None = None) -> IRModule:
+def product(weight: BlockWeight, *, x: TensorType | None = None, coarse: bool = False) -> IRModule:
     """x @ weight"""
     bb = BlockBuilder()
     m = bb.symbol("m")
     with bb.function("main", x=x or TensorType.of((m, len(weight.codes)), "float32")) as (given,):
-        bb.result(bb.emit(ops.matmul(given, weight.emit(bb))))
+        bb.result(bb.emit(ops.matmul(given, weight.emit(bb, coarse=coarse))))
     return bb.module()
 
 
@@ -133,6 +134,36 @@ def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, preci
     smallest = 0.25 / (1 << LOW_BITS[precision])
     assert (abs(x).astype(np.float64) @ abs(weight.values)).max() < smallest * (1 << 24)
     exe = rl.compile(product(weight), here(target), precision=precision)
+    for m in ROWS:
+        np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
+
+
+MIXED = {"4 bits": 96, "4 bits, offsets": 33, "5 bits": 80, "5 bits, offsets": 31}  # columns
+
+
+def mixed_case(name: str, columns: int) -> tuple[BlockWeight, Array]:
+    """The same for products whose quads are mixed, eight at a time: activations which, mixed, are eight times integers
+    with 127 among each block's."""
+    weight, rng = weight_of(name, columns), np.random.default_rng(columns)
+    block = weight.block
+    numbers = rng.integers(-127, 128, (300, 192))
+    peaks = np.arange(0, 192, block) + rng.integers(0, block, 192 // block)
+    numbers[:, peaks] = rng.choice([-127, 127], (300, len(peaks)))
+    quads = numbers.reshape(300, 192 // 32, 8, 4)
+    x = np.stack(rotated([quads[:, :, q] for q in range(8)]), axis=2).reshape(300, 192).astype(np.float32)
+    scales = rng.choice([0.5, 0.25], weight.scales.shape).astype(np.float16)
+    return replace(weight, scales=scales, offsets=None if weight.offsets is None else -(scales * 2)), x
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(name, "llvm") for name in MIXED]
+    + [(name, target) for target in (PORTABLE, WIDE, OLD, NARROW) for name in MIXED if name.startswith("4")],
+)
+def test_sums_of_mixed_quads_are_exact_at_every_size(name: str, target: str) -> None:
+    weight, x = mixed_case(name, MIXED[name])
+    wanted = x.astype(np.float64) @ weight.values
+    exe = rl.compile(product(weight, coarse=True), here(target), precision="int8")
     for m in ROWS:
         np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
 

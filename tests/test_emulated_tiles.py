@@ -12,7 +12,7 @@ from relaxlite.ir.op import get_op
 from tests.emulated_tiles import emulated_tiles
 from tests.test_bf16_tiles import product as float_product
 from tests.test_bf16_tiles import rounded
-from tests.test_block_products import LOW_BITS, WEIGHTS, exact_case, product
+from tests.test_block_products import LOW_BITS, MIXED, WEIGHTS, exact_case, mixed_case, product
 from tests.test_pass_bytes import convolution_of_integers, integers, product_of_integers
 
 ROWS = (0, 1, 15, 16, 17, 31, 33, 65, 129)
@@ -29,6 +29,19 @@ def test_sums_of_blocks_are_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         for m in ROWS:
             np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
     assert tiles.counts.keys() & {"dot", "dot_unsigned"}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_sums_of_mixed_quads_are_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    weight, x = mixed_case(name, MIXED[name])
+    wanted = x.astype(np.float64) @ weight.values
+    with emulated_tiles(monkeypatch, tmp_path) as (target, tiles):
+        exe = rl.compile(product(weight, coarse=True), target)
+        for m in ROWS:
+            np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
+    is_signed = name != "5 bits, offsets"  # some of whose bytes are too large
+    assert set(tiles.counts) & {"dot", "dot_unsigned"} == {"dot" if is_signed else "dot_unsigned"}
+    assert set(tiles.counts) & {"start", "clear"} == {"start" if is_signed else "clear"}
 
 
 @pytest.mark.parametrize(("k", "n"), [(32, 64), (96, 80), (64, 200)])

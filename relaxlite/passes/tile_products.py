@@ -2,16 +2,16 @@
 
     start + x[row, 0:4] . quads[0, column] + x[row, 4:8] . quads[1, column] + ...
 
-with bytes of both; or two such sums, the first shifted, of the high and low bytes of x. Zero points that stand in the
-start go into the quads where these stay signed bytes; and where shifted quads are bytes, too, two sums are one of twice
-the depth.
+with bytes of both; or two such sums, the first shifted, of the high and low bytes of x. Zero points, and offsets of
+mixed codes, that stand in the start go into the quads where these stay signed bytes; and where shifted quads are bytes,
+too, two sums are one of twice the depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.ir.intrinsics import LOOKUP, WORD, WORDS
+from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
@@ -32,11 +32,21 @@ _EXACT = _FLOAT_BITS - (ORIGIN >> 22).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
+class _Term:
+    """A dot product: a quad, the first byte of a word of x, and the greatest that the quad's bytes may be."""
+
+    code: Value
+    x: Load
+    greatest: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Sum:
     """start + the products of a block's quads with words of x."""
 
     start: Value
     codes: tuple[Value, ...]
+    greatest: int  # of their bytes
     x: Load  # the first byte
 
     @property
@@ -111,17 +121,15 @@ def _products(value: Value) -> Products | None:
 def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
     """Zero points that starts stand for go into the codes. Two sums are one where shifted codes are bytes, too."""
     last = sums[-1]
-    zero, bits = _zero_of(last.start), max(map(_bits_of, last.codes))
-    is_signed = bool(zero) and (bits < 8 or zero == _SIGN)
-    codes = [Scalar(code) for code in last.codes]
-    if is_signed and zero == _SIGN:
-        codes = [code.binary("xor", _SIGNS) for code in codes]
-    elif is_signed:  # no byte borrows from the next
-        codes = [((code | _SIGNS) - (zero or 0) * _ONES).binary("xor", _SIGNS) for code in codes]
+    zeros, greatest, codes = _zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
+    is_signed = any(zeros) and all(z == _SIGN or greatest < _SIGN for z in zeros)
+    if is_signed:
+        codes = [_less(code, zero) for code, zero in zip(codes, zeros, strict=True)]
     x = tuple(s.x for s in sums)
-    start = None if is_signed or zero == 0 else last.start
+    start = None if is_signed or _zero_of(last.start) == 0 else last.start
     follows = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
-    least, most = (-(zero or 0), (1 << bits) - 1 - (zero or 0)) if is_signed else (0, (1 << bits) - 1)
+    bits, taken = greatest.bit_length(), max(zeros)
+    least, most = (-taken, (1 << bits) - 1 - taken) if is_signed else (0, (1 << bits) - 1)
     is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
     if follows and is_byte and 2 * last.depth <= MOST_DEPTH:
         raised = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
@@ -129,30 +137,57 @@ def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
 
 
+def _less(code: Scalar, zero: int) -> Scalar:
+    """Each byte of a quad less the zero point, as a signed byte."""
+    if zero == _SIGN:
+        return code.binary("xor", _SIGNS)
+    return ((code | _SIGNS) - zero * _ONES).binary("xor", _SIGNS) if zero else code  # no byte borrows from the next
+
+
+def _zeros_of(summed: _Sum) -> list[int]:
+    """What the start takes off each quad; nothing where that is not known."""
+    zero = _zero_of(summed.start)
+    if zero is not None:
+        return [zero] * len(summed.codes)
+    found = _offset_of(summed.start)
+    if found is None:
+        return [0] * len(summed.codes)
+    return [found if _has_offset(code, found) else 0 for code in summed.codes]
+
+
 def _zero_of(start: Value) -> int | None:
     """The zero point z in 0 - z * (the sum of x), which matmul_blocks starts from; 0 for 0."""
     if isinstance(start, Literal) and start.value == 0:
         return 0
-    if not isinstance(start, Binary) or start.op != "sub" or _zero_of(start.a) != 0:
+    taken = _taken(start)
+    return taken[0] if taken is not None and _zero_of(taken[1]) == 0 else None
+
+
+def _offset_of(start: Value) -> int | None:
+    """The offset z in 0 + z * (a sum of x) - z * (the sum of x), which mixed codes start from: some have an offset, and
+    the first sum is that of the others' x."""
+    last = _taken(start)
+    first = None if last is None else _taken(last[1])
+    if last is None or first is None or _zero_of(first[1]) != 0:
+        return None
+    return last[0] if first[0] == -last[0] else None
+
+
+def _has_offset(code: Value, offset: int) -> bool:
+    """Whether an offset was added to each byte."""
+    if not isinstance(code, Binary) or code.op != "add" or not isinstance(code.b, Literal):
+        return False
+    return code.b.value == four_bytes(offset)
+
+
+def _taken(start: Value) -> tuple[int, Value] | None:
+    """(z, rest) where the start is the rest - z * a sum."""
+    if not isinstance(start, Binary) or start.op != "sub":
         return None
     taken = start.b
     if not isinstance(taken, Binary) or taken.op != "mul" or not isinstance(taken.a, Load):
         return None
-    return int(taken.b.value) if isinstance(taken.b, Literal) else None
-
-
-def _bits_of(code: Value) -> int:
-    """Of the bytes of a quad, which are masked or anything."""
-    if isinstance(code, Binary) and code.op == "and" and isinstance(code.b, Literal):
-        return (int(code.b.value) & 255).bit_length()
-    if isinstance(code, Intrinsic) and code.name == LOOKUP:
-        words = [int(word.value) for word in code.args[1:] if isinstance(word, Literal)]
-        return max(word >> shift & 255 for word in words for shift in (0, 8, 16, 24)).bit_length()
-    if isinstance(code, Binary) and code.op == "or":
-        return max(_bits_of(code.a), _bits_of(code.b))
-    if isinstance(code, Binary) and code.op == "shift_left" and isinstance(code.b, Literal):
-        return _bits_of(code.a) + int(code.b.value)
-    return 8
+    return (int(taken.b.value), start.a) if isinstance(taken.b, Literal) else None
 
 
 def _sum(value: Value) -> _Sum | None:
@@ -162,27 +197,29 @@ def _sum(value: Value) -> _Sum | None:
     (start, first), (other, second) = _chain(value.a), _chain(value.b)
     if not first or not second or not isinstance(other, Literal) or other.value != 0:
         return None
-    terms: list[tuple[int, Value, Load]] = []
-    base = first[0][1]
-    for code, load in (*first, *second):
-        offset = as_int(load.indices[-1] - base.indices[-1])
-        if load.buffer is not base.buffer or load.indices[:-1] != base.indices[:-1] or offset is None:
+    terms: list[tuple[int, _Term]] = []
+    base = first[0].x
+    for term in (*first, *second):
+        offset = as_int(term.x.indices[-1] - base.indices[-1])
+        if term.x.buffer is not base.buffer or term.x.indices[:-1] != base.indices[:-1] or offset is None:
             return None
-        terms.append((offset, code, load))
+        terms.append((offset, term))
     terms.sort(key=lambda term: term[0])
-    if [offset for offset, _, _ in terms] != list(range(0, 4 * len(terms), 4)):
+    if [offset for offset, _ in terms] != list(range(0, 4 * len(terms), 4)):
         return None
-    return _Sum(start, tuple(code for _, code, _ in terms), terms[0][2])
+    found = [term for _, term in terms]
+    return _Sum(start, tuple(t.code for t in found), max(t.greatest for t in found), found[0].x)
 
 
-def _chain(value: Value) -> tuple[Value, list[tuple[Value, Load]]]:
-    """What a chain of dot products starts from, and its terms: quads, and the first byte of their words of x."""
-    terms: list[tuple[Value, Load]] = []
+def _chain(value: Value) -> tuple[Value, list[_Term]]:
+    """What a chain of dot products starts from, and its terms."""
+    terms: list[_Term] = []
     while isinstance(value, Intrinsic) and value.name == WORDS:
-        total, code, word, _ = value.args
+        total, code, word, greatest = value.args
         if not isinstance(word, Intrinsic) or word.name != WORD or not isinstance(word.args[0], Load):
             return value, []
-        terms.append((code, word.args[0]))
+        assert isinstance(greatest, Literal)  # as the intrinsic has it
+        terms.append(_Term(code, word.args[0], int(greatest.value)))
         value = total
     return value, terms[::-1]
 
