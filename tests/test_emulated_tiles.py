@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import TupleGetItem
 from relaxlite.ir.op import get_op
+from relaxlite.ir.types import TensorType
 from tests.emulated_tiles import emulated_tiles
 from tests.test_bf16_tiles import product as float_product
 from tests.test_bf16_tiles import rounded
-from tests.test_block_products import LOW_BITS, MIXED, WEIGHTS, exact_case, mixed_case, product
+from tests.test_block_products import LOW_BITS, MIXED, WEIGHTS, exact_case, mixed_case, product, weight_of
 from tests.test_pass_bytes import convolution_of_integers, integers, product_of_integers
 
 ROWS = (0, 1, 15, 16, 17, 31, 33, 65, 129)
@@ -42,6 +45,26 @@ def test_sums_of_mixed_quads_are_exact(monkeypatch: pytest.MonkeyPatch, tmp_path
     is_signed = name != "5 bits, offsets"  # some of whose bytes are too large
     assert set(tiles.counts) & {"dot", "dot_unsigned"} == {"dot" if is_signed else "dot_unsigned"}
     assert set(tiles.counts) & {"start", "clear"} == {"start" if is_signed else "clear"}
+
+
+@pytest.mark.parametrize("rotation", [2, 4, 8])
+@pytest.mark.parametrize("name", ["4 bits", "4 bits, offsets"])
+def test_two_sums_of_mixed_quads_are_those_of_rounded_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, rotation: int
+) -> None:
+    weight, x = weight_of(name, 80), rng.standard_normal((129, 192)).astype(np.float32)
+    coding = {"bits": weight.bits, "zero": weight.zero, "low_bits": 4, "rotation": rotation}
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 192), "float32")) as (given,):
+        rounded_x = bb.emit(get_op("quantize_blocks")(given, block=32, low_bits=4, rotation=rotation))
+        parts = [bb.emit(TupleGetItem(rounded_x, k)) for k in range(3)]
+        bb.result(bb.emit(get_op("matmul_blocks")(*parts, *weight.operands, **coding)))
+    with emulated_tiles(monkeypatch, tmp_path) as (target, tiles):
+        exe = rl.compile(bb.module(), target)
+        for m in ROWS:
+            size = abs(x[:m]) @ abs(weight.values)
+            assert (abs(exe(x[:m]) - x[:m] @ weight.values) <= 2e-3 * size).all(), f"{m} rows"
+    assert tiles.counts["dot"]
 
 
 @pytest.mark.parametrize(("k", "n"), [(32, 64), (96, 80), (64, 200)])

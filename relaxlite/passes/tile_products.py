@@ -128,8 +128,8 @@ def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
     x = tuple(s.x for s in sums)
     start = None if is_signed or _zero_of(last.start) == 0 else last.start
     follows = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
-    bits, taken = greatest.bit_length(), max(zeros)
-    least, most = (-taken, (1 << bits) - 1 - taken) if is_signed else (0, (1 << bits) - 1)
+    bits = greatest.bit_length()
+    least, most = (-max(zeros), (1 << bits) - 1 - min(zeros)) if is_signed else (0, (1 << bits) - 1)
     is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
     if follows and is_byte and 2 * last.depth <= MOST_DEPTH:
         raised = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
@@ -218,7 +218,8 @@ def _chain(value: Value) -> tuple[Value, list[_Term]]:
         total, code, word, greatest = value.args
         if not isinstance(word, Intrinsic) or word.name != WORD or not isinstance(word.args[0], Load):
             return value, []
-        assert isinstance(greatest, Literal)  # as the intrinsic has it
+        if not isinstance(greatest, Literal):
+            return value, []
         terms.append(_Term(code, word.args[0], int(greatest.value)))
         value = total
     return value, terms[::-1]
