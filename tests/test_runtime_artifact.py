@@ -55,7 +55,10 @@ def sample(**fields: object) -> ExecutableData:
     x = TensorSpec("x", "float32", ("n", 3), {"n": (1, None, 2)})
     z = TensorSpec("z", "float32", ("m",), {"m": (0, 9, 1)})
     data = ExecutableData(
-        functions={"main": VMFunction("main", ("x",), 3, code), "fill": VMFunction("fill", ("z",), 1, (Ret(0),))},
+        functions={
+            "main": VMFunction("main", ("x",), 3, code),
+            "fill": VMFunction("fill", ("z",), 1, (Goto(1), Ret(0)), (None, "é")),
+        },
         signature=Signature((x,), (TensorSpec("y", "bool", ()),)),
         kernels={"k": KernelInfo("k", "rl_k", ("index out of range",), 2, 1)},
         objects=(bytes(range(256)), b"another"),
@@ -191,11 +194,11 @@ def test_a_transfer_as_text_is_noticed(saved: Path) -> None:
 
 def test_another_format_version_names_both_versions(saved: Path) -> None:
     content = bytearray(saved.read_bytes())
-    content[8] = 7
+    content[8] = 8
     content[12:32] = b"9.8.7".ljust(20, b"\0")
     saved.write_bytes(content)
-    assert refused(saved).startswith("it has format version 7, written by relaxlite 9.8.7; relaxlite ")
-    assert "reads version 6; compile the model again" in refused(saved)
+    assert refused(saved).startswith("it has format version 8, written by relaxlite 9.8.7; relaxlite ")
+    assert "reads version 7; compile the model again" in refused(saved)
 
 
 def test_truncation_anywhere_is_an_error(saved: Path) -> None:

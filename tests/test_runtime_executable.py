@@ -37,6 +37,13 @@ def program(*code: Instruction, registers: int = 4, **fields: object) -> Executa
     return dataclasses.replace(data, **fields)  # type: ignore[arg-type]
 
 
+def test_places_of_other_instructions_are_refused() -> None:
+    data = program(Goto(1), Ret(0))
+    main = dataclasses.replace(data.functions["main"], places=("ONNX node 'a' (Add)",))
+    with pytest.raises(ArtifactError, match="function 'main': 1 places of 2 instructions"):
+        validate(dataclasses.replace(data, functions={"main": main}))
+
+
 def test_a_valid_program_passes() -> None:
     validate(program(If(0, 2), Goto(2), Ret(0)))
 

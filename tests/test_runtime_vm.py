@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -341,8 +342,19 @@ def test_tensors_that_are_too_large_are_named(dims: tuple[int, ...], message: st
         run(data, np.array(1 << 62))
     assert message in str(caught.value)
     if dims == (-1,):
-        with pytest.raises(OutOfMemoryError, match="has a negative dimension"):
+        with pytest.raises(ShapeMismatchError, match="has a negative dimension; an input that it depends on is too"):
             run(data, np.array(-4))
+
+
+def test_an_error_names_what_the_failing_instruction_was_made_of_once() -> None:
+    reshape = (builtin("alloc_heap", 1, 1), builtin("reshape", 2, R[0], R[1], (4,)), Ret(2))
+    inner = VMFunction("inner", ("a",), 3, reshape, (None, "node 'r' (Reshape)", None))
+    data = program(call("func:inner", 1, R[0]), Ret(1), params=1, functions=(inner,))
+    outer = dataclasses.replace(data.functions["main"], places=("node 'f' (Call)", None))
+    data = dataclasses.replace(data, functions={**data.functions, "main": outer})
+    with pytest.raises(ShapeMismatchError) as caught:
+        run(data, floats(2, 3))
+    assert str(caught.value) == "node 'r' (Reshape): cannot reshape [2, 3] to [4]: the sizes differ"
 
 
 def test_arenas_that_are_too_large_are_named() -> None:

@@ -53,6 +53,8 @@ class _CompileFunction:
     def __init__(self, name: str, module: IRModule, constants: _Constants) -> None:
         self._name, self._module, self._constants = name, module, constants
         self._code: list[vm.Instruction] = []
+        self._places: list[str | None] = []  # of the instructions
+        self._place: str | None = None  # of what is compiled
         self._values: dict[Var, vm.Operand] = {}
         self._heap: vm.Operand = vm.Imm(None)
         self._registers = 0
@@ -61,8 +63,14 @@ class _CompileFunction:
         for param in function.params:
             self._values[param] = vm.Reg(self._new())
         result = self._body(function.body)
-        self._code.append(vm.Ret(self._in_register(result)))
-        return vm.VMFunction(self._name, tuple(p.name for p in function.params), self._registers, tuple(self._code))
+        self._append(vm.Ret(self._in_register(result)))
+        places = tuple(self._places) if any(self._places) else ()
+        params = tuple(p.name for p in function.params)
+        return vm.VMFunction(self._name, params, self._registers, tuple(self._code), places)
+
+    def _append(self, instruction: vm.Instruction) -> None:
+        self._code.append(instruction)
+        self._places.append(self._place)
 
     def _new(self) -> int:
         self._registers += 1
@@ -70,7 +78,7 @@ class _CompileFunction:
 
     def _emit(self, callee: str, *operands: vm.Operand, dst: int | None = None) -> vm.Reg:
         dst = self._new() if dst is None else dst
-        self._code.append(vm.Call(dst, callee, operands))
+        self._append(vm.Call(dst, callee, operands))
         return vm.Reg(dst)
 
     def _in_register(self, operand: vm.Operand) -> int:
@@ -93,7 +101,9 @@ class _CompileFunction:
         elif isinstance(value, Loop):
             self._values[binding.var] = self._loop(value)
         elif isinstance(value, Call):
+            self._place = value.loc or binding.var.loc
             self._values[binding.var] = self._call(value)
+            self._place = None
         else:
             self._values[binding.var] = self._operand(value)
 
@@ -136,7 +146,7 @@ class _CompileFunction:
 
     def _jump(self) -> int:
         """The position of an instruction to be filled in."""
-        self._code.append(vm.Goto(0))
+        self._append(vm.Goto(0))
         return len(self._code) - 1
 
     def _if(self, branch: If) -> vm.Operand:
@@ -166,9 +176,10 @@ class _CompileFunction:
         if not isinstance(loop.body.result, Tuple) or not isinstance(result, vm.Reg):
             raise CodegenError(f"{self._name}: a loop's body must yield a tuple of its condition and its values")
         fields = [self._operand(f) for f in loop.body.result.fields]
+        self._places.pop()
         self._code.pop()  # the tuple of the body's result, which only its fields are needed of
         self._emit("builtin:make_tuple", *fields[1:], dst=carried)
         self._move(fields[0], cond)
-        self._code.append(vm.Goto(start))
+        self._append(vm.Goto(start))
         self._code[test] = vm.If(cond, len(self._code))
         return vm.Reg(carried)

@@ -196,10 +196,16 @@ def composite(group: Group) -> Function:
     return Function(tuple(params), body, Attrs({"composite": True}))
 
 
+def _place(group: Group) -> str | None:
+    """Where the nodes come from: of several places the first and the last."""
+    places = [place for place in dict.fromkeys(n.call.loc for n in group.nodes) if place is not None]
+    return f"{places[0]}, fused up to {places[-1]}" if len(places) > 1 else next(iter(places), None)
+
+
 def call_bindings(group: Group, callee: GlobalVar) -> list[Binding]:
     """The call of a group's kernel, binding the variables that others use."""
     args, outs = (*group.inputs, ShapeValue(group.symbols)), [n.var for n in group.outs]
-    loc = group.nodes[-1].call.loc
+    loc = _place(group)
     if len(outs) == 1:
         return [Let(outs[0], Call(callee, args, ty=outs[0].ty, loc=loc))]
     ty = TupleType(tuple(v.ty for v in outs))

@@ -59,7 +59,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
-FORMAT = 6
+FORMAT = 7
 CHECK_LIMIT = 64 << 20
 SAMPLE_STRIDE = 4 << 20
 
@@ -190,7 +190,9 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
 
 def _function_to_json(function: VMFunction) -> list[Any]:
     code = [_instruction_to_json(instruction) for instruction in function.instructions]
-    return [function.name, function.params, function.num_registers, code]
+    index = {place: at for at, place in enumerate(dict.fromkeys(function.places))}  # one place makes many instructions
+    places = [list(index), [index[place] for place in function.places]]
+    return [function.name, function.params, function.num_registers, code, places]
 
 
 def _instruction_to_json(instruction: Instruction) -> list[Any]:
@@ -380,8 +382,9 @@ def _specs_from_json(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 
 
 def _function_from_json(item: list[Any]) -> VMFunction:
-    name, params, num_registers, code = item
-    return VMFunction(name, tuple(params), num_registers, tuple(map(_instruction_from_json, code)))
+    name, params, num_registers, code, (texts, places) = item
+    instructions = tuple(map(_instruction_from_json, code))
+    return VMFunction(name, tuple(params), num_registers, instructions, tuple(texts[at] for at in places))
 
 
 def _instruction_from_json(item: list[Any]) -> Instruction:

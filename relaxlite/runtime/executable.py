@@ -77,6 +77,10 @@ class VMFunction:
     params: tuple[str, ...]  # their values arrive in registers 0, 1, ...
     num_registers: int
     instructions: tuple[Instruction, ...]
+    places: tuple[str | None, ...] = ()  # what each instruction was made of, as an ONNX node; empty: of nothing known
+
+    def place(self, at: int) -> str | None:
+        return self.places[at] if self.places else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +325,9 @@ def validate(data: ExecutableData) -> None:
             problem = _problem(data, function, instruction)
             if problem is not None:
                 raise ArtifactError(f"function '{function.name}', {at}: {instruction_text(instruction)}: {problem}")
+        if function.places and len(function.places) != len(function.instructions):
+            counts = f"{len(function.places)} places of {len(function.instructions)} instructions"
+            raise ArtifactError(f"function '{function.name}': {counts}")
         _validate_flow(function)
 
 

@@ -127,7 +127,8 @@ class VirtualMachine:
                     return _detach(result, arenas) if arenas else result
                 is_taken = block.register < 0 or _truth(registers[block.register])
                 block = blocks[block.then if is_taken else block.otherwise]
-        except RelaxliteError:
+        except RelaxliteError as error:
+            _name_place(error, decoded, block, step)
             raise
         except (AttributeError, TypeError, ValueError, IndexError, struct.error) as error:
             raise ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})") from error
@@ -186,6 +187,18 @@ def _place(decoded: Decoded, block: Block, step: Step | None) -> str:
         return f"function '{function.name}'"
     position = block.positions[block.steps.index(step)]
     return f"function '{function.name}', {position}: {instruction_text(function.instructions[position])}"
+
+
+def _name_place(error: RelaxliteError, decoded: Decoded, block: Block, step: Step | None) -> None:
+    """Put what the step was made of before the error's message, once: the innermost function knows best."""
+    if step is None or step not in block.steps or getattr(error, "is_placed", False):
+        return
+    place = decoded.function.place(block.positions[block.steps.index(step)])
+    if place is None:
+        return
+    error.is_placed = True  # type: ignore[attr-defined]
+    if not str(error).startswith(place):
+        error.args = (f"{place}: {error}", *error.args[1:])
 
 
 def _detach(value: Value, arenas: list[Memory]) -> Value:
@@ -345,7 +358,8 @@ class _Decoder:
         what, poison = f"tensor r{dst} of function '{self.function.name}'", self.vm.poison
 
         def step(registers: Registers, _: list[Memory]) -> None:
-            registers[dst] = new_tensor(shape_of(registers[heap].values), dtype, what, poison=poison)
+            shape = _no_negative(shape_of(registers[heap].values), what)
+            registers[dst] = new_tensor(shape, dtype, what, poison=poison)
 
         return step
 
@@ -367,9 +381,7 @@ class _Decoder:
 
         def step(registers: Registers, _: list[Memory]) -> None:
             source, values = registers[source_slot], registers[heap].values
-            shape, offset = shape_of(values), start if start >= 0 else values[~start]
-            if shape and min(shape) < 0:
-                raise ShapeMismatchError(f"{what}: the shape {shape} has a negative dimension")
+            shape, offset = _no_negative(shape_of(values), what), start if start >= 0 else values[~start]
             kind, owner = ("a tensor", source.owner) if isinstance(source, Tensor) else ("an arena", source)
             if offset < 0 or offset + math.prod(shape) * itemsize > source.nbytes:
                 raise ExecutionError(f"{dtype}{list(shape)} at {offset} is not inside {kind} of {source.nbytes} bytes")
@@ -438,6 +450,14 @@ def _shape_getter(dims: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
     if all(dim >= 0 for dim in dims):
         return lambda values: dims
     return lambda values: tuple([dim if dim >= 0 else values[~dim] for dim in dims])
+
+
+def _no_negative(shape: tuple[int, ...], what: str) -> tuple[int, ...]:
+    if shape and min(shape) < 0:
+        raise ShapeMismatchError(
+            f"{what}: the shape {shape} has a negative dimension; an input that it depends on is too small"
+        )
+    return shape
 
 
 def _kernel_error(info: KernelInfo, status: int) -> ExecutionError:

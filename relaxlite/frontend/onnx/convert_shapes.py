@@ -138,7 +138,12 @@ def squeeze(n: Node) -> Result:
 def _squeeze(n: Node, axes: tuple[int, ...] | None) -> Result:
     if axes is None:
         axes = _unit_axes(n)
-    return ops.squeeze(n.input(0), axes=axes) if axes else n.input(0)
+    x, dims = n.input(0), n.shape()
+    squeezed = {normalize_axis(n, axis, len(dims)) for axis in axes}
+    ones = tuple(sym(1) if k in squeezed and as_int(d) is None else d for k, d in enumerate(dims))
+    if ones != dims:
+        x = n.bb.match_shape(n.bb.leaf(x), ones)  # so that another size is refused by its number
+    return ops.squeeze(x, axes=axes) if axes else x
 
 
 def _unit_axes(n: Node) -> tuple[int, ...]:
