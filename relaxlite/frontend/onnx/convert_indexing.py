@@ -8,6 +8,7 @@ from relaxlite import dtypes
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER
@@ -128,6 +129,7 @@ def tensor_scatter(n: Node) -> Result:
         places = n.emit(ops.floormod(places, limit))
     elif mode != "linear":
         n.fail(f"attribute 'mode' must be linear or circular, not {mode!r}")
+    update = unify_dims(n.bb, n.input(1), {k: d for k, d in enumerate(n.shape()) if k != axis})
     rows = n.shape_of(places)[0]
     column = n.emit(ops.reshape(places, tuple(rows if k == 0 else size if k == axis else 1 for k in range(n.rank()))))
-    return ops.scatter_elements(n.input(0), n.emit(ops.broadcast_to(column, n.shape(1))), n.input(1), axis=axis)
+    return ops.scatter_elements(n.input(0), n.emit(ops.broadcast_to(column, n.shape_of(update))), update, axis=axis)

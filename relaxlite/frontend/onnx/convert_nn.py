@@ -58,6 +58,7 @@ def with_bias(n: Node, call: Expr, bias: Expr | None) -> Expr:
     spatial = len(n.shape_of(call)) - 2
     if len(n.shape_of(bias)) != 1:
         n.fail(f"the bias must have one dimension, got {bias.ty}")
+    bias = unify_dims(n.bb, bias, {0: n.shape_of(call)[1]})
     column: Expr
     if isinstance(bias, Constant):
         column = Constant.of(np.reshape(bias.value, (-1, *(1,) * spatial)), name=bias.name)

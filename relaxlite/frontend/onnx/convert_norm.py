@@ -6,6 +6,7 @@ from relaxlite import dtypes
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op, get_op
@@ -102,7 +103,8 @@ def _batch_norm(n: Node) -> Result:
             "BatchNormalization with more than one output is training before opset 14; export the model for inference"
         )
     epsilon = n.float("epsilon", 1e-5)
-    values = n.all_inputs()
+    x, *weights = n.all_inputs()
+    values = [x, *(unify_dims(n.bb, w, {0: n.shape()[1]}) if n.rank() > 1 else w for w in weights)]
     wide = max((n.type_of(v).dtype for v in values), key=dtypes.itemsize)
     cast = [v if n.type_of(v).dtype == wide else n.emit(ops.cast(v, dtype=wide)) for v in values]
     result = ops.batch_norm(*cast, epsilon=epsilon)

@@ -13,7 +13,7 @@ from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, as_int
 
 _WINDOWS = {
     "HannWindow": (0.5, 0.5, 0.0),
@@ -70,13 +70,21 @@ def _real_inverse(n: Node, axis: int, length: SymExpr) -> Result:
 
 @onnx_op("STFT", since=17)
 def stft(n: Node) -> Result:
-    """Inputs: signal, step, window (or none), length of a frame (or that of the window)."""
+    """Inputs: signal, step, window (or none), length of a frame (or that of the window).
+
+    A signal of rank 2 is real, and so is one whose last dimension is not known: run time says where it is not.
+    """
     (step,) = n.const_ints(1, "frame_step")
     window: Expr | None = n.optional(2)
     if window is None:
         length = n.shape_values(3, lower=0)[0]
         window = n.emit(ops.full((length,), Constant.of(1, n.dtype())))
-    return ops.stft(n.input(0), window, step=step, onesided=n.flag("onesided", True))
+    signal, dims = n.input(0), n.shape()
+    if len(dims) == 2:  # as PyTorch writes it
+        signal = n.emit(ops.expand_dims(signal, axes=(2,)))
+    elif len(dims) == 3 and as_int(dims[2]) is None:
+        signal = n.bb.match_shape(n.bb.leaf(signal), (*dims[:2], 1))
+    return ops.stft(signal, window, step=step, onesided=n.flag("onesided", True))
 
 
 @onnx_op("MelWeightMatrix", since=17)

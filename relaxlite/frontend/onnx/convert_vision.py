@@ -10,6 +10,7 @@ from relaxlite.frontend.onnx.convert_linalg import emit_matmul
 from relaxlite.frontend.onnx.convert_nn import kernel_of, per_axis, with_bias
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
@@ -33,7 +34,9 @@ def grid_sample(n: Node) -> Result:
 @onnx_op("AffineGrid", since=20)
 def affine_grid(n: Node) -> Result:
     """Input 1 is the size of the picture: n, c, spatial..."""
-    return ops.affine_grid(n.input(0), n.shape_values(1, lower=0)[2:], align_corners=n.flag("align_corners"))
+    batch, _, *sizes = n.shape_values(1, lower=0)
+    theta = unify_dims(n.bb, n.input(0), {0: batch})
+    return ops.affine_grid(theta, tuple(sizes), align_corners=n.flag("align_corners"))
 
 
 @onnx_op("RoiAlign", since=10)
@@ -77,8 +80,9 @@ def deform_conv(n: Node) -> Result:
     if 0 in kernel:
         n.fail("the size of the kernel must be known")
     taps = math.prod(kernel)
-    out = n.shape(2)[2:]
-    grid = _tap_positions(n, (kernel[0], kernel[1]), (height, width), parts)
+    offset = unify_dims(n.bb, n.input(2), dict(enumerate(_result_sizes(n, sizes, kernel), 2)))
+    out = n.shape_of(offset)[2:]
+    grid = _tap_positions(n, offset, (kernel[0], kernel[1]), (height, width), parts)
     x = n.emit(ops.reshape(n.input(0), (batch * parts, channels // parts, *sizes)))
     sampled: Expr = n.emit(ops.grid_sample(x, grid, mode="linear", padding_mode="zeros", align_corners=False))
     if n.optional(4) is not None:
@@ -90,12 +94,18 @@ def deform_conv(n: Node) -> Result:
     return with_bias(n, result, n.optional(3))
 
 
-def _tap_positions(n: Node, kernel: tuple[int, int], sizes: tuple[SymExpr, SymExpr], parts: int) -> Expr:
+def _result_sizes(n: Node, sizes: list[SymExpr], kernel: list[int]) -> list[SymExpr]:
+    strides, dilations, pads = per_axis(n, "strides", 2), per_axis(n, "dilations", 2), n.ints("pads", None) or (0,) * 4
+    room = [size + pads[k] + pads[k + 2] - (kernel[k] - 1) * dilations[k] - 1 for k, size in enumerate(sizes)]
+    return [space // stride + 1 for space, stride in zip(room, strides, strict=True)]
+
+
+def _tap_positions(n: Node, offset: Expr, kernel: tuple[int, int], sizes: tuple[SymExpr, SymExpr], parts: int) -> Expr:
     """Where every tap of every window reads, as a grid (n * og, kh * kw * oh, ow, 2) of coordinates x, y in -1..1."""
-    batch, out = n.shape(2)[0], n.shape(2)[2:]
+    batch, _, *out = n.shape_of(offset)
     strides, dilations, pads = per_axis(n, "strides", 2), per_axis(n, "dilations", 2), n.ints("pads", None) or (0,) * 4
     taps = kernel[0] * kernel[1]
-    offset = n.emit(ops.reshape(n.input(2), (batch * parts, taps, 2, *out)))
+    offset = n.emit(ops.reshape(offset, (batch * parts, taps, 2, *out)))
     coordinates = []
     for k in (1, 0):  # x, then y
         along = n.emit(ops.arange(_float(n, -pads[k]), _float(n, strides[k]), (out[k],)))

@@ -13,11 +13,12 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape
 from relaxlite.ir.ops.elementwise import NUMBER, check_dtype
+from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import HALF, Scalar, index, literal, select
 from relaxlite.ir.ops.shape import int_tuple
 from relaxlite.ir.ops.slicing import only_element
-from relaxlite.ir.program import Buffer, Load, Stmt, Value, compute
+from relaxlite.ir.program import Buffer, Load, Stmt, Value, compute, seq
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.types import TensorType, Type
 
@@ -185,7 +186,7 @@ class OneHot(Op):
             is_on = position.equals(i[axis]) | (position + depth[0]).equals(i[axis])
             return select(is_on, Scalar(values[1]), Scalar(values[0])).value
 
-        return compute(out, value)
+        return seq(*equality_checks("one_hot: values must be (off, on)", (values.shape[0], 2)), compute(out, value))
 
     def reference(self, indices: Any, depth: Any, values: Any, *, axis: int) -> Any:
         size = int(depth[0])

@@ -13,6 +13,7 @@ from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import Shape
 from relaxlite.ir.ops.data_dependent import ONE, ZERO, advance, bind_count, counter
 from relaxlite.ir.ops.elementwise import FLOAT, check_dtype
+from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
 from relaxlite.ir.ops.slicing import only_element
 from relaxlite.ir.ops.sorting import argsort_reference
@@ -67,7 +68,9 @@ class NmsSelect(Op):
 
             return seq(Store(counts, (b, c), ZERO), loops("t", (scores.shape[2],), visit))
 
-        return Allocate(overlaps, loops("bc", scores.shape[:2], row))
+        pairs = [(boxes.shape[0], scores.shape[0]), (boxes.shape[1], scores.shape[2]), (boxes.shape[2], sym(4))]
+        checks = equality_checks("non_max_suppression: boxes (b, n, 4) and scores (b, c, n) do not fit", *pairs)
+        return seq(*checks, Allocate(overlaps, loops("bc", scores.shape[:2], row)))
 
     def reference(
         self, boxes: Any, scores: Any, order: Any, iou_threshold: Any, score_threshold: Any, limit: Any,

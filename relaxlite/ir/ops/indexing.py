@@ -16,6 +16,7 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.elementwise import check_dtype
+from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.reduce import normalize_axes, normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, index, select
 from relaxlite.ir.ops.shape import int_tuple
@@ -367,7 +368,9 @@ class ReverseSequence(_Indexed):
                 lambda p: Store(out, i, Load(x, (*i[:time], p, *i[time + 1 :]))),
             )
 
-        return loops("ijklmn", out.shape, element)
+        pair = (lengths.shape[0], x.shape[batch])
+        checks = equality_checks("reverse_sequence: lengths must have one value per sequence", pair)
+        return seq(*checks, loops("ijklmn", out.shape, element))
 
     def reference(self, x: Any, lengths: Any, *, batch_axis: int, time_axis: int) -> Any:
         out, axes = x.copy(), (batch_axis, time_axis)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
@@ -182,7 +182,9 @@ class MatmulInteger(_Product):
                 right = right - _zero_point(b_zero, at, batch, (sym(0), *col), col)
             return left * right
 
-        return _lower_product(self.name, a, b, out, term)
+        pairs = [(zero.shape[0], x.shape[k]) for zero, x, k in ((a_zero, a, -2), (b_zero, b, -1)) if _is_vector(zero)]
+        checks = equality_checks("matmul_integer: a zero point per row of a, or per column of b", *pairs)
+        return seq(*checks, _lower_product(self.name, a, b, out, term))
 
     def reference(self, a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
         left, right = a.astype(np.int32), b.astype(np.int32)
@@ -200,11 +202,15 @@ class MatmulInteger(_Product):
         yield Sample(((2, 3, "k"), (2, "k", 4), (2, 3, 1), (2, 1, 4)), dtypes=("uint8",) * 4)
 
 
+def _is_vector(zero: Buffer | None) -> TypeGuard[Buffer]:
+    return zero is not None and len(zero.shape) == 1 and as_int(zero.shape[0]) != 1
+
+
 def _zero_point(zero: Buffer, at: Shape, batch: Shape, matrix: Shape, vector: Shape) -> Scalar:
     """A zero point per tensor, per row or column, or per row or column of each matrix of the batch."""
     if all(as_int(d) == 1 for d in zero.shape):
         where: Shape = (sym(0),) * len(zero.shape)
-    elif len(zero.shape) == 1:
+    elif _is_vector(zero):
         where = vector
     else:
         where = broadcast_index(zero.shape[:-2], at, batch) + matrix

@@ -262,7 +262,10 @@ class ConvInteger(LaidOut):
                 pair[k] = centered(pair[k], zero, oc)
             return pair[0] * pair[1]
 
-        return lower_windows(self.name, x, w, out, window, term, layout)
+        vectors = [zero.shape[0] for zero in zeros if zero.shape and as_int(zero.shape[0]) != 1]
+        channels = out.shape[-1 if layout == "last" else 1]
+        checks = equality_checks("conv_integer: a zero point per channel", *((size, channels) for size in vectors))
+        return seq(*checks, lower_windows(self.name, x, w, out, window, term, layout))
 
     def reference(self, x: Any, w: Any, pads: Ints, x_zero: Any = 0, w_zero: Any = 0, **attrs: Any) -> Any:
         zeros = np.asarray(w_zero, np.int32)

@@ -54,11 +54,15 @@ class _Scaled(Op):
             return (shape[axis],)
         return (*shape[:axis], ceildiv(shape[axis], block_size), *shape[axis + 1 :])
 
-    def scale_checks(self, x: Buffer, scale: Buffer, axis: int, block_size: int) -> tuple[Check, ...]:
+    def scale_checks(
+        self, x: Buffer, scale: Buffer, zero_point: Buffer | None, axis: int, block_size: int
+    ) -> tuple[Check, ...]:
+        zeros = () if zero_point is None else zip(zero_point.shape, scale.shape, strict=True)
+        checks = equality_checks(f"{self.name}: zero_point and scale have different shapes", *zeros)
         if _is_one(scale.shape):
-            return ()
-        expected = self.scale_shape(x.shape, axis, block_size)
-        return equality_checks(f"{self.name}: the shape of scale", *zip(scale.shape, expected, strict=True))
+            return checks
+        expected = zip(scale.shape, self.scale_shape(x.shape, axis, block_size), strict=True)
+        return (*equality_checks(f"{self.name}: the shape of scale", *expected), *checks)
 
     def at(self, scale: Buffer, i: tuple[SymVar, ...], axis: int, block_size: int) -> Shape:
         """Where the scale of element i stands."""
@@ -112,7 +116,7 @@ class QuantizeLinear(_Scaled):
             zero = None if zero_point is None else Scalar(zero_point[at])
             return _quantized(Scalar(x[i]), Scalar(scale[at]), zero, out.dtype).value
 
-        return seq(*self.scale_checks(x, scale, axis, block_size), compute(out, value))
+        return seq(*self.scale_checks(x, scale, zero_point, axis, block_size), compute(out, value))
 
     def reference(
         self, x: Any, scale: Any, zero_point: Any = None, *, axis: int, block_size: int, dtype: str | None
@@ -164,7 +168,7 @@ class DequantizeLinear(_Scaled):
                 centered = centered - Scalar(zero_point[at]).cast(exact)
             return (centered.cast(wide) * Scalar(scale[at]).cast(wide)).cast(out.dtype).value
 
-        return seq(*self.scale_checks(x, scale, axis, block_size), compute(out, value))
+        return seq(*self.scale_checks(x, scale, zero_point, axis, block_size), compute(out, value))
 
     def reference(self, x: Any, scale: Any, zero_point: Any = None, *, axis: int, block_size: int) -> Any:
         zeros = 0 if zero_point is None else _spread(zero_point, x.shape, axis, block_size).astype(np.int32)

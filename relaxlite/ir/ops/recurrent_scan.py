@@ -170,9 +170,15 @@ def _scan(out: tuple[Buffer, ...], initial: Iterable[Buffer], gates: Buffer, ste
     return seq(*copies, loops("t", gates.shape[:1], step))
 
 
-def _lengths_check(name: str, gates: Buffer, lengths: Buffer | None) -> tuple[Stmt, ...]:
-    pairs = [] if lengths is None else [(lengths.shape[0], gates.shape[1])]
-    return equality_checks(f"{name}: lengths must have one value per sequence", *pairs)
+def _checks(name: str, gates: Buffer, states: Iterable[Buffer], lengths: Buffer | None) -> tuple[Stmt, ...]:
+    """That everything is of as many sequences as the gates."""
+    batch = gates.shape[1]
+    pairs = [] if lengths is None else [(lengths.shape[0], batch)]
+    found = equality_checks(f"{name}: lengths must have one value per sequence", *pairs)
+    started = equality_checks(
+        f"{name}: an initial state has another batch than x", *((s.shape[0], batch) for s in states)
+    )
+    return (*found, *started)
 
 
 def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterable[Sample]:
@@ -247,7 +253,7 @@ class LstmScan(_Scan):
         body = _scan(out, (h0, c0), gates, step)
         for local in (rounded, low, high) if attrs["quantize_state"] else ():
             body = Allocate(local, body)
-        return seq(*_lengths_check(self.name, gates, lengths), Allocate(z, body))
+        return seq(*_checks(self.name, gates, (h0, c0), lengths), Allocate(z, body))
 
     def step(
         self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
@@ -311,7 +317,7 @@ class GruScan(_Scan):
             kept = compute(reset, lambda b, j: (Scalar(z[b, j + hidden]) * Scalar(state[b, j])).value)
             return seq(gate, kept, loop.product(new, reset, r, hidden * 2, candidate), update, loop.emit())
 
-        checks = _lengths_check(self.name, gates, lengths)
+        checks = _checks(self.name, gates, (h0,), lengths)
         return seq(*checks, Allocate(z, Allocate(new, Allocate(reset, _scan(out, (h0,), gates, step)))))
 
     def split(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -359,7 +365,8 @@ class RnnScan(_Scan):
             product = loop.product(new, state, r, 0, lambda total, b, j: f(total + loop.gate(b, j)))
             return seq(product, loop.update(state, lambda b, j: Scalar(new[b, j])), loop.emit())
 
-        return seq(*_lengths_check(self.name, gates, lengths), Allocate(new, _scan(out, (h0,), gates, step)))
+        checks = _checks(self.name, gates, (h0,), lengths)
+        return seq(*checks, Allocate(new, _scan(out, (h0,), gates, step)))
 
     def step(
         self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any

@@ -1,0 +1,130 @@
+"""Operands whose sizes must agree, and that only a call tells: a call with others is refused, and names the node.
+
+Nothing else would be noticed: kernels read as far as their loops go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import relaxlite as rl
+from relaxlite.errors import ExecutionError
+from tests.onnx_models import model, node, value
+
+
+def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+def of(op: str, operands: list[np.ndarray], *, opset: int = 17, outputs: int = 1, **attrs: Any) -> onnx.ModelProto:
+    """The op on inputs x0, x1, ... of these dtypes and ranks, nothing known of their sizes."""
+    names, results = [f"x{k}" for k in range(len(operands))], [f"y{k}" for k in range(outputs)]
+    given = [value(n, [None] * x.ndim, str(x.dtype)) for n, x in zip(names, operands, strict=True)]
+    return model([node(op, names, results, name="N", **attrs)], given, results, opset=opset)
+
+
+RECURRENT = [ones(6, 2, 5), ones(1, 16, 5), ones(1, 16, 4), ones(1, 32), np.int32([6, 3])]
+LSTM = [*RECURRENT, ones(1, 2, 4), ones(1, 2, 4)]
+BYTES = [ones(3, 4, dtype="uint8"), ones(4, 5, dtype="uint8"), ones(3, dtype="uint8"), ones(5, dtype="uint8")]
+CASES = [
+    ("QuantizeLinear", [ones(2, 3, 4), ones(3), ones(3, dtype="uint8")], {"axis": 1}, [(2, 2), (2, 4)]),
+    ("DequantizeLinear", [ones(2, 3, dtype="uint8"), ones(3), ones(3, dtype="uint8")], {"axis": 1}, [(2, 2)]),
+    ("ReverseSequence", [ones(4, 3), np.int64([1, 2, 3])], {}, [(1, 2), (1, 4)]),
+    ("MatMulInteger", BYTES, {}, [(2, 2), (3, 4), (3, 6)]),
+    ("OneHot", [np.int64([1, 0]), np.int64(3), np.float32([0, 1])], {}, [(2, 1), (2, 3)]),
+    (
+        "TensorScatter",
+        [ones(2, 3, 8, 4), ones(2, 3, 2, 4), np.int64([0, 1])],
+        {"opset": 24, "axis": 2},
+        [(0, 3), (1, 1)],
+    ),
+    ("NonMaxSuppression", [ones(2, 5, 4), ones(2, 1, 5), np.int64(3)], {}, [(0, 1), (0, 3), (1, 3)]),
+    ("BatchNormalization", [ones(2, 3, 4), *[ones(3)] * 4], {}, [(1, 1), (2, 4), (3, 2), (4, 1)]),
+    ("Conv", [ones(2, 3, 8), ones(4, 3, 3), ones(4)], {}, [(2, 1), (2, 3)]),
+    ("ConvTranspose", [ones(2, 3, 8), ones(3, 4, 3), ones(4)], {}, [(2, 1), (2, 5)]),
+]
+
+
+def with_size(x: np.ndarray, size: int) -> np.ndarray:
+    """x repeated or cut in its first dimension."""
+    return np.take(x, np.arange(size) % x.shape[0], axis=0)
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "attrs", "operand", "size"),
+    [
+        pytest.param(op, operands, attrs, operand, size, id=f"{op}-x{operand}-{size}")
+        for op, operands, attrs, changes in CASES
+        for operand, size in changes
+    ],
+)
+def test_an_operand_of_another_size_is_refused(
+    op: str, operands: list[np.ndarray], attrs: dict[str, Any], operand: int, size: int
+) -> None:
+    exe = rl.compile(rl.from_onnx(of(op, operands, **attrs)))
+    exe(*operands)
+    changed = list(operands)
+    changed[operand] = with_size(operands[operand], size)
+    with pytest.raises(ExecutionError, match=f"^ONNX node 'N' \\({op}\\)"):
+        exe(*changed)
+    exe(*operands)
+
+
+@pytest.mark.parametrize(("op", "gates", "states"), [("LSTM", 4, 2), ("GRU", 3, 1), ("RNN", 1, 1)])
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_an_initial_state_of_another_batch_is_refused(op: str, gates: int, states: int, has_lengths: bool) -> None:
+    names = ["x", "w", "r", "", "lengths" if has_lengths else "", *["h", "c"][:states]]
+    given = [value("x", [None, None, 5]), value("w", [1, 4 * gates, 5]), value("r", [1, 4 * gates, 4])]
+    given += [value("lengths", [None], "int32")] if has_lengths else []
+    given += [value(name, [1, None, 4]) for name in names[5:]]
+    exe = rl.compile(rl.from_onnx(model([node(op, names, ["y"], name="N", hidden_size=4)], given, ["y"])))
+
+    def call(batch: int, *state_batches: int) -> Any:
+        lengths = [np.full(batch, 3, np.int32)] if has_lengths else []
+        initial = [ones(1, b, 4) for b in state_batches[:states]]
+        return exe(ones(3, batch, 5), ones(1, 4 * gates, 5), ones(1, 4 * gates, 4), *lengths, *initial)
+
+    for batch in (1, 3):
+        assert call(batch, batch, batch).shape == (3, 1, batch, 4)
+    for batch, *others in [(3, 2, 3), (1, 16, 1), (2, 1, 2), (2, 0, 2)]:
+        with pytest.raises(ExecutionError, match="initial state has another batch than x"):
+            call(batch, *others)
+
+
+def test_an_affine_map_for_another_batch_is_refused() -> None:
+    given = [value("theta", [None] * 3), value("sizes", [4], "int64")]
+    exe = rl.compile(rl.from_onnx(model([node("AffineGrid", ["theta", "sizes"], name="N")], given, opset=20)))
+    sizes = np.int64([2, 3, 4, 5])
+    assert exe(ones(2, 2, 3), sizes).shape == (2, 4, 5, 2)
+    with pytest.raises(ExecutionError, match=r"dimension 0 of shape \(1, 2, 3\): expects .* = 2, got 1"):
+        exe(ones(1, 2, 3), sizes)
+
+
+def test_offsets_for_another_picture_are_refused() -> None:
+    w, offset = ones(3, 2, 3, 3), ones(1, 18, 4, 5)
+    weights = {"w": w}
+    given = [value("x", [1, 2, None, None]), value("o", [1, 18, None, None])]
+    proto = model([node("DeformConv", ["x", "w", "o"], ["y"], name="N")], given, ["y"], weights=weights, opset=19)
+    exe = rl.compile(rl.from_onnx(proto))
+    assert exe(ones(1, 2, 6, 7), offset).shape == (1, 3, 4, 5)
+    with pytest.raises(ExecutionError, match="ONNX node 'N'"):
+        exe(ones(1, 2, 7, 7), offset)
+
+
+@pytest.mark.parametrize("dims", [["b", "n"], ["b", "n", None], ["b", "n", 1]])
+def test_a_real_signal_has_any_of_its_ranks(dims: list[Any]) -> None:
+    signal = np.random.default_rng(0).standard_normal((2, 40)).astype(np.float32)
+    weights = {"step": np.int64(8), "window": np.hanning(16).astype(np.float32)}
+    proto = model([node("STFT", ["x", "step", "window"], ["y"], name="N")], [value("x", dims)], ["y"], weights=weights)
+    exe = rl.compile(rl.from_onnx(proto))
+    frames = np.stack([signal[:, k : k + 16] * weights["window"] for k in range(0, 25, 8)], axis=1)
+    expected = np.fft.rfft(frames)
+    given = signal if len(dims) == 2 else signal[..., None]
+    np.testing.assert_allclose(exe(given)[..., 0] + 1j * exe(given)[..., 1], expected, atol=1e-4)
+    if dims[-1] is None:
+        with pytest.raises(ExecutionError, match=r"expects 1, got 2"):
+            exe(np.concatenate([given, given], -1))
