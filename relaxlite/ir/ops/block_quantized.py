@@ -213,7 +213,9 @@ class DequantizeBlocks(_Blocks):
         return TensorType.of((rows, columns), "float32")
 
     def lower(self, words: Buffer, *given: Buffer, out: Buffer, coarse: bool, **coding: Any) -> Stmt:
-        return compute(out, lambda k, j: _weight(words, given, k, j, Coding(**coding)).value)
+        pairs = ((x.shape[1], words.shape[1]) for x in given)
+        checks = equality_checks("dequantize_blocks: codes and scales have different columns", *pairs)
+        return seq(*checks, compute(out, lambda k, j: _weight(words, given, k, j, Coding(**coding)).value))
 
     def reference(self, words: Any, *given: Any, coarse: bool, **coding: Any) -> Any:
         return _dequantized(words, given, Coding(**coding))

@@ -43,7 +43,8 @@ class Full(Op):
         return TensorType.of(self.shape(shape), check_scalar(self, value, "value").dtype)
 
     def lower(self, shape: Shape, value: Buffer, *, out: Buffer) -> Stmt:
-        return compute(out, lambda *i: only_element(value))
+        checks = equality_checks("full: the value must have one element", *((d, 1) for d in value.shape))
+        return seq(*checks, compute(out, lambda *i: only_element(value)))
 
     def reference(self, shape: Any, value: Any) -> Any:
         return np.full(int_tuple(shape), value.reshape(-1)[0], dtype=value.dtype)

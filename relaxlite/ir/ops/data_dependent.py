@@ -18,6 +18,7 @@ from relaxlite.ir.expr import Call, Expr, Tuple, TupleGetItem
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import Shape
 from relaxlite.ir.ops.elementwise import BOOL, NUMBER, check_dtype
+from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, index, literal
 from relaxlite.ir.ops.sorting import draw_with_ties
@@ -178,6 +179,7 @@ class UniqueCount(Op):
 
     def lower(self, x: Buffer, order: Buffer, *, out: Buffer) -> Stmt:
         return seq(
+            *_order_checks(self.name, x, order),
             Store(out, (sym(0),), ZERO),
             _each_in_order(x, order, lambda p, is_new: IfThenElse(is_new.value, advance(out))),
         )
@@ -187,6 +189,10 @@ class UniqueCount(Op):
 
     def samples(self) -> Iterable[Sample]:
         yield _sorted_sample((("n",), ("n",)), ("float32", "int64"))
+
+
+def _order_checks(name: str, x: Buffer, order: Buffer) -> tuple[Stmt, ...]:
+    return equality_checks(f"{name}: x and its order differ in size", (x.shape[0], order.shape[0]))
 
 
 def _sorted_sample(shapes: Any, types: Any) -> Sample:
@@ -241,7 +247,8 @@ class UniqueFill(Op):
             member = seq(Store(inverse, (p,), index(g).value), Store(counts, (g,), ONE, "add"))
             return seq(IfThenElse(is_new.value, opening), LetIndex(g, (fresh - 1).value, member))
 
-        return Allocate(groups, seq(Store(groups, (sym(0),), ZERO), _each_in_order(x, order, visit)))
+        visits = Allocate(groups, seq(Store(groups, (sym(0),), ZERO), _each_in_order(x, order, visit)))
+        return seq(*_order_checks(self.name, x, order), visits)
 
     def reference(self, x: Any, order: Any, count: Any) -> Any:
         values, *places = np.unique(x, True, True, True)

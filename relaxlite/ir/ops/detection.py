@@ -69,7 +69,11 @@ class NmsSelect(Op):
             return seq(Store(counts, (b, c), ZERO), loops("t", (scores.shape[2],), visit))
 
         pairs = [(boxes.shape[0], scores.shape[0]), (boxes.shape[1], scores.shape[2]), (boxes.shape[2], sym(4))]
-        checks = equality_checks("non_max_suppression: boxes (b, n, 4) and scores (b, c, n) do not fit", *pairs)
+        ones = [(d, sym(1)) for threshold in (iou_threshold, score_threshold) for d in threshold.shape]
+        checks = (
+            *equality_checks("non_max_suppression: boxes (b, n, 4) and scores (b, c, n) do not fit", *pairs),
+            *equality_checks("non_max_suppression: a threshold must have one element", *ones),
+        )
         return seq(*checks, Allocate(overlaps, loops("bc", scores.shape[:2], row)))
 
     def reference(

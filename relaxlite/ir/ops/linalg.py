@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -182,7 +182,10 @@ class MatmulInteger(_Product):
                 right = right - _zero_point(b_zero, at, batch, (sym(0), *col), col)
             return left * right
 
-        pairs = [(zero.shape[0], x.shape[k]) for zero, x, k in ((a_zero, a, -2), (b_zero, b, -1)) if _is_vector(zero)]
+        pairs = [
+            *_zero_sizes(a_zero, (*a.shape[:-1], sym(1))),
+            *_zero_sizes(b_zero, (*b.shape[:-2], sym(1), b.shape[-1])),
+        ]
         checks = equality_checks("matmul_integer: a zero point per row of a, or per column of b", *pairs)
         return seq(*checks, _lower_product(self.name, a, b, out, term))
 
@@ -202,8 +205,18 @@ class MatmulInteger(_Product):
         yield Sample(((2, 3, "k"), (2, "k", 4), (2, 3, 1), (2, 1, 4)), dtypes=("uint8",) * 4)
 
 
-def _is_vector(zero: Buffer | None) -> TypeGuard[Buffer]:
-    return zero is not None and len(zero.shape) == 1 and as_int(zero.shape[0]) != 1
+def _is_vector(zero: Buffer) -> bool:
+    return len(zero.shape) == 1 and as_int(zero.shape[0]) != 1
+
+
+def _zero_sizes(zero: Buffer | None, wanted: Shape) -> Iterable[tuple[SymExpr, SymExpr]]:
+    """The sizes of a zero point that must be equal: a vector's to the only one of the last two that is not 1."""
+    if zero is None or len(wanted) < 2 or all(as_int(d) == 1 for d in zero.shape):
+        return ()
+    if _is_vector(zero):
+        return ((zero.shape[0], wanted[-2] if as_int(wanted[-1]) == 1 else wanted[-1]),)
+    leading = zip(reversed(zero.shape[:-2]), reversed(wanted[:-2]), strict=False)
+    return (*zip(zero.shape[-2:], wanted[-2:], strict=True), *(pair for pair in leading if as_int(pair[0]) != 1))
 
 
 def _zero_point(zero: Buffer, at: Shape, batch: Shape, matrix: Shape, vector: Shape) -> Scalar:

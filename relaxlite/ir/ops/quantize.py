@@ -220,7 +220,8 @@ class UnpackIntegers(Op):
             field = Scalar(Load(words, (k // count, *i))).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
             return (field - (1 << bits - 1)).cast(dtype).value
 
-        return compute(out, value)
+        checks = equality_checks(f"{self.name}: rows of words", (words.shape[0], ceildiv(sym(rows), count)))
+        return seq(*checks, compute(out, value))
 
     def reference(self, words: Any, *, rows: int, bits: int, dtype: str) -> Any:
         shifts = np.arange(0, WORD, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))

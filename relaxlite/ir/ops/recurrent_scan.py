@@ -170,15 +170,23 @@ def _scan(out: tuple[Buffer, ...], initial: Iterable[Buffer], gates: Buffer, ste
     return seq(*copies, loops("t", gates.shape[:1], step))
 
 
-def _checks(name: str, gates: Buffer, states: Iterable[Buffer], lengths: Buffer | None) -> tuple[Stmt, ...]:
-    """That everything is of as many sequences as the gates."""
-    batch = gates.shape[1]
-    pairs = [] if lengths is None else [(lengths.shape[0], batch)]
-    found = equality_checks(f"{name}: lengths must have one value per sequence", *pairs)
-    started = equality_checks(
-        f"{name}: an initial state has another batch than x", *((s.shape[0], batch) for s in states)
+def _checks(
+    name: str,
+    gates: Buffer,
+    r: Buffer,
+    states: Iterable[Buffer],
+    lengths: Buffer | None,
+    *more: tuple[SymExpr, SymExpr],
+) -> tuple[Stmt, ...]:
+    """That everything is of as many sequences, and as wide, as the gates and r."""
+    batch, hidden = gates.shape[1], r.shape[0]
+    ends = [] if lengths is None else [(lengths.shape[0], batch)]
+    begins = [pair for state in states for pair in zip(state.shape, (batch, hidden), strict=True)]
+    return (
+        *equality_checks(f"{name}: lengths must have one value per sequence", *ends),
+        *equality_checks(f"{name}: an initial state has another batch than x, or another size than r", *begins),
+        *equality_checks(f"{name}: weights, bias or peepholes do not fit r", (gates.shape[2], r.shape[1]), *more),
     )
-    return (*found, *started)
 
 
 def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterable[Sample]:
@@ -253,7 +261,8 @@ class LstmScan(_Scan):
         body = _scan(out, (h0, c0), gates, step)
         for local in (rounded, low, high) if attrs["quantize_state"] else ():
             body = Allocate(local, body)
-        return seq(*_checks(self.name, gates, (h0, c0), lengths), Allocate(z, body))
+        wide = [(r.shape[1], hidden * 4)] + ([] if peepholes is None else [(peepholes.shape[0], hidden * 3)])
+        return seq(*_checks(self.name, gates, r, (h0, c0), lengths, *wide), Allocate(z, body))
 
     def step(
         self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
@@ -317,7 +326,8 @@ class GruScan(_Scan):
             kept = compute(reset, lambda b, j: (Scalar(z[b, j + hidden]) * Scalar(state[b, j])).value)
             return seq(gate, kept, loop.product(new, reset, r, hidden * 2, candidate), update, loop.emit())
 
-        checks = _checks(self.name, gates, (h0,), lengths)
+        wide = [(r.shape[1], hidden * 3), (bias.shape[0], hidden * 3)]
+        checks = _checks(self.name, gates, r, (h0,), lengths, *wide)
         return seq(*checks, Allocate(z, Allocate(new, Allocate(reset, _scan(out, (h0,), gates, step)))))
 
     def split(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -365,7 +375,7 @@ class RnnScan(_Scan):
             product = loop.product(new, state, r, 0, lambda total, b, j: f(total + loop.gate(b, j)))
             return seq(product, loop.update(state, lambda b, j: Scalar(new[b, j])), loop.emit())
 
-        checks = _checks(self.name, gates, (h0,), lengths)
+        checks = _checks(self.name, gates, r, (h0,), lengths, (r.shape[1], r.shape[0]))
         return seq(*checks, Allocate(new, _scan(out, (h0,), gates, step)))
 
     def step(
