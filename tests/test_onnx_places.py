@@ -42,7 +42,7 @@ SQUEEZE = model(
             [np.ones((3, 4), np.float32), np.int64([2])],
             [np.ones((3, 4), np.float32), np.int64([3])],
             ExecutionError,
-            "gather: an index is out of range for axis 0 of size n",
+            "gather: an index is out of range for axis 0 of size n (n = 3)",
             id="an index beyond the end",
         ),
         pytest.param(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -306,7 +307,7 @@ class _Decoder:
                 raise ExecutionError(f"kernel '{info.name}' reads heap slot {last - 1} of {symbols.shape[0]}")
             status = kernel(pack(*[registers[i].ptr for i in buffers]), symbols.ptr + offset)
             if status:
-                raise _kernel_error(info, status)
+                raise _kernel_error(info, status, symbols.values[first:last])
 
         return step
 
@@ -460,7 +461,7 @@ def _no_negative(shape: tuple[int, ...], what: str) -> tuple[int, ...]:
     return shape
 
 
-def _kernel_error(info: KernelInfo, status: int) -> ExecutionError:
+def _kernel_error(info: KernelInfo, status: int, symbols: Sequence[int]) -> ExecutionError:
     if status == _OVERFLOW:
         return OutOfMemoryError(f"kernel '{info.name}': size overflow: an integer does not fit 64 bits")
     if status == _NO_MEMORY:
@@ -470,6 +471,9 @@ def _kernel_error(info: KernelInfo, status: int) -> ExecutionError:
         raise failure  # as when someone interrupts the program
     is_known = 0 < status <= len(info.checks)
     reason = info.checks[status - 1] if is_known else f"failed with the unknown status {status}"
+    names = zip(() if info.cost is None else info.cost.symbols, symbols, strict=False)
+    values = [f"{name} = {value}" for name, value in names if re.search(rf"\b{re.escape(name)}\b", reason)]
+    reason += f" ({', '.join(values)})" if values else ""
     error = ExecutionError(f"kernel '{info.name}': {reason}" + ("" if failure is None else f": {failure}"))
     error.__cause__ = failure
     return error
