@@ -287,7 +287,7 @@ def test_sums_of_arrays_from_memory_are_right(m: int | str) -> None:
             np.testing.assert_allclose(exe(x, scale, y), x * scale + y, rtol=1e-6, atol=1e-6)
 
 
-def scaled_softmax(emit: Any, x: Var, mask: Var) -> Var:
+def masked_softmax(emit: Any, x: Var, mask: Var) -> Var:
     return emit(ops.softmax(emit(ops.add(x, mask)), axis=-1))
 
 
@@ -321,7 +321,7 @@ def test_the_row_of_the_result_is_asked_for_where_a_later_loop_writes_it_to_the_
 
 
 def test_what_does_not_move_along_the_rows_is_not_asked_for() -> None:
-    found = requests_in(scaled_softmax, (("n", 512), (512,)), INTEL)
+    found = requests_in(masked_softmax, (("n", 512), (512,)), INTEL)
     assert found and {request.buffer.name for request in found} == {"x0"}
     for shape in ((512,), ("n", 5000)):  # one row, and long ones
         assert not requests_in(lambda emit, x: emit(ops.softmax(x, axis=-1)), (shape,), INTEL)

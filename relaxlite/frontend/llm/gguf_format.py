@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.foreign_files import ENOUGH_BYTES, describe_foreign
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -90,8 +91,10 @@ def read_file(path: str | os.PathLike[str]) -> GgufFile:
     source = os.fspath(path)
     try:
         with open(source, "rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ImportModelError(f"{source}: no GGUF file: it does not begin with 'GGUF'")
+            head = file.read(ENOUGH_BYTES)
+            if head[:4] != b"GGUF":
+                what = describe_foreign(head) or "it does not begin with 'GGUF'"
+                raise ImportModelError(f"{source}: no GGUF file: {what}")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ImportModelError(f"{source}: cannot be read: {error.strerror}") from error

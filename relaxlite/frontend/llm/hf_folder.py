@@ -13,6 +13,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.foreign_files import ENOUGH_BYTES, describe_foreign
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import (
     HUGGING_FACE_LAYER,
@@ -118,7 +119,16 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
             if name != "__metadata__" and not name.endswith(_IGNORED)
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ImportModelError(f"{path}: a damaged or truncated safetensors file: {error}") from error
+        what = f"a damaged or truncated safetensors file: {error}"
+        raise ImportModelError(f"{path}: {_foreign(path) or what}") from error
+
+
+def _foreign(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return describe_foreign(file.read(ENOUGH_BYTES))
+    except OSError:
+        return None
 
 
 def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str) -> Weight:

@@ -9,6 +9,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.foreign_files import describe_foreign
 from relaxlite.frontend.onnx.large_tensors import LEAST_FILE, without_large_tensors
 from relaxlite.records import dataclass
 
@@ -64,7 +65,10 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
         damaged = (
             "an ONNX model that is truncated or damaged" if data[0] == 0x08 else "not an ONNX model (not a protobuf)"
         )
-        raise ImportModelError(f"{what}: {damaged}") from error
+        raise ImportModelError(f"{what}: {describe_foreign(data) or damaged}") from error
+    foreign = None if proto.HasField("graph") else describe_foreign(data)
+    if foreign is not None:  # some happen to be protobufs
+        raise ImportModelError(f"{what}: {foreign}")
     return proto
 
 
