@@ -10,6 +10,7 @@ import relaxlite as rl
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.gguf_format import read_file
 from relaxlite.frontend.llm.hf_folder import read_safetensors
+from relaxlite.frontend.llm.read import read_checkpoint
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 FOREIGN = [
@@ -32,6 +33,12 @@ def test_another_file_is_named(content: bytes, message: str, tmp_path: Path) -> 
         assert message in str(caught.value) and str(path) in str(caught.value)
     with pytest.raises(ImportModelError, match=f"the given bytes: {message}"):
         rl.from_onnx(content)
+
+
+def test_a_pointer_in_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(POINTER)
+    with pytest.raises(ImportModelError, match=r"config\.json: cannot be read: a Git LFS pointer"):
+        read_checkpoint(tmp_path)
 
 
 def test_a_language_model_given_as_a_graph_is_named() -> None:

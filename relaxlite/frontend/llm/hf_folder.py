@@ -79,7 +79,7 @@ def _json(path: Path, *, needed: bool = False) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError) as error:
-        raise ImportModelError(f"{path}: cannot be read: {error}") from error
+        raise ImportModelError(f"{path}: cannot be read: {_foreign(path) or error}") from error
     if not isinstance(found, dict):
         raise ImportModelError(f"{path}: no JSON object")
     return found
