@@ -356,3 +356,30 @@ def test_a_converter_from_outside() -> None:
 
     proto = model([node("TwiceForTests", ["x"], domain="my.tests", factor=3.0)], values(x=["n"]), domains=["my.tests"])
     assert np.array_equal(run(proto, np.float32([1, 2])), [3, 6])
+
+
+@pytest.mark.parametrize("op", ["LayerNormalization", "RMSNormalization"])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_scales_of_a_norm_may_differ_along_the_dimensions_before(op: str, is_known: bool) -> None:
+    """As adaptive norms have them: one scale and bias for each batch."""
+    rng = np.random.default_rng(0)
+    x, scale, bias = rng.standard_normal((2, 3, 4)), rng.standard_normal((2, 1, 4)), rng.standard_normal((2, 3, 4))
+    has_bias = op == "LayerNormalization"
+    names = ["scale", "bias"] if has_bias else ["scale"]
+    arrays = [a.astype(np.float32) for a in (scale, bias)][: len(names)]
+    given = [value("x", ["a", "b", "c"])]
+    given += [] if is_known else [value(name, [None] * 3) for name in names]
+    weights = dict(zip(names, arrays, strict=True)) if is_known else None
+    proto = model([node(op, ["x", *names])], given, weights=weights, opset=23)
+    found = run(proto, x.astype(np.float32), *([] if is_known else arrays))
+    centered = x - x.mean(-1, keepdims=True) if has_bias else x
+    expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) * scale + (bias if has_bias else 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_scale_that_would_enlarge_a_norm_is_refused() -> None:
+    proto = model(
+        [node("LayerNormalization", ["x", "s"])], values(x=[1, 3, 4]), weights={"s": np.ones((2, 3, 4), "f4")}
+    )
+    with pytest.raises(ImportModelError, match=r"a scale or bias of shape \(2, 3, 4\) cannot be broadcast to x"):
+        from_onnx(proto)

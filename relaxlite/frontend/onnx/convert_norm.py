@@ -10,7 +10,8 @@ from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.symbolic import SymExpr, product
+from relaxlite.ir.ops.broadcast import format_shape
+from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 Shape = tuple[SymExpr, ...]
 
@@ -157,11 +158,28 @@ def layer_norm(n: Node) -> Result:
     dims = n.shape()
     axis = normalize_axis(n, n.int("axis", -1), len(dims))
     epsilon = n.float("epsilon", 1e-5)
-    weights = [_weight(n, w, dims[axis:]) for w in (n.input(1), n.optional(2)) if w is not None]
-    result = ops.layer_norm(n.input(0), *weights, axis=axis, epsilon=epsilon)
+    result = _weighed(n, ops.layer_norm, axis, epsilon, n.input(1), n.optional(2))
     if not n.wants(1) and not n.wants(2):
         return result
     return (result, *_statistics(n, tuple(range(axis, len(dims))), epsilon))
+
+
+def _weighed(n: Node, norm: Op, axis: int, epsilon: float, scale: Expr, bias: Expr | None = None) -> Expr:
+    """x normalized from `axis` on; a scale or bias that differs along the dimensions before is applied behind that."""
+    x, dims, tail = n.input(0), n.shape(), n.shape()[axis:]
+    weights = [weight for weight in (scale, bias) if weight is not None]
+    if all(as_int(d) == 1 for w in weights for d in n.shape_of(w)[: -len(tail)]):
+        return norm(x, *(_weight(n, weight, tail) for weight in weights), axis=axis, epsilon=epsilon)
+    ones = n.emit(ops.full(tail, Constant.of(1, n.dtype())))
+    result: Expr = n.emit(norm(x, ones, axis=axis, epsilon=epsilon))
+    for op, weight in zip((ops.multiply, ops.add), weights, strict=False):
+        made: Expr = n.emit(op(result, weight))
+        if len(n.shape_of(made)) == len(dims):
+            made = unify_dims(n.bb, made, dict(enumerate(dims)))
+        if n.shape_of(made) != dims:
+            n.fail(f"a scale or bias of shape {format_shape(n.shape_of(weight))} cannot be broadcast to x")
+        result = made
+    return result
 
 
 def _weight(n: Node, weight: Expr, tail: Shape) -> Expr:
@@ -191,8 +209,7 @@ def rms_norm(n: Node) -> Result:
     check_stash(n)
     dims = n.shape()
     axis = normalize_axis(n, n.int("axis", -1), len(dims))
-    scale = _weight(n, n.input(1), dims[axis:])
-    return ops.rms_norm(n.input(0), scale, axis=axis, epsilon=n.float("epsilon", 1e-5))
+    return _weighed(n, ops.rms_norm, axis, n.float("epsilon", 1e-5), n.input(1))
 
 
 @onnx_op("LRN")
