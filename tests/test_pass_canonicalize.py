@@ -14,7 +14,7 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, MatchShape
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.op import Attr, Op, register_op
+from relaxlite.ir.op import Attr, Op, get_op, register_op
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.decompose import decompose
@@ -317,6 +317,16 @@ def test_a_large_constant_may_grow_to_twice_its_size(times: int, is_folded: bool
     bb = BlockBuilder()
     with bb.function("main"):
         bb.result(bb.emit(ops.broadcast_to(np.ones((SMALL_BYTES, 1), np.float32), (SMALL_BYTES, times))))
+    result = fold_constants(bb.module())["main"].body.result  # type: ignore[union-attr]
+    assert isinstance(result, Constant) is is_folded
+
+
+@pytest.mark.parametrize(("points", "is_folded"), [(512, True), (8192, False)])
+def test_tables_of_sines_are_constants_up_to_a_limit(points: int, is_folded: bool) -> None:
+    """SMALL_BYTES is far below the table of a transform of 512 points, which took most of such a model's time."""
+    bb = BlockBuilder()
+    with bb.function("main"):
+        bb.result(bb.emit(get_op("dft_matrix")((points, points // 2 + 1), parts=1, dtype="float32")))
     result = fold_constants(bb.module())["main"].body.result  # type: ignore[union-attr]
     assert isinstance(result, Constant) is is_folded
 

@@ -25,6 +25,8 @@ from relaxlite.ir.visitor import Rewriter, bodies, map_functions, used_vars
 
 SMALL_BYTES = 1 << 16  # results up to this size are always worth a constant
 _KEPT = ("unpack_integers", "dequantize_blocks")
+_TABLES = ("dft_matrix", "cosine_window")  # of sines and cosines: reading them takes a fraction of computing them
+TABLE_BYTES = 1 << 26  # up to which they are constants: a transform of 4096 points
 GROWTH = 2  # larger ones only if they are at most this many times the operands: an Expand of a scalar stays a loop
 
 
@@ -113,5 +115,7 @@ def _is_worth(call: Call, operands: list[Any], *, any_growth: bool) -> bool:
     if not all(isinstance(t, TensorType) and t.shape is not None and all(d.is_const for d in t.shape) for t in types):
         return False
     size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)
+    if call.callee.name in _TABLES:
+        return bool(size <= TABLE_BYTES)
     given = sum(o.nbytes for o in operands if isinstance(o, np.ndarray))
     return any_growth or bool(size <= max(SMALL_BYTES, GROWTH * given))
