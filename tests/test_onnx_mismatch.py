@@ -20,21 +20,21 @@ def ones(*shape: int, dtype: str = "float32") -> np.ndarray:
     return np.ones(shape, dtype)
 
 
-def of(op: str, operands: list[np.ndarray], *, opset: int = 17, outputs: int = 1, **attrs: Any) -> onnx.ModelProto:
+def of(op: str, operands: list[np.ndarray], *, opset: int = 17, **attrs: Any) -> onnx.ModelProto:
     """The op on inputs x0, x1, ... of these dtypes and ranks, nothing known of their sizes."""
-    names, results = [f"x{k}" for k in range(len(operands))], [f"y{k}" for k in range(outputs)]
+    names = [f"x{k}" for k in range(len(operands))]
     given = [value(n, [None] * x.ndim, str(x.dtype)) for n, x in zip(names, operands, strict=True)]
-    return model([node(op, names, results, name="N", **attrs)], given, results, opset=opset)
+    return model([node(op, names, name="N", **attrs)], given, opset=opset)
 
 
-RECURRENT = [ones(6, 2, 5), ones(1, 16, 5), ones(1, 16, 4), ones(1, 32), np.int32([6, 3])]
-LSTM = [*RECURRENT, ones(1, 2, 4), ones(1, 2, 4)]
 BYTES = [ones(3, 4, dtype="uint8"), ones(4, 5, dtype="uint8"), ones(3, dtype="uint8"), ones(5, dtype="uint8")]
+PICTURES = [ones(1, 3, 8, 8, dtype="uint8"), ones(4, 3, 3, 3, dtype="uint8")]
 CASES = [
     ("QuantizeLinear", [ones(2, 3, 4), ones(3), ones(3, dtype="uint8")], {"axis": 1}, [(2, 2), (2, 4)]),
     ("DequantizeLinear", [ones(2, 3, dtype="uint8"), ones(3), ones(3, dtype="uint8")], {"axis": 1}, [(2, 2)]),
     ("ReverseSequence", [ones(4, 3), np.int64([1, 2, 3])], {}, [(1, 2), (1, 4)]),
     ("MatMulInteger", BYTES, {}, [(2, 2), (3, 4), (3, 6)]),
+    ("ConvInteger", [*PICTURES, ones(1, dtype="uint8"), ones(4, dtype="uint8")], {}, [(2, 2), (3, 3)]),
     ("OneHot", [np.int64([1, 0]), np.int64(3), np.float32([0, 1])], {}, [(2, 1), (2, 3)]),
     (
         "TensorScatter",

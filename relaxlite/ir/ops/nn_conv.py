@@ -251,20 +251,18 @@ class ConvInteger(LaidOut):
         return self(padded, w, (0,) * len(values), *zeros, **attrs)
 
     def lower(self, x: Buffer, w: Buffer, pads: Shape, *zeros: Buffer, out: Buffer, layout: str, **window: Any) -> Stmt:
-        def centered(value: Scalar, zero: Buffer, oc: SymExpr) -> Scalar:
-            is_one = not zero.shape or as_int(zero.shape[0]) == 1
-            at = (sym(0) if is_one else oc,) * len(zero.shape)
-            return value - Scalar(zero[at]).cast("int32")
+        channels = out.shape[-1 if layout == "last" else 1]
+        counts = [sym(1) if k == 0 or not z.shape or as_int(z.shape[0]) == 1 else channels for k, z in enumerate(zeros)]
 
         def term(a: Scalar, b: Scalar, oc: SymExpr) -> Scalar:
             pair = [a.cast("int32"), b.cast("int32")]
-            for k, zero in enumerate(zeros):
-                pair[k] = centered(pair[k], zero, oc)
+            for k, (zero, count) in enumerate(zip(zeros, counts, strict=True)):
+                at = (oc if count is channels else sym(0),) * len(zero.shape)
+                pair[k] = pair[k] - Scalar(zero[at]).cast("int32")
             return pair[0] * pair[1]
 
-        vectors = [zero.shape[0] for zero in zeros if zero.shape and as_int(zero.shape[0]) != 1]
-        channels = out.shape[-1 if layout == "last" else 1]
-        checks = equality_checks("conv_integer: a zero point per channel", *((size, channels) for size in vectors))
+        pairs = [(zero.shape[0], count) for zero, count in zip(zeros, counts, strict=True) if zero.shape]
+        checks = equality_checks("conv_integer: x has one zero point, w one or one per channel", *pairs)
         return seq(*checks, lower_windows(self.name, x, w, out, window, term, layout))
 
     def reference(self, x: Any, w: Any, pads: Ints, x_zero: Any = 0, w_zero: Any = 0, **attrs: Any) -> Any:
