@@ -1,6 +1,7 @@
 """Evaluate calls of pure ops whose operands are all constants, by their NumPy references.
 
 Weights that are kept in few bits (quantized_weights.py) stay so: what only widens the right operand of matrix products.
+Tables of sines, as Fourier transforms have them, become constants although nothing large goes in.
 Filters of convolutions become constants however much they grow, for only constants can be laid out for their tiles.
 """
 

@@ -132,9 +132,13 @@ class VirtualMachine:
             _name_place(error, decoded, block, step)
             raise
         except (AttributeError, TypeError, ValueError, IndexError, struct.error) as error:
-            raise ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})") from error
+            made = ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})")
+            _name_place(made, decoded, block, step)
+            raise made from error
         except MemoryError as error:
-            raise OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left") from error
+            made = OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left")
+            _name_place(made, decoded, block, step)
+            raise made from error
         except RecursionError as error:
             raise ExecutionError(f"function '{name}' calls itself too deeply") from error
         finally:
@@ -183,19 +187,22 @@ def _truth(condition: Tensor) -> bool:
 
 
 def _place(decoded: Decoded, block: Block, step: Step | None) -> str:
-    function = decoded.function
-    if step is None or step not in block.steps:
+    function, position = decoded.function, _position(block, step)
+    if position is None:
         return f"function '{function.name}'"
-    position = block.positions[block.steps.index(step)]
     return f"function '{function.name}', {position}: {instruction_text(function.instructions[position])}"
+
+
+def _position(block: Block, step: Step | None) -> int | None:
+    """Of the step's instruction."""
+    return None if step is None or step not in block.steps else block.positions[block.steps.index(step)]
 
 
 def _name_place(error: RelaxliteError, decoded: Decoded, block: Block, step: Step | None) -> None:
     """Put what the step was made of before the error's message, once: the innermost function knows best."""
-    if step is None or step not in block.steps or getattr(error, "is_placed", False):
-        return
-    place = decoded.function.place(block.positions[block.steps.index(step)])
-    if place is None:
+    position = _position(block, step)
+    place = None if position is None else decoded.function.place(position)
+    if place is None or getattr(error, "is_placed", False):
         return
     error.is_placed = True  # type: ignore[attr-defined]
     if not str(error).startswith(place):
