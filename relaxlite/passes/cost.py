@@ -186,6 +186,8 @@ class _Scope:
 
     def is_nonneg(self, expr: SymExpr) -> bool:
         """Whether it is proven that expr >= 0. Not asked of what takes long: a bound that is not the least will do."""
+        if expr.is_const:
+            return expr.const >= 0
         return _num_extrema(expr) <= _MOST_EXTREMA and self.analyzer.can_prove_nonneg(expr)
 
     def count(self, loops: Iterable[SymVar]) -> SymExpr:
@@ -232,11 +234,11 @@ def _footprint(access: Load | Store, scope: _Scope, anywhere: _Scope) -> _Footpr
         if found is None:
             found = _Range(_ZERO, dim - 1)
         else:  # what would lie outside is never touched: a branch guards it, or a loop is shorter in the end
-            found = _Range(scope.greatest(found.low, _ZERO), scope.least(found.high, dim - 1))
+            found = _Range(scope.greatest(_ZERO, found.low), scope.least(found.high, dim - 1))
         box.append(found)
         if not roots:
             continue
-        count = anywhere.greatest(scope.least(found.high - found.low + 1, scope.count(roots)), _ZERO)
+        count = anywhere.greatest(_ZERO, scope.least(found.high - found.low + 1, scope.count(roots)))
         together = [group for group in groups if group[0] & roots]
         groups = [group for group in groups if not group[0] & roots]
         if together:

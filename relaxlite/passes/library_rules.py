@@ -10,6 +10,7 @@ import ast
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from functools import lru_cache
 
 from relaxlite import dtypes
 from relaxlite.errors import InvalidArgumentError, ParseError
@@ -111,7 +112,7 @@ class LibraryRule:
     def _element(self, text: str) -> tuple[str, tuple[str, ...]]:
         """ "a[i, 0]" as its parts; without indices the first element."""
         try:
-            node = ast.parse(text, mode="eval").body
+            node = _parsed(text)
         except SyntaxError:
             node = None
         if isinstance(node, ast.Name):
@@ -125,7 +126,7 @@ class LibraryRule:
         reader = Reader([text])
         reader.scope = dict(scope)
         try:
-            return reader.expr(ast.parse(text, mode="eval").body)
+            return reader.expr(_parsed(text))
         except (ParseError, SyntaxError) as error:
             raise self._error(f"{text!r} is no expression of its dimensions: {str(error).splitlines()[0]}") from error
 
@@ -195,6 +196,11 @@ class LibraryRule:
         if len(indices) != len(buffer.shape):
             raise self._error(f"argument {text!r} has {len(indices)} indices, but {name} has rank {len(buffer.shape)}")
         return AddressOf(buffer, tuple(indices), is_written=name.startswith(OUT))
+
+
+@lru_cache(maxsize=256)  # rules for several ranks have most of their texts in common
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 def _near(word: str, known: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -29,8 +30,12 @@ _DTYPES: dict[int, str] = {
 
 def element_type_name(elem_type: int) -> str:
     """ONNX's name of an element type, for messages."""
-    names = {value: key for key, value in TensorProto.DataType.items()}
-    return names.get(elem_type, f"number {elem_type}")
+    return _names().get(elem_type, f"number {elem_type}")
+
+
+@cache
+def _names() -> dict[int, str]:
+    return {value: key for key, value in TensorProto.DataType.items()}
 
 
 def narrow_type(elem_type: int) -> NarrowType | None:
