@@ -72,6 +72,14 @@ def test_the_canonical_form_keeps_the_value(program: str, values: dict[SymVar, i
         assert evaluate(expr, values) == expected
 
 
+def test_what_is_mentioned_many_times_is_computed_once() -> None:
+    expr: SymExpr = n  # written out, it would mention n 2**64 times
+    value = 3
+    for step in range(64):
+        expr, value = smin(expr, m + step) * smax(expr + step, 7), min(value, 2 + step) * max(value + step, 7)
+    assert evaluate(expr, {n: 3, m: 2}) == value
+
+
 @settings(max_examples=300, deadline=None)
 @given(PROGRAMS)
 def test_the_text_is_python_and_gives_the_same_object(program: str) -> None:

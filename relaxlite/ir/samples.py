@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from relaxlite.ir.intervals import Interval
-from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate_with
 
 _STEPS = (2, 3, 5, 7, 11, 13, 17, 19)
 _STYLES = range(4)
@@ -44,11 +44,12 @@ def has_counterexample(
         {**others, v: odd[v]} for v in claim.free_vars()[:_MAX_ALONE] for odd in (least, large) if odd[v] != others[v]
     )
     for values in itertools.chain(styles, alone):
+        known = dict[SymExpr, int](values.items())
         try:
             if (
-                evaluate(claim, values) < 0
-                and all(evaluate(fact, values) >= 0 for fact in facts)
-                and all(evaluate(zero, values) == 0 for zero in zeros)
+                evaluate_with(claim, known) < 0
+                and all(evaluate_with(fact, known) >= 0 for fact in facts)
+                and all(evaluate_with(zero, known) == 0 for zero in zeros)
             ):
                 return True
         except ZeroDivisionError:

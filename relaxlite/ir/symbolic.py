@@ -540,23 +540,23 @@ _MAKE = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
     """The value under an assignment of every variable; KeyError names a missing one."""
-    if not isinstance(expr, SymExpr):
-        return int(operator.index(expr))
+    return evaluate_with(sym(expr), dict[SymExpr, int](values.items()))
+
+
+def evaluate_with(expr: SymExpr, known: dict[SymExpr, int]) -> int:
+    """`evaluate` that notes the values of atoms in `known`: what is mentioned many times is computed once."""
     total = expr.const
     for monomial, coef in expr.terms:
         for atom in monomial:
-            coef *= _evaluate_atom(atom, values)
+            coef *= known[atom] if atom in known else _evaluate_atom(atom, known)
         total += coef
     return total
 
 
-def _evaluate_atom(atom: SymExpr, values: Mapping[SymVar, int]) -> int:
-    if isinstance(atom, SymVar):
-        if atom not in values:
-            raise KeyError(f"no value for symbol {atom.name}")
-        return values[atom]
-    assert isinstance(atom, Pair)
-    return _EVALUATE[type(atom)](evaluate(atom.a, values), evaluate(atom.b, values))
+def _evaluate_atom(atom: SymExpr, known: dict[SymExpr, int]) -> int:
+    if not isinstance(atom, Pair):
+        raise KeyError(f"no value for symbol {atom}")
+    return known.setdefault(atom, _EVALUATE[type(atom)](evaluate_with(atom.a, known), evaluate_with(atom.b, known)))
 
 
 _EVALUATE: Mapping[type, Callable[[int, int], int]] = {
