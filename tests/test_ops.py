@@ -121,6 +121,14 @@ def test_shape_gather_concat_reshape_is_followed() -> None:
         (lambda s: ops.subtract(s, np.array([1, 1, 1])), ["n - 1", "2", "m - 1"]),
         (lambda s: ops.floor_divide(s, np.int64(2)), ["(n // 2)", "1", "(m // 2)"]),
         (lambda s: ops.truncdiv(s, np.int64(2)), ["(n // 2)", "1", "(m // 2)"]),
+        (
+            lambda s: ops.truncdiv(ops.subtract(s, np.int64(9)), np.int64(2)),
+            ["-(max(0, -n + 9) // 2) + (max(0, n - 9) // 2)", "-3", "-(max(0, -m + 9) // 2) + (max(0, m - 9) // 2)"],
+        ),
+        (
+            lambda s: ops.truncdiv(ops.subtract(s, np.int64(1)), np.int64(2)),
+            ["(max(0, n - 1) // 2)", "1", "(max(0, m - 1) // 2)"],
+        ),
         (lambda s: ops.cast(s, dtype="int32"), ["n", "3", "m"]),
         (lambda s: ops.equal(s, np.int64(-1)), ["False", "False", "False"]),
         (lambda s: ops.tile(s, (2,)), ["n", "3", "m", "n", "3", "m"]),
@@ -153,7 +161,7 @@ def test_arange_of_a_constant_count_is_followed() -> None:
     [
         lambda s: ops.equal(s, np.int64(4)),
         lambda s: ops.less(s, np.array([5, 5, 5])),
-        lambda s: ops.truncdiv(ops.subtract(s, np.int64(9)), np.int64(2)),
+        lambda s: ops.truncdiv(ops.subtract(s, np.int64(9)), s),
         lambda s: ops.cast(s, dtype="bool"),
     ],
 )

@@ -33,11 +33,24 @@ from relaxlite.ir.symbolic import (
 
 Residue: TypeAlias = tuple[int, int]  # (g, r): the value is r modulo g; g == 0: it is r
 
+_LONG = 32  # atoms; a size of real models that stands for something has a dozen at most
+
 
 def weight(expr: SymExpr) -> int:
     """Atoms, those in atoms too: proofs about many take long and mostly fail."""
     atoms = [atom for monomial, _ in expr.terms for atom in monomial]
     return len(atoms) + sum(weight(atom.a) + weight(atom.b) for atom in atoms if isinstance(atom, Pair))
+
+
+def is_long(expr: SymExpr) -> bool:
+    """Whether it had better have a name than be part of others."""
+    return weight(expr) > _LONG
+
+
+def num_extrema(expr: SymExpr) -> int:
+    """How many times min and max occur."""
+    pairs = [atom for monomial, _ in expr.terms for atom in monomial if isinstance(atom, Pair)]
+    return sum(isinstance(p, Extremum) + num_extrema(p.a) + num_extrema(p.b) for p in pairs)
 
 
 class Facts(Protocol):

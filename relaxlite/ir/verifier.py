@@ -44,7 +44,7 @@ from relaxlite.ir.printer import excerpt, print_type
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_verifier import verify_program, violation
 from relaxlite.ir.signatures import bind, call_mismatch, dims_of, instantiate, is_destination_passing, mismatch
-from relaxlite.ir.simplify import weight
+from relaxlite.ir.simplify import is_long, weight
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import (
     FuncType,
@@ -220,7 +220,7 @@ class _FunctionVerifier:
         self._symbols.update(defined_symbols(shape))
         self._exprs(match.shape)
         for old, new in zip(dims_of(source) or (), match.shape, strict=False):
-            is_short = not isinstance(match.source, ShapeValue) or weight(old) <= _MAX_WEIGHT
+            is_short = weight(old) <= _MAX_WEIGHT if isinstance(match.source, ShapeValue) else not is_long(old)
             if old is not new and self._stage.is_typed and is_short:
                 self._analyzer = self._analyzer.assume_equal(new, old)
         self._bind(match.var)

@@ -40,6 +40,7 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
+from relaxlite.ir.simplify import num_extrema
 from relaxlite.ir.symbolic import (
     Extremum,
     FloorDiv,
@@ -188,7 +189,7 @@ class _Scope:
         """Whether it is proven that expr >= 0. Not asked of what takes long: a bound that is not the least will do."""
         if expr.is_const:
             return expr.const >= 0
-        return _num_extrema(expr) <= _MOST_EXTREMA and self.analyzer.can_prove_nonneg(expr)
+        return num_extrema(expr) <= _MOST_EXTREMA and self.analyzer.can_prove_nonneg(expr)
 
     def count(self, loops: Iterable[SymVar]) -> SymExpr:
         """How often the innermost of these loops runs, at most."""
@@ -206,12 +207,6 @@ def _knowing(sizes: frozenset[SymExpr], running: frozenset[SymExpr]) -> Analyzer
         if not found.can_prove_le(least, expr):
             found = found.assume_le(least, expr)
     return found
-
-
-def _num_extrema(expr: SymExpr) -> int:
-    """How many times min and max occur."""
-    pairs = [atom for monomial, _ in expr.terms for atom in monomial if isinstance(atom, Pair)]
-    return sum(isinstance(p, Extremum) + _num_extrema(p.a) + _num_extrema(p.b) for p in pairs)
 
 
 # Accesses: which elements of a buffer are touched

@@ -4,7 +4,8 @@
     c = relu(b)                     =>     c = relu(a)                  with n in place of m from there on
 
 for a tensor `a` of the known shape (n, 4), where nothing is left to check: m is defined here, and what its declaration
-promises is proven of n. A size that must be compared at run time keeps its check, and the tensor behind it.
+promises is proven of n. A size that must be compared at run time keeps its check, and the tensor behind it; so does a
+symbol that is short for a long expression.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.simplify import is_long
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import bodies, map_functions, substitute_type
@@ -101,6 +103,8 @@ class _Resolve:
                     reason = f"a loop binds {dim.name} anew"
                 elif not _keeps_promises(dim, known):
                     reason = f"{dim.name} has bounds that are not proven of {known}"
+                elif is_long(known):
+                    reason = f"{dim.name} is short for {known}"
             elif not _ANALYZER.can_prove_equal(known, substitute(dim, found)):
                 reason = f"{known} and {dim} are equal only by this check"
         subject = f"{match.var.name} as its source"

@@ -111,7 +111,7 @@ def _reshape(n: Node, target: Shape, *, allow_zero: bool) -> Result:
         target = tuple(dims[k] if as_int(d) == 0 else d for k, d in enumerate(target))
     if sum(as_int(d) == -1 for d in target) > 1:
         n.fail(f"the target shape ({', '.join(map(str, target))}) has more than one -1")
-    return ops.reshape(n.input(0), infer_dimension(dims, target))
+    return ops.reshape(n.input(0), infer_dimension(dims, n.resolver.nonempty(target)))
 
 
 @onnx_op("Flatten")

@@ -12,7 +12,7 @@ from relaxlite import dtypes
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, Var
 from relaxlite.ir.op import Op
-from relaxlite.ir.ops.broadcast import PROVER
+from relaxlite.ir.ops.binary import symbolic_truncdiv
 from relaxlite.ir.symbolic import SymExpr, as_int, floordiv, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
@@ -40,9 +40,7 @@ class Ratio:
 
     def truncated(self) -> SymExpr | None:
         """Towards zero, as a cast to integers does."""
-        if self.den == 1 or PROVER.can_prove_le(0, self.num):
-            return self.floor()
-        return -floordiv(-self.num, self.den) if PROVER.can_prove_le(self.num, 0) else None
+        return symbolic_truncdiv(self.num, sym(self.den))
 
 
 def _reduced(num: SymExpr, den: int) -> Ratio:

@@ -305,7 +305,7 @@ class GraphImporter:
             if value is None:
                 raise ImportModelError(f"output '{name}' is not supported")
             # A sequence stays a tuple of leaves: it exists at import only.
-            leaf = value if isinstance(value, Tuple) else self.bb.leaf(value, name)
+            leaf = value if isinstance(value, Tuple) else self.resolver.with_short_sizes(self.bb.leaf(value, name))
             self._scopes[-1][name] = leaf
             if narrow is not None:
                 self.narrow[leaf] = narrow

@@ -21,7 +21,9 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, Var
 from relaxlite.ir.op import Op
-from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
+from relaxlite.ir.ops.broadcast import unless_empty
+from relaxlite.ir.simplify import is_long
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.ir.types import TensorType
 
 # Ops whose elements are resolved through their operands rather than read at run time.
@@ -40,14 +42,28 @@ class ShapeResolver:
     def __init__(self, bb: BlockBuilder, symbols: SymbolTable) -> None:
         self._bb, self._symbols = bb, symbols
         self._learned: list[Var] = []
+        self._names: dict[SymExpr, SymVar] = {}  # of sizes that are long expressions
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """What is learned inside is forgotten at the end."""
-        count = len(self._learned)
+        count, names = len(self._learned), dict(self._names)
         yield
+        self._names = names
         while len(self._learned) > count:
             self._bb.learn(self._learned.pop(), None)
+
+    def with_short_sizes(self, x: Expr) -> Expr:
+        """x, its sizes that are long expressions behind symbols of their own: where sizes cannot be compared, each
+        broadcast mentions those of its operands several times, and what a chain of them mentions grows without end."""
+        dims = (x.ty.shape or ()) if isinstance(x.ty, TensorType) else ()
+        if not any(map(is_long, dims)):
+            return x
+        hint = x.name if isinstance(x, Var) else "dim"
+        for k, d in enumerate(dims):
+            if is_long(d) and d not in self._names:
+                self._names[d] = self._symbols.fresh(f"{hint}_{k}")
+        return self._bb.match_shape(x, tuple(self._names.get(d, d) for d in dims), hint)
 
     def _learn(self, x: Var, values: object, shape: tuple[int, ...]) -> None:
         array = np.empty(shape, dtype=object)
@@ -87,6 +103,16 @@ class ShapeResolver:
         left = emit(ops.truncdiv(count, emit(ops.maximum(given, np.int64(1)))))
         resolved = emit(ops.where(is_open, left, target), "target")
         return self._read(resolved, 0)
+
+    def nonempty(self, target: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
+        """A shape in the simpler form that it has while no symbol is 0; where one is, the run checks it."""
+        simpler = tuple(map(unless_empty, target))
+        differ = [(a, b) for a, b in zip(target, simpler, strict=True) if a is not b]
+        if differ:
+            given, found = zip(*dict.fromkeys(differ), strict=True)
+            shape = self._bb.emit(ops.tensor_to_shape(self._bb.emit(ops.shape_to_tensor(given))))
+            self._bb.match_shape(shape, found)
+        return simpler
 
     def ratios(self, x: Expr) -> Any:
         """The elements of a float tensor as fractions of symbols (an object array of `Ratio`), or None."""
@@ -151,6 +177,6 @@ class ShapeResolver:
 
 
 def _is_integer(call: Call) -> bool:
-    return all(
-        isinstance(a.ty, TensorType) and (dtypes.is_integer(a.ty.dtype) or isinstance(a, Constant)) for a in call.args
-    )
+    """Whether its tensors are; what it takes as a shape (the target of a reshape) is in any case."""
+    tensors = [(a, a.ty) for a in call.args if isinstance(a.ty, TensorType)]
+    return all(dtypes.is_integer(ty.dtype) or isinstance(a, Constant) for a, ty in tensors)

@@ -107,14 +107,19 @@ def _symbolic_floordiv(a: SymExpr, b: SymExpr) -> SymExpr:
     return floordiv(a, b)
 
 
-def _symbolic_truncdiv(a: SymExpr, b: SymExpr) -> SymExpr | None:
-    """Equal to a // b where that is exact, or where neither is negative."""
+def symbolic_truncdiv(a: SymExpr, b: SymExpr) -> SymExpr | None:
+    """Equal to a // b where that is exact, or where neither is negative; parts of both signs by a positive constant."""
     x, y = as_int(a), as_int(b)
     if x is not None and y is not None:
         return sym(int(_truncdiv(np.int64(x), np.int64(y)))) if y != 0 else None
     quotient = floordiv(a, b)
     exact = quotient * b is a
-    return quotient if exact or (PROVER.can_prove_le(0, a) and PROVER.can_prove_le(0, b)) else None
+    if exact or (PROVER.can_prove_le(0, a) and PROVER.can_prove_le(0, b)):
+        return quotient
+    if y is None or y <= 0:
+        return None
+    above = floordiv(smax(a, 0), y)
+    return above if PROVER.can_prove_lt(-y, a) else above - floordiv(smax(-a, 0), y)
 
 
 def _symbolic_fmod(a: SymExpr, b: SymExpr) -> SymExpr | None:
@@ -182,7 +187,7 @@ binary(
     "truncdiv",
     _truncdiv,
     INTEGER,
-    symbolic=_symbolic_truncdiv,
+    symbolic=symbolic_truncdiv,
     draw=_draw_nonzero,
 )
 binary(

@@ -8,14 +8,15 @@ with a `Check` that the sizes do agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from relaxlite.errors import TypeInferenceError
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import index
 from relaxlite.ir.program import Buffer, Check, Stmt, Value, compute, seq
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, substitute, sym
+from relaxlite.ir.simplify import num_extrema
+from relaxlite.ir.symbolic import Pair, SymExpr, SymVar, as_int, smax, smin, substitute, sym
 
 Shape = tuple[SymExpr, ...]
 
@@ -46,6 +47,9 @@ def _ambiguous_dim(a: SymExpr, b: SymExpr) -> SymExpr:
     for large, small in ((a, b), (b, a)):
         if PROVER.can_prove_le(small, large) and _is_empty_with(large, small):
             return large
+    for vanishing, other in ((a, b), (b, a)):
+        if _agree_unless_empty(vanishing, other):
+            return vanishing
     if PROVER.can_prove_le(1, a) and PROVER.can_prove_le(1, b):
         return smax(a, b)
     return smax(a, b) * smin(1, smin(a, b))
@@ -54,10 +58,37 @@ def _ambiguous_dim(a: SymExpr, b: SymExpr) -> SymExpr:
 def _is_empty_with(a: SymExpr, b: SymExpr) -> bool:
     """Whether a == 0 wherever b == 0: b is positive while its symbols are, and a vanishes with each of them."""
     zeros = [v for v in b.free_vars() if (v.lower or 0) <= 0]
-    positive = {v: SymVar(v.name, lower=1, upper=v.upper, divisor=v.divisor) for v in zeros if v.upper != 0}
-    if not PROVER.can_prove_le(1, substitute(b, positive)):
+    if not PROVER.can_prove_le(1, substitute(b, _positive(zeros))):
         return False
     return all(as_int(substitute(a, {v: 0})) == 0 for v in zeros)
+
+
+def _agree_unless_empty(vanishing: SymExpr, other: SymExpr) -> bool:
+    """Whether they are equal while no symbol is 0, and the first is 0 where one is: broadcasting then gives the first
+    (a 0 goes with a 1 or a 0 only)."""
+    symbols = dict.fromkeys((*vanishing.free_vars(), *other.free_vars()))
+    zeros = [v for v in symbols if v.lower == 0]
+    if any(v.lower is None or v.lower < 0 for v in symbols):
+        return False
+    if not all(as_int(substitute(vanishing, {v: 0})) == 0 for v in zeros):
+        return False
+    positive = _positive(zeros)
+    return PROVER.can_prove_equal(substitute(vanishing, positive), substitute(other, positive))
+
+
+def _positive(symbols: Iterable[SymVar]) -> dict[SymVar, SymVar]:
+    return {v: SymVar(v.name, lower=1, upper=v.upper, divisor=v.divisor) for v in symbols if v.upper != 0}
+
+
+def unless_empty(size: SymExpr) -> SymExpr:
+    """What a size is while none of its symbols is 0, where that has fewer cases: max(1, n) is n then. An exporter's
+    `1 + (n - 1) / 16`, rounded towards zero, becomes the convolution's (n + 15) // 16."""
+    if not any(isinstance(atom, Pair) for monomial, _ in size.terms for atom in monomial):
+        return size
+    positive = _positive(v for v in size.free_vars() if v.lower == 0)
+    found = PROVER.simplify(substitute(size, positive))
+    found = substitute(found, {made: v for v, made in positive.items()})
+    return found if num_extrema(found) < num_extrema(size) else size
 
 
 def _never_one(dim: SymExpr) -> bool:

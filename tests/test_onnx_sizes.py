@@ -1,0 +1,140 @@
+"""Sizes that exporters compute in integers and floats, and tensors whose sizes nobody can compare before a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+import relaxlite
+from relaxlite.errors import RelaxliteError
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.simplify import weight
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import bodies
+from tests.onnx_models import imported, model, node, onnxruntime_result, output_dims, value, values
+
+STEM = np.random.default_rng(0).standard_normal((3, 2, 7, 7)).astype(np.float32)
+
+
+def _behind_a_stem(target: list[onnx.NodeProto], **weights: np.ndarray) -> onnx.ModelProto:
+    """relu(conv + reshape(conv, target)), of a convolution with stride 4; `target` is made of `picture`, (h, w)."""
+    nodes = [
+        node("Conv", ["x", "stem"], ["conv"], strides=[4, 4], pads=[3, 3, 3, 3]),
+        node("Shape", ["x"], ["shape"]),
+        node("Slice", ["shape", "two", "four"], ["picture"]),
+        *target,
+        node("Reshape", ["conv", "target"], ["again"]),
+        node("Add", ["conv", "again"], ["sum"]),
+        node("Relu", ["sum"]),
+    ]
+    known = {"stem": STEM, "one": np.int64([1]), "two": np.int64([2]), "four": np.int64([4])}
+    return model(nodes, values(x=["n", 2, "h", "w"]), weights=known | weights)
+
+
+def _agrees(compiled: relaxlite.Executable, proto: onnx.ModelProto, x: np.ndarray) -> None:
+    (expected,) = onnxruntime_result(proto, {"x": x})
+    found = compiled(x)
+    assert found.shape == expected.shape
+    assert np.allclose(found, expected, atol=1e-4)
+
+
+def test_a_reshape_to_rounded_quotients_has_the_sizes_of_the_convolution() -> None:
+    """PyTorch's exporter writes a convolution's size as 1 + (h - 1) / 4, and ONNX divides towards zero."""
+    target = [
+        node("Sub", ["picture", "one"], ["less"]),
+        node("Div", ["less", "four"], ["quotient"]),
+        node("Add", ["quotient", "one"], ["size"]),
+        node("Concat", ["start", "size"], ["target"], axis=0),
+    ]
+    proto = _behind_a_stem(target, start=np.int64([-1, 3]))
+    module = imported(proto)
+    assert output_dims(module) == [["n", "3", "((h + 3) // 4)", "((w + 3) // 4)"]]
+    compiled = relaxlite.compile(module)
+    for n, h, w in ((1, 1, 1), (2, 5, 9), (1, 16, 3), (0, 8, 8), (1, 37, 64)):
+        _agrees(compiled, proto, np.random.default_rng(h).standard_normal((n, 2, h, w)).astype(np.float32))
+    with pytest.raises(RelaxliteError, match=r"1 .*0|0 .*1"):  # 1 + (0 - 1) / 4 is 1, but the convolution has no row
+        compiled(np.zeros((1, 2, 0, 5), np.float32))
+
+
+def test_a_quotient_rounded_up_in_floats_and_reshaped_is_followed() -> None:
+    """Patches of an unfold: ceil(float(h) / 4), made a vector by a Reshape to (-1) before the Concat."""
+    target = [
+        node("Cast", ["picture"], ["floats"], to=1),
+        node("Div", ["floats", "stride"], ["quarters"]),
+        node("Ceil", ["quarters"], ["up"]),
+        node("Cast", ["up"], ["patches"], to=7),
+        node("Gather", ["patches", "zero"], ["rows"]),
+        node("Gather", ["patches", "first"], ["columns"]),
+        node("Reshape", ["rows", "open"], ["row_vector"]),
+        node("Reshape", ["columns", "open"], ["column_vector"]),
+        node("Concat", ["start", "row_vector", "column_vector"], ["target"], axis=0),
+    ]
+    weights = {"stride": np.float32(4), "zero": np.int64(0), "first": np.int64(1), "open": np.int64([-1])}
+    proto = _behind_a_stem(target, start=np.int64([-1, 3]), **weights)
+    module = imported(proto)
+    assert output_dims(module) == [["n", "3", "((h + 3) // 4)", "((w + 3) // 4)"]]
+    compiled = relaxlite.compile(module)
+    for n, h, w in ((1, 1, 1), (2, 5, 9), (1, 37, 64)):
+        _agrees(compiled, proto, np.random.default_rng(h).standard_normal((n, 2, h, w)).astype(np.float32))
+
+
+def _heaviest(module: IRModule) -> int:
+    found = [b.var.ty for f in module.functions().values() for body in bodies(f) for b in body.bindings()]
+    return max(weight(d) for ty in found if isinstance(ty, TensorType) for d in ty.shape or ())
+
+
+def test_sums_of_tensors_of_unknown_sizes_do_not_grow_without_end() -> None:
+    """Each sum of sizes that cannot be compared mentions both several times: a chain of 40 took for ever."""
+    nodes = [node("Reshape", ["x", "shape"], ["sum0"])]
+    for k in range(40):
+        nodes += [
+            node("Reshape", ["x" if k % 2 else f"sum{k}", "shape"], [f"again{k}"]),
+            node("Add", [f"sum{k}", f"again{k}"], [f"twice{k}"]),
+            node("Add", ["x", f"twice{k}"], [f"more{k}"]),
+            node("Mul", [f"more{k}", "quarter"], [f"sum{k + 1}"]),
+        ]
+    nodes.append(node("Relu", ["sum40"]))
+    inputs = [value("x", ["n"]), value("shape", [1], "int64")]
+    module = imported(model(nodes, inputs, weights={"quarter": np.float32(0.25)}))
+    assert _heaviest(module) < 100
+    compiled = relaxlite.compile(module)
+    for n in (1, 2, 7, 100):
+        x = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+        expected = x
+        for k in range(40):
+            expected = np.float32(0.25) * (x + (expected + (x if k % 2 else expected)))
+        assert np.allclose(compiled(x, np.int64([n])), np.maximum(expected, 0), atol=1e-5)
+    assert compiled(np.zeros(0, np.float32), np.int64([0])).shape == (0,)
+    with pytest.raises(RelaxliteError, match="7"):
+        compiled(np.zeros(6, np.float32), np.int64([7]))
+
+
+def test_a_chain_of_unknown_sizes_inside_a_branch() -> None:
+    """Names of long sizes are known in their branch only."""
+    chain = [node("Add", ["x", "b"], ["sum0"])]
+    for k in range(5):
+        chain.append(node("Mul" if k % 2 else "Sub", [f"sum{k}", "b" if k % 3 else "x"], [f"sum{k + 1}"]))
+    then = onnx.helper.make_graph(chain, "then", [], [value("sum5", ["r"])])
+    other = onnx.helper.make_graph([node("Add", ["x", "b"], ["plain"])], "else", [], [value("plain", ["r"])])
+    nodes = [
+        node("If", ["cond"], ["branch"], then_branch=then, else_branch=other),
+        *chain,
+        node("Add", ["branch", "sum5"]),
+    ]
+    inputs = [*values(x=["n"], b=["m"]), value("cond", [], "bool")]
+    proto = model(nodes, inputs)
+    module = imported(proto)
+    compiled = relaxlite.compile(module)
+    for n, m in ((3, 3), (1, 5), (4, 1), (0, 1), (0, 0)):
+        x, b = (np.random.default_rng(c).standard_normal(c).astype(np.float32) for c in (n, m))
+        for cond in (np.bool_(True), np.bool_(False)):
+            assert np.allclose(compiled(x, b, cond), _chained(x, b) + (_chained(x, b) if cond else x + b), atol=1e-4)
+
+
+def _chained(x: np.ndarray, b: np.ndarray) -> np.ndarray:
+    result = x + b
+    for k in range(5):
+        other = b if k % 3 else x
+        result = result * other if k % 2 else result - other
+    return result
