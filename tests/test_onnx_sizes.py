@@ -113,14 +113,14 @@ def test_sums_of_tensors_of_unknown_sizes_do_not_grow_without_end() -> None:
 def test_a_chain_of_unknown_sizes_inside_a_branch() -> None:
     """Names of long sizes are known in their branch only."""
     chain = [node("Add", ["x", "b"], ["sum0"])]
-    for k in range(5):
+    for k in range(12):
         chain.append(node("Mul" if k % 2 else "Sub", [f"sum{k}", "b" if k % 3 else "x"], [f"sum{k + 1}"]))
-    then = onnx.helper.make_graph(chain, "then", [], [value("sum5", ["r"])])
+    then = onnx.helper.make_graph(chain, "then", [], [value("sum12", ["r"])])
     other = onnx.helper.make_graph([node("Add", ["x", "b"], ["plain"])], "else", [], [value("plain", ["r"])])
     nodes = [
         node("If", ["cond"], ["branch"], then_branch=then, else_branch=other),
         *chain,
-        node("Add", ["branch", "sum5"]),
+        node("Add", ["branch", "sum12"]),
     ]
     inputs = [*values(x=["n"], b=["m"]), value("cond", [], "bool")]
     proto = model(nodes, inputs)
@@ -134,7 +134,7 @@ def test_a_chain_of_unknown_sizes_inside_a_branch() -> None:
 
 def _chained(x: np.ndarray, b: np.ndarray) -> np.ndarray:
     result = x + b
-    for k in range(5):
+    for k in range(12):
         other = b if k % 3 else x
         result = result * other if k % 2 else result - other
     return result

@@ -35,6 +35,7 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.simplify import is_long
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
 from relaxlite.ir.types import ObjectType, ShapeType, TensorType, defined_symbols
 from relaxlite.passes.aliases import Aliases, find_aliases
@@ -89,16 +90,20 @@ class _Sizes:
         return _Sizes({s: s for s in symbols}, dict.fromkeys(symbols, (-1, None)))
 
     def define(self, binding: MatchShape, step: int, *, is_outermost: bool) -> None:
-        """Symbols get the sizes that they are matched with; what those do not tell, a run does."""
+        """Symbols get the sizes that they are matched with; what those do not tell, or only at length, a run does."""
         ty = binding.source.ty
         sizes = ty.values if isinstance(ty, ShapeType) else ty.shape if isinstance(ty, TensorType) else None
         for symbol, size in zip(binding.shape, sizes or [None] * len(binding.shape), strict=True):
             if not isinstance(symbol, SymVar) or symbol in self.meaning:
                 continue
-            if size is not None and all(s in self.meaning for s in size.free_vars()):
-                self.meaning[symbol] = substitute(size, self.meaning)
+            meaning = substitute(size, self.meaning) if size is not None and self._is_told(size) else None
+            if meaning is not None and not is_long(meaning):
+                self.meaning[symbol] = meaning
             elif is_outermost:
                 self.meaning[symbol], self.since[symbol] = symbol, (step, binding.var)
+
+    def _is_told(self, size: SymExpr) -> bool:
+        return all(s in self.meaning for s in size.free_vars())
 
     def told_before(self, size: SymExpr) -> SymExpr:
         """The size itself where arguments tell it; else at the upper bounds of what data tells, if there are all."""
