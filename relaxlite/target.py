@@ -231,6 +231,15 @@ class Target:
         return self._is_amd or not self.is_x86
 
     @property
+    def adds_beside_products(self) -> bool:
+        """Whether additions of vectors take no time beside as many multiply-adds, loads of their operands included.
+
+        Measured on a Zen 4, on vectors of 512 bits: 3.68 multiply-adds and 3.68 additions per ns, which read 5.5
+        broadcast elements from the first cache; either alone 3.68.
+        """
+        return self.cpu == "znver4" and self.vector_bits == 512
+
+    @property
     def _is_wide_intel(self) -> bool:
         """An x86 processor with vectors of 512 bits that is not AMD's."""
         return self.is_x86 and not self._is_amd and self.vector_bits >= 512

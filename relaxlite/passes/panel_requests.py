@@ -11,6 +11,8 @@ stream.
 
     for k: { prefetch(b[k, j0 + 64 + at]); prefetch(b[k, j0 + 64 + at2]); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
 
+A step may take several rows of the matrix, and then asks for as many.
+
 `BothPanels`: all row blocks ask for their share of the next panel, so that a step asks for one line at most, and for
 the lines of their own panel some steps ahead, into the first cache. Intel's processors gain by both, and lose by the
 above: a request that misses the first cache takes one of the few places that loads need too.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal as OneOf
 from typing import TypeAlias
 
 from relaxlite import dtypes
@@ -32,25 +35,27 @@ from relaxlite.records import dataclass
 
 LINE = 64  # bytes that come from memory together
 LEAST_BLOCKS = 2
-Rows: TypeAlias = "Callable[[SymExpr], tuple[SymExpr, ...]]"
+Rows: TypeAlias = "Callable[[SymExpr], tuple[tuple[SymExpr, ...], ...]]"  # those that a step reads
 ONE = 1 << 16  # line: rates of lines per step are fractions of this
 
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """How tiles ask for panels: for their own `ahead` steps before they read it (0: not at all), and for the next."""
+    """How tiles ask for panels: for their own `ahead` steps before they read it (0: not at all), and for the next.
+    `cache`: to which one lines of their own come."""
 
     ahead: int
     for_next: bool
+    cache: OneOf[1, 2] = 1
 
 
 def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Requests | None:
     """What tiles ask for whose first column is `first`. `update`: what sums up an element in column `column`. None: it
     is no sum along the rows of one panel."""
-    operand = panel_operand(update, column)
-    if operand is None:
+    operands = panel_operands(update, column)
+    if not operands:
         return None
-    lines = -(-width * dtypes.itemsize(operand.buffer.dtype) // LINE)
+    lines = -(-width * dtypes.itemsize(operands[0].buffer.dtype) // LINE)
     if asks.ahead:
         rate, block = SymVar("rate", lower=0, upper=ONE), SymVar("turn", lower=0)
         return BothPanels(column, first, width, lines, asks, rate, block)
@@ -77,13 +82,13 @@ class Requests:
         """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
         assert isinstance(sums.body, Seq)
         *before, steps = sums.body.stmts
-        operand = panel_operand(update, self.column)
-        assert isinstance(steps, For) and operand is not None
+        operands = panel_operands(update, self.column)
+        assert isinstance(steps, For) and operands
 
-        def rows(step: SymExpr) -> tuple[SymExpr, ...]:
-            return Substitute({update.var: step}).indices(operand.indices[:-1])
+        def rows(step: SymExpr) -> tuple[tuple[SymExpr, ...], ...]:
+            return tuple(Substitute({update.var: step}).indices(operand.indices[:-1]) for operand in operands)
 
-        requests = self._requests(operand.buffer, rows, steps.var)
+        requests = self._requests(operands[0].buffer, rows, steps.var)
         return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
 
     def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
@@ -110,10 +115,11 @@ class BothPanels(Requests):
         return {self.block: sym(block), self.rate: even * smin(blocks // LEAST_BLOCKS, 1)}
 
     def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
-        line, row = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
-        requests = [Prefetch(operand, (*row, self.first + k * line), 1) for k in range(self.lines)]
+        line, ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
+        places = [(*row, self.first + k * line) for row in ahead for k in range(self.lines)]
+        requests = [Prefetch(operand, place, self.asks.cache) for place in places]
         if self.asks.for_next:
-            *batch, present = rows(step)
+            *batch, present = rows(step)[0]
             number = (self.block * operand.shape[-2] + present) * self.rate // ONE
             column = self.first + self.width + number % self.lines * line
             requests.append(Prefetch(operand, (*batch, number // self.lines, column)))
@@ -144,30 +150,30 @@ class NextPanel(Requests):
 
     def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
         line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
-        row, most = rows(step * self.is_on), range(-(-self.lines // LEAST_BLOCKS))
-        return [Prefetch(operand, (*row, start + smin(self.begin + k, self.end) * line)) for k in most]
+        most = range(-(-self.lines // LEAST_BLOCKS))
+        columns = [start + smin(self.begin + k, self.end) * line for k in most]
+        return [Prefetch(operand, (*row, column)) for row in rows(step * self.is_on) for column in columns]
 
 
-def panel_operand(update: Stmt, column: SymVar) -> Load | None:
-    """What a sum reads along the rows of a matrix, in `column`; None: it is no such sum."""
+def panel_operands(update: Stmt, column: SymVar) -> tuple[Load, ...]:
+    """What a step of a sum reads of the rows of a matrix, in `column`; none: it is no such sum."""
     if not isinstance(update, For) or isinstance(update.body, For):
-        return None
+        return ()
     moving = [load for load in loads(update) if any(column in index.free_vars() for index in load.indices)]
-    if len(moving) != 1 or len(moving[0].indices) < 2:
-        return None
-    (operand,) = moving
-    *_, step, last = operand.indices
-    return operand if last is column and update.var in step.free_vars() else None
+    if len({load.buffer for load in moving}) != 1 or len(moving[0].indices) < 2:
+        return ()
+    are_rows = all(load.indices[-1] is column and update.var in load.indices[-2].free_vars() for load in moving)
+    return tuple(moving) if are_rows else ()
 
 
 def width_that_fits(update: Stmt, column: SymVar, widths: Sequence[int], cache_bytes: int) -> int | None:
     """The first of some widths of which two panels take at most 5/8 of the second cache; else the last, if those take
     at most 3/4 (measured: more is slower than not to ask). None: not even that."""
-    operand = panel_operand(update, column)
-    depth = None if operand is None else as_int(operand.buffer.shape[-2])
-    if operand is None or depth is None:
+    operands = panel_operands(update, column)
+    depth = as_int(operands[0].buffer.shape[-2]) if operands else None
+    if depth is None:
         return None
-    row_bytes = depth * dtypes.itemsize(operand.buffer.dtype)
+    row_bytes = depth * dtypes.itemsize(operands[0].buffer.dtype)
     for width in widths:
         if 2 * width * row_bytes <= cache_bytes * 5 // 8:
             return width

@@ -18,6 +18,7 @@ from relaxlite.passes.fuse_attention import fuse_attention
 from relaxlite.passes.fuse_ops import fuse_ops
 from relaxlite.passes.fuse_programs import fuse_programs
 from relaxlite.passes.fuse_prologues import fuse_prologues
+from relaxlite.passes.inner_products import inner_products
 from relaxlite.passes.integer_products import integer_products
 from relaxlite.passes.join_calls import join_calls
 from relaxlite.passes.join_parts import join_parts
@@ -101,6 +102,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("estimate_costs", _note_costs, "lowered"),
         # D
         Pass("winograd", winograd, "lowered"),
+        Pass("inner_products", inner_products, "lowered"),
         Pass("schedule", schedule_cpu, "lowered"),
         _pure("pack_constants", pack_constants, "lowered"),
         # E

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import field, replace
 from functools import reduce
+from typing import Any
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Attrs, AttrValue
@@ -46,7 +47,8 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts, 
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.in_place import IN_PLACE, in_place_pairs, keeps_order
+from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order
+from relaxlite.passes.inner_products import LEAST_ROWS, MOST_ROWS, STEPS_AHEAD, VARIANTS, chained_terms
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
@@ -68,7 +70,7 @@ from relaxlite.passes.schedule import (
     without_unit_loops,
 )
 from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
-from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
+from relaxlite.passes.schedule_choice import DEFAULT, Outer, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
@@ -124,12 +126,13 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
-    pairs, _ = in_place_pairs(program)
+    pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
-    if program.num_outputs > 1:  # whose loops are joined
+    if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
     rules = _Rules(program, target, choice, {}, {}, {}, [], in_place)
-    stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
+    schedule = rules.variants if program.attrs.get(VARIANTS) else rules.stage
+    stages = [schedule(hoist_lets(s)) for s in top_stages(program)]
     body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
@@ -138,9 +141,15 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
     kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
-    found = {**packing, IN_PLACE: kept} if kept else packing
-    attrs = with_steps(Attrs({**program.attrs, **found}) if found else program.attrs, steps)
+    old = {name: value for name, value in program.attrs.items() if name != IN_PLACE}
+    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: kept} if kept else {})}), steps)
     return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
+
+
+def _in_place(program: TensorProgram) -> Pairs:
+    """Which operands results may take over; where they are written in branches, the pass that made these says it."""
+    found: Any = program.attrs.get(IN_PLACE, ())
+    return found if program.attrs.get(VARIANTS) else in_place_pairs(program)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +210,18 @@ class _Rules:
             return seq(*(s if _calls(s) else rules.stage(hoist_lets(s)) for s in parts))
 
         return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
+
+    def variants(self, stmt: Stmt) -> Stmt:
+        """Stages of which one or the other runs. What is parallel already has been scheduled."""
+        if isinstance(stmt, Allocate):
+            return replace(stmt, body=self.variants(stmt.body))
+        if isinstance(stmt, IfThenElse):
+            then = self.variants(stmt.then)
+            return replace(stmt, then=then, other=None if stmt.other is None else self.variants(stmt.other))
+        if isinstance(stmt, Seq):
+            return seq(*joined_loops([self.variants(s) for s in stmt.stmts]))
+        is_scheduled = isinstance(stmt, Store) or (isinstance(stmt, For) and stmt.kind == "parallel")
+        return stmt if is_scheduled else self.stage(stmt)
 
     def nest(self, stage: Stmt) -> Stmt:
         if _never_runs(stage):
@@ -349,13 +370,17 @@ class _Rules:
             flat = unfused.fused(reduced=False)
             return self._or_squares(flat, flat.spatial[-1], lanes, tile.width, made)
         column = block.vector_loop() if lanes > 1 else None
+        chained = None if column is None else chained_terms(block)
+        if column is not None and chained is not None:
+            return self.chained(block, column, chained)
         if column is not None:
             dots, hides = dot_products(block, column, self.target) if packs else None, self.target.hides_conversions
             prologues = prologues_of(block, column) if dots is None else ()
             is_plain = packs and dots is None and not prologues
             choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
             if packs:
-                self.panels.update(panel_widths(block, column, lanes, registers, choice))
+                for operand, width in panel_widths(block, column, lanes, registers, choice).items():
+                    self.panels.setdefault(operand, width)  # a variant before this one may have chosen
             if dots is not None:
                 self.panels.update(dict.fromkeys(dots.operands, panel_width(block, column, lanes, registers, choice)))
                 self._group(dots)
@@ -378,6 +403,19 @@ class _Rules:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
         return tiled_turned(block, turned, lanes, registers, usual)
+
+    def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
+        """A sum of two products per step, as Winograd's inner product is. Its tiles are one vector wide, so that each
+        element of x is one operand in memory: a register for it would take a place in the adders' queues."""
+        lanes, registers = self.lanes(block.body), self.target.num_vector_registers
+        (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
+        is_small = product(weights.shape).const * dtypes.itemsize(weights.dtype) <= self.target.l2_bytes // 2
+        outer: Outer = "rows" if is_small else "columns"  # so that a thread finds rows where it left them, if it can
+        choice = ScheduleChoice(rows=self.choice.rows or MOST_ROWS, vectors=1, outer=self.choice.outer or outer)
+        self.panels.update(panel_widths(block, column, lanes, registers, choice))
+        self.note("inner_product_tile", column.var.name, rows=MOST_ROWS, lanes=lanes)
+        asks = Asks(STEPS_AHEAD, for_next=False, cache=2)
+        return tiled(block, column, lanes, registers, body, choice, asks=asks, least_rows=LEAST_ROWS)
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

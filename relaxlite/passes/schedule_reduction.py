@@ -55,13 +55,15 @@ def tiled(
     *,
     hides_conversions: bool = True,
     asks: Asks | None = None,
+    least_rows: int = 1,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
-    tiles ask for panels of the columns' operand (panel_requests.py)."""
+    tiles ask for panels of the columns' operand (panel_requests.py). `least_rows`: fewer there are not."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
+    tile = replace(tile, least_rows=least_rows)
     found = prologues_of(block, column) if body is None else ()
     if len(found) == 1:
         return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)

@@ -1,0 +1,298 @@
+"""Winograd's inner product: which products take it, why others do not, and that results stay as exact as they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relaxlite as rl
+from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Constant, Tuple
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import get_op
+from relaxlite.ir.program import IfThenElse, TensorProgram
+from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.types import TensorType
+from relaxlite.passes import inner_products
+from relaxlite.passes.inner_products import LEAST_DEPTH, LEAST_ROWS, LEAST_WORK, MOST_ROWS, VARIANTS
+from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.target import Target
+
+ZEN4 = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
+EPS = float(np.finfo(np.float32).eps)
+Run = Callable[..., Any]
+
+
+def weights(depth: int, columns: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((depth, columns)) * depth**-0.5).astype(np.float32)
+
+
+def rows(count: int, depth: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, depth)).astype(np.float32)
+
+
+def linear(w: np.ndarray, most_rows: int | None = None) -> IRModule:
+    """main(x: f32[m, depth]) = x @ w"""
+    bb = BlockBuilder()
+    m = bb.symbol("m", upper=most_rows)
+    with bb.function("main", x=TensorType.of((m, w.shape[0]), "float32")) as (x,):
+        bb.result(bb.emit(get_op("matmul")(x, Constant.of(w))))
+    return bb.module()
+
+
+def decided(module: IRModule, target: Target = ZEN4) -> tuple[IRModule, list[tuple[bool, str]]]:
+    """The module after the pass, and what it decided."""
+    context = PassContext(target=target)
+    names = [step.name for step in default_pipeline()]
+    passes = default_pipeline()[: names.index("inner_products") + 1]
+    found = run_passes(module, passes, context)
+    return found, [(d.taken, d.reason) for d in context.decisions if d.step == "inner_products"]
+
+
+def takes(module: IRModule, target: Target = ZEN4) -> bool:
+    return any(p.attrs.get(VARIANTS) for p in decided(module, target)[0].programs().values())
+
+
+def compiled(module: IRModule) -> Run:
+    """As a Zen 4 runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
+    assert takes(module)
+    if not ZEN4.runs_here:
+        pytest.skip("needs the instructions of a Zen 4")
+    return rl.compile(module, target=str(ZEN4))
+
+
+@pytest.fixture
+def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products take it, too, which Python runs in bearable time."""
+    for name in ("LEAST_WORK", "LEAST_DEPTH", "LEAST_COLUMNS"):
+        monkeypatch.setattr(inner_products, name, 1)
+
+
+def interpreted(module: IRModule) -> Run:
+    """As the interpreter runs what the pass has made, before and after loops are scheduled."""
+    made, _ = decided(module)
+    assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
+    names = [step.name for step in default_pipeline()]
+    scheduled = run_passes(module, default_pipeline()[: names.index("pack_constants") + 1], PassContext(target=ZEN4))
+    first, second = Interpreter(made), Interpreter(scheduled)
+
+    def run(*args: np.ndarray) -> Any:
+        results = first.run("main", *args), second.run("main", *args)
+        flat = [np.concatenate([np.ravel(each) for each in (r if isinstance(r, tuple) else (r,))]) for r in results]
+        np.testing.assert_allclose(*flat, rtol=1e-4, atol=1e-6)
+        return results[1]
+
+    return run
+
+
+def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """A few roundings of the product of the lengths of each row and column."""
+    return 4 * EPS * np.linalg.norm(x, axis=-1, keepdims=True) * np.linalg.norm(w, axis=0) + np.finfo(np.float32).tiny
+
+
+def check(run: Run, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    got = np.asarray(run(x))
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    assert got.shape == exact.shape
+    assert np.all(np.abs(got - exact) <= bound(x.astype(np.float64), w.astype(np.float64)))
+    return got
+
+
+# Which products
+
+
+def test_a_product_with_constant_weights_gets_both_ways_and_a_reason() -> None:
+    module, reasons = decided(linear(weights(384, 128)))
+    (program,) = module.programs().values()
+    assert [taken for taken, _ in reasons] == [True]
+    assert sum(isinstance(s, IfThenElse) for s in walk_stmts(program.body)) >= 2
+    assert [tuple(map(str, b.shape)) for b in program.inputs] == [("m", "384"), ("384", "128"), ("128",), ("128",)]
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "znver3", "sapphirerapids"])
+def test_other_processors_do_not(cpu: str) -> None:
+    assert not takes(linear(weights(384, 128)), Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu"))
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "most"),
+    [(LEAST_DEPTH - 1, 128, None), (384, 32, None), (384, 128, LEAST_ROWS - 1), (96, 64, LEAST_WORK // 6144)],
+)
+def test_products_with_too_little_work_do_not(depth: int, columns: int, most: int | None) -> None:
+    assert not takes(linear(weights(depth, columns), most))
+
+
+def test_a_product_of_two_arguments_does_not() -> None:
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    args = {"x": TensorType.of((m, 384), "float32"), "w": TensorType.of((384, 128), "float32")}
+    with bb.function("main", **args) as (x, w):
+        bb.result(bb.emit(get_op("matmul")(x, w)))
+    assert decided(bb.module())[1] == [(False, "b is no constant")]
+
+
+def spoilt(change: Callable[[np.ndarray], None]) -> np.ndarray:
+    w = weights(384, 128)
+    change(w)
+    return w
+
+
+def _select(w: np.ndarray) -> None:
+    w[:, 5] = 0
+    w[3, 5] = 1
+
+
+def _spikes(w: np.ndarray) -> None:
+    w *= 1e-4
+    w[np.arange(128), np.arange(128)] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_select, "b has a column of which 0.3% are not zero"),
+        (_spikes, "b has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is 0.05"),
+        (lambda w: w.__setitem__((0, 0), np.inf), "b has weights that are no finite numbers, or too large"),
+        (lambda w: w.__setitem__((0, 0), 1e30), "b has weights that are no finite numbers, or too large"),
+    ],
+)
+def test_weights_for_which_it_is_not_exact_enough_are_left_alone(
+    change: Callable[[np.ndarray], None], reason: str
+) -> None:
+    w = spoilt(change)
+    assert decided(linear(w))[1] == [(False, reason)]
+    x = rows(64, 384)
+    got = np.asarray(rl.compile(linear(w))(x))
+    with np.errstate(invalid="ignore", over="ignore"):
+        np.testing.assert_allclose(got, x @ w, rtol=1e-4, atol=1e-5)
+
+
+# Results
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(96, 512), (97, 500), (98, 513), (384, 384), (1000, 70)])
+def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(depth: int, columns: int) -> None:
+    w = weights(depth, columns)
+    run = compiled(linear(w))
+    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, MOST_ROWS, MOST_ROWS + 1, 47, 64, 129):
+        check(run, rows(count, depth), w)
+
+
+@pytest.mark.usefixtures("without_limits")
+@pytest.mark.parametrize(("depth", "columns"), [(5, 3), (6, 16), (16, 17), (49, 40)])
+def test_the_loops_mean_what_they_did(depth: int, columns: int) -> None:
+    w = weights(depth, columns)
+    run = interpreted(linear(w))
+    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, MOST_ROWS + 1):
+        check(run, rows(count, depth), w)
+
+
+def test_errors_are_those_of_an_ordinary_product() -> None:
+    x, w = rows(128, 768), weights(768, 256)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    ordinary = np.abs(np.asarray(rl.compile(linear(w), target="llvm -mcpu=x86-64-v3 -mattr=-avx512f")(x)) - exact)
+    off = np.asarray(compiled(linear(w))(x)) - exact
+    assert np.sqrt((off**2).mean()) < 2 * np.sqrt((ordinary**2).mean())
+
+
+@pytest.mark.parametrize("most", [10, 30])
+def test_rows_and_columns_of_any_size_keep_their_digits(most: int) -> None:
+    """Up to 1e10 all rows have lengths for this; beyond, some of each call have none."""
+    w = weights(96, 512) * np.logspace(-30, 8, 512, dtype=np.float32)
+    x = rows(64, 96) * np.logspace(-most, most, 64, dtype=np.float32)[:, None]
+    check(compiled(linear(w)), x[: 64 if most == 10 else 63], w)
+
+
+@pytest.mark.usefixtures("without_limits")
+def test_rows_of_zeros_and_columns_of_zeros_give_zeros() -> None:
+    w, x = weights(33, 20), rows(24, 33)
+    w[:, 7] = 0
+    x[[0, 13, 23]] = 0
+    for run in (interpreted(linear(w)), compiled(linear(w))):
+        got = check(run, x, w)
+        assert not got[[0, 13, 23]].any() and not got[:, 7].any()
+
+
+@pytest.mark.usefixtures("without_limits")
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan, 1e30, 1e-30, 3e38, 1e-42])
+def test_a_row_without_a_length_gives_what_an_ordinary_product_gives(odd: float) -> None:
+    w, x = weights(33, 20), rows(24, 33)
+    x[5] = odd if abs(odd) < 1 else 0  # all of it is tiny
+    x[5, 10] = odd
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = (x.astype(np.float64) @ w.astype(np.float64)).astype(np.float32)
+    for run in (interpreted(linear(w)), compiled(linear(w))):
+        got = np.asarray(run(x))
+        np.testing.assert_allclose(got[5], exact[5], rtol=1e-4 if odd != 1e-42 else 1, atol=1e-44)
+        np.testing.assert_allclose(np.delete(got, 5, axis=0), np.delete(exact, 5, axis=0), rtol=1e-3, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    w, x = weights(384, 128), rows(90, 384)
+    run = compiled(linear(w))
+    np.testing.assert_array_equal(np.asarray(run(x[:50])), np.asarray(run(x))[:50])
+
+
+# Programs of more than a product
+
+
+def test_joined_products_take_one_pass_over_their_operand() -> None:
+    w = [weights(384, n, seed) for seed, n in enumerate((384, 128, 130))]
+    bb = BlockBuilder()
+    b, n = bb.symbol("b"), bb.symbol("n")
+    with bb.function("main", x=TensorType.of((b, n, 384), "float32")) as (x,):
+        results = [bb.emit(get_op("gelu")(bb.emit(get_op("matmul")(x, Constant.of(each))))) for each in w]
+        bb.result(Tuple(tuple(results)))
+    module = bb.module()
+    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(VARIANTS))
+    assert program.num_outputs == 3
+    assert sum(b.name.endswith("_balanced") for b in _allocated(program)) == 1
+    run = compiled(module)
+    for shape in ((1, 64), (3, 33), (0, 5), (2, 1)):
+        x = np.random.default_rng(3).standard_normal((*shape, 384)).astype(np.float32)
+        for got, each in zip(run(x), w, strict=True):
+            product = x.astype(np.float64) @ each
+            expected = product * 0.5 * (1 + np.vectorize(math.erf)(product / np.sqrt(2))) if product.size else product
+            np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-4, atol=2e-6)
+
+
+def test_the_result_takes_over_what_is_added_to_it() -> None:
+    bb = BlockBuilder()
+    m, w = bb.symbol("m"), weights(384, 384)
+    with bb.function("main", x=TensorType.of((m, 384), "float32"), y=TensorType.of((m, 384), "float32")) as (x, y):
+        product = bb.emit(get_op("matmul")(bb.emit(get_op("tanh")(x)), Constant.of(w)))
+        bb.result(bb.emit(get_op("exp")(bb.emit(get_op("add")(bb.emit(get_op("relu")(y)), product)))))
+    names = [step.name for step in default_pipeline()]
+    module = run_passes(bb.module(), default_pipeline()[: names.index("schedule") + 1], PassContext(target=ZEN4))
+    (program,) = (p for p in module.programs().values() if p.attrs.get(VARIANTS))
+    pairs: Any = program.attrs["in_place"]
+    assert [program.params[b] in program.outputs for _, b in pairs] == [True]
+    assert [program.params[a].shape for a, _ in pairs] == [program.outputs[0].shape]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolutions_of_one_pixel_are_such_products(stride: int) -> None:
+    bb = BlockBuilder()
+    n, h, w = (bb.symbol(name) for name in "nhw")
+    filters = weights(128, 96).T.reshape(96, 128, 1, 1)
+    with bb.function("main", x=TensorType.of((n, 128, h, w), "float32")) as (x,):
+        conv = bb.emit(
+            get_op("conv")(x, Constant.of(np.ascontiguousarray(filters)), (0, 0, 0, 0), strides=(stride, stride))
+        )
+        bb.result(bb.emit(get_op("relu")(conv)))
+    run = compiled(bb.module())
+    for shape in ((1, 20, 30), (2, 7, 9), (3, 1, 1)):
+        x = np.random.default_rng(2).standard_normal((shape[0], 128, *shape[1:])).astype(np.float32)
+        got = np.asarray(run(x))
+        exact = np.einsum("nchw,oc->nohw", x[:, :, ::stride, ::stride].astype(np.float64), filters[:, :, 0, 0])
+        np.testing.assert_allclose(got, np.maximum(exact, 0), rtol=1e-4, atol=2e-6)
+
+
+def _allocated(program: TensorProgram) -> list[Any]:
+    return [s.buffer for s in walk_stmts(program.body) if hasattr(s, "buffer") and hasattr(s, "body")]
