@@ -11,6 +11,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.codegen.llvm import emit_assembly
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
@@ -23,10 +24,13 @@ from relaxlite.passes.inner_products import LEAST_DEPTH, LEAST_ROWS, LEAST_WORK,
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
+from tests.test_register_tile import inner_loops, vector_stack_references
 
 ZEN4 = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
 EPS = float(np.finfo(np.float32).eps)
 Run = Callable[..., Any]
+_NAMES = [step.name for step in default_pipeline()]
+_UNTIL_PACKED = default_pipeline()[: _NAMES.index("pack_constants") + 1]
 
 
 def weights(depth: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -49,9 +53,7 @@ def linear(w: np.ndarray, most_rows: int | None = None) -> IRModule:
 def decided(module: IRModule, target: Target = ZEN4) -> tuple[IRModule, list[tuple[bool, str]]]:
     """The module after the pass, and what it decided."""
     context = PassContext(target=target)
-    names = [step.name for step in default_pipeline()]
-    passes = default_pipeline()[: names.index("inner_products") + 1]
-    found = run_passes(module, passes, context)
+    found = run_passes(module, default_pipeline()[: _NAMES.index("inner_products") + 1], context)
     return found, [(d.taken, d.reason) for d in context.decisions if d.step == "inner_products"]
 
 
@@ -78,8 +80,7 @@ def interpreted(module: IRModule) -> Run:
     """As the interpreter runs what the pass has made, before and after loops are scheduled."""
     made, _ = decided(module)
     assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
-    names = [step.name for step in default_pipeline()]
-    scheduled = run_passes(module, default_pipeline()[: names.index("pack_constants") + 1], PassContext(target=ZEN4))
+    scheduled = run_passes(module, _UNTIL_PACKED, PassContext(target=ZEN4))
     first, second = Interpreter(made), Interpreter(scheduled)
 
     def run(*args: np.ndarray) -> Any:
@@ -239,6 +240,34 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     np.testing.assert_array_equal(np.asarray(run(x[:50])), np.asarray(run(x))[:50])
 
 
+def test_a_very_long_sum_is_as_exact_as_an_ordinary_one() -> None:
+    """Of positive numbers, whose products of pairs add up the most."""
+    rng = np.random.default_rng(0)
+    x, w = rng.random((32, 20_000), np.float32), rng.random((20_000, 64), np.float32)
+    got, exact = np.asarray(compiled(linear(w))(x)), x.astype(np.float64) @ w
+    one_by_one = np.stack([np.cumsum(row[:, None] * w, axis=0, dtype=np.float32)[-1] for row in x])
+    assert np.square(got - exact).mean() < np.square(one_by_one - exact).mean() / 4
+
+
+@pytest.mark.parametrize("count", [12, 14, 20, 21, 37])
+def test_a_known_number_of_rows_fits_its_tiles(count: int) -> None:
+    bb, w = BlockBuilder(), weights(384, 512)
+    with bb.function("main", x=TensorType.of((count, 384), "float32")) as (x,):
+        bb.result(bb.emit(get_op("matmul")(x, Constant.of(w))))
+    check(compiled(bb.module()), rows(count, 384), w)
+
+
+@pytest.mark.parametrize("columns", [384, 100])
+def test_sums_stay_in_registers_and_elements_in_memory(columns: int) -> None:
+    module = run_passes(linear(weights(384, columns)), _UNTIL_PACKED, PassContext(target=ZEN4))
+    text = emit_assembly({"p": next(iter(module.programs().values()))}, ZEN4)
+    sums = [body for body in inner_loops(text) if body.count("vaddps") > 8 and "vfmadd" in body]
+    assert len(sums) == 3 * (1 if columns % 16 == 0 else 2)  # of 12, 16 and 20 rows; masked ones are apart
+    for body in sums:
+        assert vector_stack_references(body) == [] and "vbroadcastss" not in body
+        assert body.count("vaddps") == body.count("vfmadd") and "prefetcht1" in body
+
+
 # Programs of more than a product
 
 
@@ -268,8 +297,7 @@ def test_the_result_takes_over_what_is_added_to_it() -> None:
     with bb.function("main", x=TensorType.of((m, 384), "float32"), y=TensorType.of((m, 384), "float32")) as (x, y):
         product = bb.emit(get_op("matmul")(bb.emit(get_op("tanh")(x)), Constant.of(w)))
         bb.result(bb.emit(get_op("exp")(bb.emit(get_op("add")(bb.emit(get_op("relu")(y)), product)))))
-    names = [step.name for step in default_pipeline()]
-    module = run_passes(bb.module(), default_pipeline()[: names.index("schedule") + 1], PassContext(target=ZEN4))
+    module = run_passes(bb.module(), default_pipeline()[: _NAMES.index("schedule") + 1], PassContext(target=ZEN4))
     (program,) = (p for p in module.programs().values() if p.attrs.get(VARIANTS))
     pairs: Any = program.attrs["in_place"]
     assert [program.params[b] in program.outputs for _, b in pairs] == [True]

@@ -41,6 +41,7 @@ import numpy as np
 
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
+from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
@@ -71,6 +72,7 @@ from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs
 from relaxlite.passes.join_loops import reads_only_where_written
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.pack_constants import SHARED_BYTES
 from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import collect, fill, less, nest, split_reduction
 from relaxlite.passes.schedule_reduction import Block, reduction_block
@@ -78,6 +80,8 @@ from relaxlite.passes.specialize import clamped_loops
 from relaxlite.records import dataclass
 
 LEAST_ROWS, MOST_ROWS = 10, 20  # of a tile one vector wide, which leaves registers for three weights and two sums
+ORDINARY_ROWS = 4  # of tiles of the ordinary product beside it, which has few rows to compute: less code
+ROW_UNIT = 4  # heights of tiles are multiples of this, three of them: 1 would take 11 and twice the time to compile
 STEPS_AHEAD = 64  # that a tile asks for its weights: 0.65 to 1.3 of the usual speed without, 1.4 to 1.5 with 64 to 128
 LEAST_COLUMNS = 64  # over which the pass over x is spread
 LEAST_DEPTH = 96  # terms of a sum
@@ -87,6 +91,7 @@ LEAST_NONZERO = 0.125  # of the weights of any column that is not zero
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
 _SHORTEST_COLUMN = 2.0**-120  # shorter ones are as if they were so long, for powers to be float32 and exact
 _FACTORS = 3  # terms of a step
+_ANALYZER = Analyzer()
 VARIANTS = "variants"  # attribute of a program: its stages stand in branches of which one runs
 
 
@@ -96,9 +101,10 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
         return module
     programs = module.programs().items()
     found = {name: made for name, p in programs if (made := _find(p, context.target.vector_lanes(4))) is not None}
+    readers = _readers(module)
     for call in program_calls(module):
         name = call.callee.name
-        if name in found and (problem := found[name].problem_of(call)) is not None:
+        if name in found and (problem := found[name].problem_of(call, readers)) is not None:
             context.decide("inner_products", name, False, problem)
             del found[name]
     definitions: dict[str, Definition] = {}
@@ -108,6 +114,16 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
     for name, function in module.functions().items():
         definitions[name] = _PassWeights(found).function(function)
     return module.updated(definitions)
+
+
+def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
+    """By the id of each constant's value, the programs that read it, and as which of their inputs."""
+    readers: dict[int, set[tuple[str, int]]] = {}
+    for call in program_calls(module):
+        for place, arg in enumerate(call.args):
+            if isinstance(arg, Constant):
+                readers.setdefault(id(arg.value), set()).add((call.callee.name, place))
+    return readers
 
 
 def _find(program: TensorProgram, lanes: int) -> _Products | None:
@@ -123,7 +139,7 @@ def _find(program: TensorProgram, lanes: int) -> _Products | None:
     if not all(each.reads_like(first) for each in found) or len(weights) < len(found):
         return None
     columns = sum(as_int(each.column.extent) or 0 for each in found)
-    _, most_rows = Analyzer().bounds(product(first.dims))
+    _, most_rows = _ANALYZER.bounds(product(first.dims))
     products = _Products(program, tuple(found), lanes)
     if columns < LEAST_COLUMNS or products.depth < LEAST_DEPTH:
         return None
@@ -184,6 +200,11 @@ class _Product:
         return tuple(loop.var for loop in self.rows)
 
     @property
+    def row(self) -> SymExpr:
+        """Its number."""
+        return flat_offset(self.dims, self.at)
+
+    @property
     def dims(self) -> tuple[SymExpr, ...]:
         return tuple(loop.extent for loop in self.rows)
 
@@ -237,47 +258,54 @@ class _Products:
         vectors = -(-self.depth // step) * _FACTORS + 1
         return (vectors + 1 - vectors % 2) * self.lanes
 
-    def problem_of(self, call: Call) -> str | None:
+    def problem_of(self, call: Call, readers: Mapping[int, set[tuple[str, int]]]) -> str | None:
         """Why the weights of a call are none that this is for."""
         for part in self.parts:
             weights = call.args[self.whole.inputs.index(part.w.buffer)]
             if not isinstance(weights, Constant):
                 return f"{part.w.buffer.name} is no constant"
-            if (problem := _problem_of(weights.value)) is not None:
+            if weights.value.nbytes >= SHARED_BYTES and len(readers[id(weights.value)]) > 1:
+                return f"{part.w.buffer.name} is read elsewhere, too, and stays one copy as it is"
+            if (problem := _problem_of(_matrix(weights.value))) is not None:
                 return f"{part.w.buffer.name} {problem}"
         return None
 
-    def arguments(self, call: Call) -> tuple[Expr, ...]:
-        """Those of the new program."""
+    def arguments(self, call: Call, done: dict[int, tuple[Constant, ...]]) -> tuple[Expr, ...]:
+        """Those of the new program. `done`: what has been made of weights, by the id of their value."""
         args, beside = list(call.args), []
         for part in self.parts:
             place = self.whole.inputs.index(part.w.buffer)
             weights = args[place]
             assert isinstance(weights, Constant)
-            args[place], *more = self._balanced_weights(weights)
+            if id(weights.value) not in done:
+                done[id(weights.value)] = self._balanced_weights(weights)
+            args[place], *more = done[id(weights.value)]
             beside += more
         inputs = len(self.whole.inputs)
         return (*args[:inputs], *beside, *args[inputs:])
 
-    def _balanced_weights(self, weights: Constant) -> tuple[Constant, Constant, Constant]:
+    def _balanced_weights(self, weights: Constant) -> tuple[Constant, ...]:
         """The weights, each column times a power of two, in whole steps; the sums of products of pairs of a column; and
         what undoes the powers (0 for a column of zeros)."""
         w = _matrix(weights.value)
-        length = np.maximum(np.linalg.norm(w, axis=0), _SHORTEST_COLUMN)
-        power = np.exp2(-np.round(np.log2(length)))
-        balanced = np.zeros((self.padded, w.shape[1]))
-        balanced[: len(w)] = w * power
-        offset = (balanced[0::_FACTORS] * balanced[1::_FACTORS]).sum(axis=0)
-        made = (balanced, offset, w.any(axis=0) / power)
+        length = _lengths(w)
+        power = np.exp2(-np.round(np.log2(np.maximum(length, _SHORTEST_COLUMN)))).astype(np.float32)
+        balanced = np.empty((self.padded, w.shape[1]), np.float32)
+        np.multiply(w, power, out=balanced[: len(w)])
+        balanced[len(w) :] = 0
+        first, second = balanced[0::_FACTORS], balanced[1::_FACTORS]
+        offset = np.einsum("kj,kj->j", first, second, dtype=np.float64)
+        made = (balanced, offset, (length > 0) / power)
         names = (weights.name, None, None)
-        return tuple(Constant.of(a.astype(np.float32), name=n) for a, n in zip(made, names, strict=True))  # type: ignore[return-value]
+        return tuple(Constant.of(a.astype(np.float32, copy=False), name=n) for a, n in zip(made, names, strict=True))
 
     # The program
 
     def program(self) -> TensorProgram:
         """Still to be scheduled, but for the pass over x."""
         dims, columns = self.parts[0].dims, [part.column.extent for part in self.parts]
-        balanced = Buffer(f"{self.x.buffer.name}_balanced", (*dims, sym(self.stride)), "float32")
+        shape = (product(dims) + (ROW_UNIT - 1), sym(self.stride))  # the last tile reads up to so many rows more
+        balanced = Buffer(f"{self.x.buffer.name}_balanced", shape, "float32")
         scale, shift = (Buffer(f"{self.x.buffer.name}_{name}", dims, "float32") for name in ("scale", "shift"))
         weights = [replace(p.w.buffer, shape=(sym(self.padded), p.column.extent)) for p in self.parts]
         offsets = [Buffer(f"{w.name}_offset", (n,), "float32") for w, n in zip(weights, columns, strict=True)]
@@ -325,10 +353,10 @@ class _Products:
         self, part: _Product, column_side: tuple[Buffer, Buffer, Buffer], row_side: tuple[Buffer, Buffer, Buffer]
     ) -> Stmt:
         (w, offset, width), (x, scale, shift) = column_side, row_side
-        total, at, column = part.block.body.buffer, part.at, part.column.var
+        total, at, row, column = part.block.body.buffer, part.at, part.row, part.column.var
         step = SymVar("t", lower=0)
         first = [step * _FACTORS + n for n in range(_FACTORS)]
-        (x1, x2, x3), (w1, w2, w3) = ([Load(x, (*at, f)) for f in first], [w[f, column] for f in first])
+        (x1, x2, x3), (w1, w2, w3) = ([x[row, f] for f in first], [w[f, column] for f in first])
         pair = Binary("mul", Binary("add", x1, w2), Binary("add", x2, w1))
         update = Store(total, (), Binary("add", pair, Binary("mul", x3, w3)), "add")
         reduced = For(step, sym(self.padded // _FACTORS), update)
@@ -357,45 +385,54 @@ class _Products:
             split_reduction(squared, self.lanes, 4, zero),
             IfThenElse(length.equals(0.0).value, split_reduction(compared, self.lanes, 1, zero)),
             Store(power, (), (-exponent).exp2().value),
-            self._copy(balanced, at, power),
-            self._pairs(pairs, balanced, at),
+            self._copy(balanced, power),
+            self._pairs(pairs, balanced),
             Store(scale, at, select(is_zero, 0.0, select(has_length, undo, Scalar(infinity))).value),
             Store(shift, at, select(is_zero, 0.0, -Scalar(pairs[()]) * undo).value),
         )
         for buffer in (pairs, power, peak, squares):
             body = Allocate(buffer, body)
-        return Substitute(fresh=True).stmt(parallel_nest(self.parts[0].rows, body))
+        beyond = For(
+            r := SymVar("r", lower=0), sym(ROW_UNIT - 1), self._zeros(balanced, product(self.parts[0].dims) + r, 0)
+        )
+        return seq(beyond, Simplify().stmt(parallel_nest(self.parts[0].rows, body)))
 
     def _element(self, place: SymExpr) -> Load:
         return replace(self.x, indices=(*self.x.indices[:-1], place))
 
-    def _copy(self, balanced: Buffer, at: tuple[SymExpr, ...], power: Buffer) -> Stmt:
+    def _copy(self, balanced: Buffer, power: Buffer) -> Stmt:
         """A row times its power of two, then zeros."""
-        part, lane = SymVar("u", lower=0), SymVar("l", lower=0, upper=self.lanes - 1)
-        full, rest = divmod(self.depth, self.lanes)
-        zero = literal(0.0, "float32")
-
-        def vectors(first: int, end: int, is_masked: bool, value: Callable[[SymExpr], Value]) -> Stmt:
-            place = (part + first) * self.lanes + lane
-            element = Select(less(place, self.depth), value(place), zero) if is_masked else value(place)
-            body = For(lane, sym(self.lanes), Store(balanced, (*at, place), element), "vectorized")
-            return Substitute(fresh=True).stmt(For(part, sym(end - first), body))
+        row, (full, rest) = self.parts[0].row, divmod(self.depth, self.lanes)
 
         def scaled(place: SymExpr) -> Value:
+            element = Binary("mul", self._element(place), power[()])
+            return Select(less(place, self.depth), element, literal(0.0, "float32"))
+
+        def unmasked(place: SymExpr) -> Value:
             return Binary("mul", self._element(place), power[()])
 
-        begin, end = full + (rest > 0), self.stride // self.lanes
-        last = [vectors(full, begin, True, scaled)] if rest else []
-        return seq(vectors(0, full, False, scaled), *last, vectors(begin, end, False, lambda place: zero))
+        last = [self._vectors(balanced, row, full, full + 1, scaled)] if rest else []
+        head = self._vectors(balanced, row, 0, full, unmasked)
+        return seq(head, *last, self._zeros(balanced, row, full + len(last)))
 
-    def _pairs(self, pairs: Buffer, balanced: Buffer, at: tuple[SymExpr, ...]) -> Stmt:
+    def _zeros(self, balanced: Buffer, row: SymExpr, first: int) -> Stmt:
+        """Of a row from vector `first` on."""
+        return self._vectors(balanced, row, first, self.stride // self.lanes, lambda place: literal(0.0, "float32"))
+
+    def _vectors(self, balanced: Buffer, row: SymExpr, first: int, end: int, value: Callable[[SymExpr], Value]) -> Stmt:
+        part, lane = SymVar("u", lower=0), SymVar("l", lower=0, upper=self.lanes - 1)
+        place = (part + first) * self.lanes + lane
+        store = Store(balanced, (row, place), value(place))
+        return For(part, sym(end - first), For(lane, sym(self.lanes), store, "vectorized"))
+
+    def _pairs(self, pairs: Buffer, balanced: Buffer) -> Stmt:
         """The sum of the products of pairs of a balanced row: of all neighbours, those that are a pair."""
         step, part = SymVar("step", lower=0), SymVar("u", lower=0, upper=_FACTORS - 1)
         lane, zero = SymVar("l", lower=0, upper=self.lanes - 1), literal(0.0, "float32")
         partial = Buffer("pairs_partial", (sym(_FACTORS * self.lanes),), "float32", "local")
         own = part * self.lanes + lane
-        place = step * (_FACTORS * self.lanes) + own
-        neighbours = Binary("mul", Load(balanced, (*at, place)), Load(balanced, (*at, place + 1)))
+        row, place = self.parts[0].row, step * (_FACTORS * self.lanes) + own
+        neighbours = Binary("mul", balanced[row, place], balanced[row, place + 1])
         is_pair = Compare("eq", IndexValue(own % _FACTORS), literal(0, "int64"))
         store = Store(partial, (own,), Select(is_pair, neighbours, zero), "add")
         body = For(part, sym(_FACTORS), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
@@ -416,22 +453,30 @@ class _Products:
 
 def _matrix(weights: np.ndarray) -> np.ndarray:
     """Weights (..., k, n) whose other dimensions are ones."""
-    return weights.reshape(weights.shape[-2:]).astype(np.float64)
+    return weights.reshape(weights.shape[-2:])
+
+
+def _lengths(w: np.ndarray) -> np.ndarray:
+    """Of columns: float64[n]. Not finite where squares leave float32's range."""
+    squares = np.einsum("kj,kj->j", w, w).astype(np.float64)
+    (small,) = np.nonzero(squares < 2.0**-LARGEST_POWER)  # where they may have vanished
+    squares[small] = (w[:, small].astype(np.float64) ** 2).sum(axis=0)
+    lengths: np.ndarray = np.sqrt(squares)
+    return lengths
 
 
 def _problem_of(w: np.ndarray) -> str | None:
     """Why these weights are none for this, or None."""
-    w = _matrix(w)
-    length = np.linalg.norm(w, axis=0)
-    used = length[length > 0]
-    if not np.isfinite(w).all() or (used.size and used.max() > 2.0**LARGEST_POWER):
+    length = _lengths(w)
+    if not np.isfinite(length).all():
         return "has weights that are no finite numbers, or too large"
-    if not used.size:
+    used, nonzero = length > 0, np.count_nonzero(w, axis=0)
+    if not used.any():
         return None
-    nonzero = np.count_nonzero(w, axis=0)[length > 0].min() / len(w)
-    density = np.median(np.abs(w).sum(axis=0)[length > 0] / (used * np.sqrt(len(w))))
-    if nonzero < LEAST_NONZERO:
-        return f"has a column of which {nonzero:.1%} are not zero"
+    least = nonzero[used].min() / len(w)
+    density = np.median(np.einsum("kj->j", np.abs(w))[used] / (length[used] * math.sqrt(len(w))))
+    if least < LEAST_NONZERO:
+        return f"has a column of which {least:.1%} are not zero"
     if density < LEAST_DENSITY:
         return f"has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is {density:.2f}"
     return None
@@ -454,7 +499,14 @@ def chained_terms(block: Block) -> Allocate | None:
         total = Intrinsic("fma", (term.a, term.b, total), update.buffer.dtype)
     loops = perfect_nest(reduced).loops
     chained = nest(loops, Store(update.buffer, update.indices, total))
-    return replace(block.body, body=Seq((init, chained, *final)))
+    return replace(block.body, body=Seq((init, Simplify().stmt(chained), *final)))
+
+
+class Simplify(ProgramRewriter):
+    """Indices t // m * m + t % m, as fused loops leave them, become t."""
+
+    def index(self, expr: SymExpr) -> SymExpr:
+        return _ANALYZER.simplify(expr)
 
 
 class _Finish(ProgramRewriter):
@@ -485,9 +537,10 @@ class _PassWeights(Rewriter):
     def __init__(self, found: Mapping[str, _Products]) -> None:
         super().__init__()
         self._found = found
+        self._done: dict[int, tuple[Constant, ...]] = {}  # by the id of the weights' value: those of several calls
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
         products = self._found.get(value.callee.name)
-        return None if products is None else replace(value, args=products.arguments(value))
+        return None if products is None else replace(value, args=products.arguments(value, self._done))

@@ -59,19 +59,25 @@ LONG_FUNCTION = 10  # FLOPs of a function that is not
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """`extent` rows in blocks of at most `most` whose heights differ by at most one."""
+    """`extent` rows in blocks of at most `most` whose heights differ by at most one `unit`. The last unit may go beyond
+    the extent: those rows are computed, and not stored."""
 
     extent: SymExpr
     most: int
     least: int = 1  # the extent is known to be no less, or 0
+    unit: int = 1  # of which `most` is a multiple
 
     @property
     def count(self) -> SymExpr:
         return ceildiv(self.extent, self.most)
 
+    @property
+    def _units(self) -> SymExpr:
+        return ceildiv(self.extent, self.unit)
+
     def start(self, block: SymExpr) -> SymExpr:
-        """The first row of a block: the first `extent % count` blocks are one higher than the others."""
-        return block * (self.extent // self.count) + smin(block, self.extent % self.count)
+        """The first row of a block: the first `units % count` blocks are one unit higher than the others."""
+        return (block * (self._units // self.count) + smin(block, self._units % self.count)) * self.unit
 
     def height(self, block: SymExpr) -> SymExpr:
         return self.start(block + 1) - self.start(block)
@@ -79,16 +85,17 @@ class RowSplit:
     @property
     def heights(self) -> tuple[int, ...]:
         """Every height that can occur, greatest first."""
-        lower, upper = Analyzer().bounds(self.extent)
-        first, window = max(lower or 0, self.least), self.most * (self.most + 1)
+        lower, upper = Analyzer().bounds(self._units)
+        most = self.most // self.unit
+        first, window = max(lower or 0, -(-self.least // self.unit)), most * (most + 1)
         upper = None if upper is None else max(upper, first)
-        if upper is None or upper > first + window:  # from most*most rows on, only `most` and `most - 1` occur
-            first = min(first, self.most * self.most)
+        if upper is None or upper > first + window:  # from most*most units on, only `most` and `most - 1` occur
+            first = min(first, most * most)
         found: set[int] = set()
-        for rows in range(first, first + window if upper is None else min(upper, first + window) + 1):
-            low, more = divmod(rows, -(-rows // self.most))
+        for units in range(first, first + window if upper is None else min(upper, first + window) + 1):
+            low, more = divmod(units, -(-units // most))
             found.update((low, low + 1) if more else (low,))
-        return tuple(sorted(found, reverse=True)) or (1,)
+        return tuple(sorted((self.unit * units for units in found), reverse=True)) or (self.unit,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +137,14 @@ class Tile:
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
     least_rows: int = 1  # where the tiles run, there are no fewer
+    row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
     stream: Stream | None = None  # how an operand is taken in that is more than a load
     asks: Asks | None = None  # for panels of the columns' operand
     requests: Requests | None = None
 
     @property
     def rows(self) -> RowSplit:
-        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows, self.least_rows)
+        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows, self.least_rows, self.row_unit)
 
     @property
     def _stmts(self) -> tuple[Stmt, ...]:
@@ -148,7 +156,8 @@ class Tile:
         """The tile of column tile `number` of a piece and row block `block`."""
         first = self._first(piece, number)
         tile = self if piece.masked else self._asking(first, piece.vectors * self.lanes)
-        make = tile._staged if self._is_long() or self._parts() is not None else tile._direct
+        is_staged = self._is_long() or self._parts() is not None or self.row_unit > 1
+        make = tile._staged if is_staged else tile._direct
         if self.row is None:
             return make(piece, first, sym(0), sym(1))
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
@@ -310,7 +319,8 @@ class Tile:
         loops, at = self._loops(piece, self.most_rows, first, top)
         row, part, lane = loops
         load = Load(tile, (row.var, part.var * self.lanes + lane.var))
-        loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
+        stored = height if self.row_unit == 1 else smin(height, self._row.extent - top)
+        loops = replace(row, extent=stored, kind="serial"), replace(part, kind="serial"), lane
         epilogue = self._epilogue(loops, at, load, masked=piece.masked)
         return Allocate(tile, seq(self._by_height(height, body), epilogue))
 

@@ -48,7 +48,15 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order
-from relaxlite.passes.inner_products import LEAST_ROWS, MOST_ROWS, STEPS_AHEAD, VARIANTS, chained_terms
+from relaxlite.passes.inner_products import (
+    LEAST_ROWS,
+    MOST_ROWS,
+    ORDINARY_ROWS,
+    ROW_UNIT,
+    STEPS_AHEAD,
+    VARIANTS,
+    chained_terms,
+)
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
@@ -131,8 +139,11 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
     rules = _Rules(program, target, choice, {}, {}, {}, [], in_place)
-    schedule = rules.variants if program.attrs.get(VARIANTS) else rules.stage
-    stages = [schedule(hoist_lets(s)) for s in top_stages(program)]
+    if program.attrs.get(VARIANTS):
+        rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
+        stages = [rules.variants(s) for s in top_stages(program)]
+    else:
+        stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
     body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
@@ -411,11 +422,11 @@ class _Rules:
         (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
         is_small = product(weights.shape).const * dtypes.itemsize(weights.dtype) <= self.target.l2_bytes // 2
         outer: Outer = "rows" if is_small else "columns"  # so that a thread finds rows where it left them, if it can
-        choice = ScheduleChoice(rows=self.choice.rows or MOST_ROWS, vectors=1, outer=self.choice.outer or outer)
+        choice = ScheduleChoice(rows=MOST_ROWS, vectors=1, outer=self.choice.outer or outer)
         self.panels.update(panel_widths(block, column, lanes, registers, choice))
         self.note("inner_product_tile", column.var.name, rows=MOST_ROWS, lanes=lanes)
         asks = Asks(STEPS_AHEAD, for_next=False, cache=2)
-        return tiled(block, column, lanes, registers, body, choice, asks=asks, least_rows=LEAST_ROWS)
+        return tiled(block, column, lanes, registers, body, choice, asks=asks, least_rows=LEAST_ROWS, row_unit=ROW_UNIT)
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

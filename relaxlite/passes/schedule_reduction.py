@@ -56,14 +56,17 @@ def tiled(
     hides_conversions: bool = True,
     asks: Asks | None = None,
     least_rows: int = 1,
+    row_unit: int = 1,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
-    tiles ask for panels of the columns' operand (panel_requests.py). `least_rows`: fewer there are not."""
+    tiles ask for panels of the columns' operand (panel_requests.py). `least_rows`: fewer there are not. `row_unit`: see
+    register_tile.Tile."""
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
+    rows = -(-rows // row_unit) * row_unit
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
-    tile = replace(tile, least_rows=least_rows)
+    tile = replace(tile, least_rows=least_rows, row_unit=row_unit)
     found = prologues_of(block, column) if body is None else ()
     if len(found) == 1:
         return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
