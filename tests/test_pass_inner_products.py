@@ -265,7 +265,8 @@ def test_sums_stay_in_registers_and_elements_in_memory(columns: int) -> None:
     assert len(sums) == 3 * (1 if columns % 16 == 0 else 2)  # of 12, 16 and 20 rows; masked ones are apart
     for body in sums:
         assert vector_stack_references(body) == [] and "vbroadcastss" not in body
-        assert body.count("vaddps") == body.count("vfmadd") and "prefetcht1" in body
+        assert body.count("vaddps") == body.count("vfmadd")
+    assert sum("prefetcht1" in body for body in sums) == 3  # the last tile has no panel behind it
 
 
 # Programs of more than a product

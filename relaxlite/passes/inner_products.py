@@ -78,6 +78,7 @@ from relaxlite.passes.schedule import collect, fill, less, nest, split_reduction
 from relaxlite.passes.schedule_reduction import Block, reduction_block
 from relaxlite.passes.specialize import clamped_loops
 from relaxlite.records import dataclass
+from relaxlite.target import Target
 
 LEAST_ROWS, MOST_ROWS = 10, 20  # of a tile one vector wide, which leaves registers for three weights and two sums
 ORDINARY_ROWS = 4  # of tiles of the ordinary product beside it, which has few rows to compute: less code
@@ -480,6 +481,15 @@ def _problem_of(w: np.ndarray) -> str | None:
     if density < LEAST_DENSITY:
         return f"has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is {density:.2f}"
     return None
+
+
+def blocks_together(weights: Buffer, target: Target) -> int | None:
+    """How many row blocks go along a panel before the next, for their elements to stay in the second cache: one where
+    the weights stay there themselves, all where they come from memory."""
+    size, block = product(weights.shape).const * 4, MOST_ROWS * int(weights.shape[0]) * 4
+    if size > target.l3_bytes // 2:
+        return None
+    return 1 if size <= target.l2_bytes // 2 else max(2, target.l2_bytes // 4 // block)
 
 
 def chained_terms(block: Block) -> Allocate | None:

@@ -57,19 +57,33 @@ FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of eve
 LONG_FUNCTION = 10  # FLOPs of a function that is not
 
 
+def _ceildiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSplit:
     """`extent` rows in blocks of at most `most` whose heights differ by at most one `unit`. The last unit may go beyond
-    the extent: those rows are computed, and not stored."""
+    the extent: those rows are computed, and not stored. Blocks come in groups of equal number, at most `together`."""
 
     extent: SymExpr
     most: int
     least: int = 1  # the extent is known to be no less, or 0
     unit: int = 1  # of which `most` is a multiple
+    together: int = 1
+
+    @property
+    def groups(self) -> SymExpr:
+        return ceildiv(ceildiv(self.extent, self.most), self.together)
+
+    @property
+    def in_group(self) -> SymExpr:
+        """How many blocks a group has."""
+        return ceildiv(ceildiv(self.extent, self.most), self.groups)
 
     @property
     def count(self) -> SymExpr:
-        return ceildiv(self.extent, self.most)
+        return ceildiv(self.extent, self.most) if self.together == 1 else self.groups * self.in_group
 
     @property
     def _units(self) -> SymExpr:
@@ -86,14 +100,15 @@ class RowSplit:
     def heights(self) -> tuple[int, ...]:
         """Every height that can occur, greatest first."""
         lower, upper = Analyzer().bounds(self._units)
-        most = self.most // self.unit
-        first, window = max(lower or 0, -(-self.least // self.unit)), most * (most + 1)
+        most, least = self.most // self.unit, _ceildiv(self.least, self.unit)
+        first, window = max(lower or 0, least), most * (most + 1) * self.together
         upper = None if upper is None else max(upper, first)
-        if upper is None or upper > first + window:  # from most*most units on, only `most` and `most - 1` occur
-            first = min(first, most * most)
+        if upper is None or upper > first + window:  # beyond so many units only `most` and `most - 1` occur
+            first = min(first, most * most * self.together)
         found: set[int] = set()
         for units in range(first, first + window if upper is None else min(upper, first + window) + 1):
-            low, more = divmod(units, -(-units // most))
+            groups = _ceildiv(units, most * self.together)
+            low, more = divmod(units, groups * _ceildiv(_ceildiv(units, most), groups))
             found.update((low, low + 1) if more else (low,))
         return tuple(sorted((self.unit * units for units in found), reverse=True)) or (self.unit,)
 
@@ -138,13 +153,15 @@ class Tile:
     enough_sums: int = ENOUGH_SUMS
     least_rows: int = 1  # where the tiles run, there are no fewer
     row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
+    together: int = 1  # see RowSplit
     stream: Stream | None = None  # how an operand is taken in that is more than a load
     asks: Asks | None = None  # for panels of the columns' operand
     requests: Requests | None = None
 
     @property
     def rows(self) -> RowSplit:
-        return RowSplit(sym(1) if self.row is None else self.row.extent, self.most_rows, self.least_rows, self.row_unit)
+        extent = sym(1) if self.row is None else self.row.extent
+        return RowSplit(extent, self.most_rows, self.least_rows, self.row_unit, self.together)
 
     @property
     def _stmts(self) -> tuple[Stmt, ...]:

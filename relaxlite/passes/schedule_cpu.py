@@ -55,6 +55,7 @@ from relaxlite.passes.inner_products import (
     ROW_UNIT,
     STEPS_AHEAD,
     VARIANTS,
+    blocks_together,
     chained_terms,
 )
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
@@ -78,12 +79,13 @@ from relaxlite.passes.schedule import (
     without_unit_loops,
 )
 from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
-from relaxlite.passes.schedule_choice import DEFAULT, Outer, ScheduleChoice
+from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
 from relaxlite.passes.schedule_reduction import (
     Block,
+    RowShape,
     asked_ahead,
     panel_width,
     panel_widths,
@@ -420,13 +422,12 @@ class _Rules:
         element of x is one operand in memory: a register for it would take a place in the adders' queues."""
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
-        is_small = product(weights.shape).const * dtypes.itemsize(weights.dtype) <= self.target.l2_bytes // 2
-        outer: Outer = "rows" if is_small else "columns"  # so that a thread finds rows where it left them, if it can
-        choice = ScheduleChoice(rows=MOST_ROWS, vectors=1, outer=self.choice.outer or outer)
+        choice, asks = ScheduleChoice(rows=MOST_ROWS, vectors=1), Asks(STEPS_AHEAD, for_next=False, cache=2)
+        together = blocks_together(weights, self.target)
         self.panels.update(panel_widths(block, column, lanes, registers, choice))
         self.note("inner_product_tile", column.var.name, rows=MOST_ROWS, lanes=lanes)
-        asks = Asks(STEPS_AHEAD, for_next=False, cache=2)
-        return tiled(block, column, lanes, registers, body, choice, asks=asks, least_rows=LEAST_ROWS, row_unit=ROW_UNIT)
+        rows = RowShape(LEAST_ROWS, ROW_UNIT, together)
+        return tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

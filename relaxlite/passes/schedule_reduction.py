@@ -17,7 +17,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from relaxlite import dtypes
-from relaxlite.ir.program import Allocate, Buffer, For, Literal, Load, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    For,
+    IndexValue,
+    LetIndex,
+    Literal,
+    Load,
+    Seq,
+    Stmt,
+    Store,
+    Value,
+    seq,
+)
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.access import can_fuse, stride
@@ -45,6 +58,16 @@ FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other a
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """How rows become blocks (see register_tile.RowSplit). `together`: blocks that go along a panel of columns before
+    the next blocks do; None: all of them."""
+
+    least: int = 1
+    unit: int = 1
+    together: int | None = None
+
+
 def tiled(
     block: Block,
     column: For,
@@ -55,18 +78,17 @@ def tiled(
     *,
     hides_conversions: bool = True,
     asks: Asks | None = None,
-    least_rows: int = 1,
-    row_unit: int = 1,
+    shape: RowShape | None = None,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
-    tiles ask for panels of the columns' operand (panel_requests.py). `least_rows`: fewer there are not. `row_unit`: see
-    register_tile.Tile."""
+    tiles ask for panels of the columns' operand (panel_requests.py)."""
+    shape = shape or RowShape()
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-    rows = -(-rows // row_unit) * row_unit
+    rows = -(-rows // shape.unit) * shape.unit
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
-    tile = replace(tile, least_rows=least_rows, row_unit=row_unit)
+    tile = replace(tile, least_rows=shape.least, row_unit=shape.unit, together=shape.together or 1)
     found = prologues_of(block, column) if body is None else ()
     if len(found) == 1:
         return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
@@ -78,6 +100,8 @@ def tiled(
         _counter("row" if row is None else f"{row.var.name}o", tile.rows.count),
     )
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
+    if shape.together is not None and row is not None:
+        return _in_groups(replace(tile, asks=asks), pieces, others)
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     tile = replace(tile, asks=None if rows_outside else asks)
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
@@ -86,6 +110,17 @@ def tiled(
         return usual
     staged = over_panels(_higher(tile), [each.operand for each in found], pieces, others)
     return with_variant(less(row.extent, rows + 1), usual, staged)
+
+
+def _in_groups(tile: Tile, pieces: Sequence[ColumnPiece], others: Sequence[tuple[SymVar, SymExpr]]) -> Stmt:
+    """Tiles of which a group of row blocks take a panel, one after the other, then the next, before the next group
+    does: what the rows read stays in the cache."""
+    rows, group, down = tile.rows, SymVar("group", lower=0), SymVar("block", lower=0)
+    across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
+    code = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down))
+    block = SymVar("block", lower=0)
+    code = LetIndex(down, IndexValue(group * rows.in_group + block), code)
+    return grid([*others, (group, rows.groups), across, (block, rows.in_group)], code)
 
 
 def prologues_of(block: Block, column: For) -> tuple[Prologue, ...]:
