@@ -19,8 +19,9 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.program import IfThenElse, TensorProgram
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.types import TensorType
-from relaxlite.passes import inner_products
-from relaxlite.passes.inner_products import LEAST_DEPTH, LEAST_ROWS, LEAST_WORK, MOST_ROWS, VARIANTS
+from relaxlite.passes import inner_product_loops, inner_products
+from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK, MOST_ROWS, VARIANTS
+from relaxlite.passes.inner_products import LEAST_DEPTH
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
@@ -72,7 +73,8 @@ def compiled(module: IRModule) -> Run:
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    for name in ("LEAST_WORK", "LEAST_DEPTH", "LEAST_COLUMNS"):
+    monkeypatch.setattr(inner_product_loops, "LEAST_WORK", 1)
+    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
         monkeypatch.setattr(inner_products, name, 1)
 
 

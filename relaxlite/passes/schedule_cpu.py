@@ -48,7 +48,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order
-from relaxlite.passes.inner_products import (
+from relaxlite.passes.inner_product_loops import (
     LEAST_ROWS,
     MOST_ROWS,
     ORDINARY_ROWS,
@@ -383,7 +383,7 @@ class _Rules:
             flat = unfused.fused(reduced=False)
             return self._or_squares(flat, flat.spatial[-1], lanes, tile.width, made)
         column = block.vector_loop() if lanes > 1 else None
-        chained = None if column is None else chained_terms(block)
+        chained = chained_terms(block) if self.program.attrs.get(VARIANTS) else None
         if column is not None and chained is not None:
             return self.chained(block, column, chained)
         if column is not None:

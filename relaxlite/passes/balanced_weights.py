@@ -1,0 +1,66 @@
+"""The weights of inner products (inner_products.py): which are fit for it, and what becomes of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from relaxlite.ir.expr import Constant
+
+FACTORS = 3  # terms of a step: a pair and one more
+LEAST_DENSITY = 0.25  # |w|_1 / (sqrt(depth) * |w|_2) of most columns: 0.8 for normal distributions, 1 at most
+LEAST_NONZERO = 0.125  # of the weights of any column that is not zero
+_SMALL_SQUARES = 2.0**-80  # below which squares may have left float32's range
+_SHORTEST_COLUMN = 2.0**-120  # shorter ones are as if they were so long, for powers to be float32 and exact
+
+
+def whole_steps(depth: int) -> int:
+    """The least number of terms from `depth` on that steps consist of."""
+    return -(-depth // FACTORS) * FACTORS
+
+
+def problem_of(weights: Constant) -> str | None:
+    """Why these weights are none for this, or None."""
+    w = _matrix(weights)
+    length = _lengths(w)
+    if not np.isfinite(length).all():
+        return "has weights that are no finite numbers, or too large"
+    used, nonzero = length > 0, np.count_nonzero(w, axis=0)
+    if not used.any():
+        return None
+    least = nonzero[used].min() / len(w)
+    density = np.median(np.einsum("kj->j", np.abs(w))[used] / (length[used] * math.sqrt(len(w))))
+    if least < LEAST_NONZERO:
+        return f"has a column of which {least:.1%} are not zero"
+    if density < LEAST_DENSITY:
+        return f"has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is {density:.2f}"
+    return None
+
+
+def balanced(weights: Constant) -> tuple[Constant, ...]:
+    """Weights float32 (..., k, n), the other dimensions ones, as (k in whole steps, n), each column times the power of
+    two that makes its length near 1; the sums of products of pairs of a column (n); and what undoes the powers (n),
+    which is 0 for a column of zeros."""
+    w = _matrix(weights)
+    length = _lengths(w)
+    power = np.exp2(-np.round(np.log2(np.maximum(length, _SHORTEST_COLUMN)))).astype(np.float32)
+    scaled = np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
+    np.multiply(w, power, out=scaled[: len(w)])
+    scaled[len(w) :] = 0
+    offset = np.einsum("kj,kj->j", scaled[0::FACTORS], scaled[1::FACTORS], dtype=np.float64)
+    beside = (Constant.of(each.astype(np.float32)) for each in (offset, (length > 0) / power))
+    return (Constant.of(scaled, name=weights.name), *beside)
+
+
+def _matrix(weights: Constant) -> np.ndarray:
+    return weights.value.reshape(weights.value.shape[-2:])
+
+
+def _lengths(w: np.ndarray) -> np.ndarray:
+    """Of columns: float64[n]. Not finite where squares exceed float32's range."""
+    squares = np.einsum("kj,kj->j", w, w).astype(np.float64)
+    (small,) = np.nonzero(squares < _SMALL_SQUARES)
+    squares[small] = (w[:, small].astype(np.float64) ** 2).sum(axis=0)
+    lengths: np.ndarray = np.sqrt(squares)
+    return lengths
