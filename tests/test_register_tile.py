@@ -48,6 +48,20 @@ def test_blocks_of_rows_cover_all_rows_and_differ_by_at_most_one(most: int) -> N
         assert set(heights) <= set(split.heights)
 
 
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_blocks_of_whole_units_come_in_groups_of_equal_number(together: int) -> None:
+    split, block = RowSplit(M, 20, least=10, unit=4, together=together), SymVar("b")
+    for rows in (*range(10, 500), 1_000, 12_345, 99_999):
+        groups, in_group = (evaluate(each, {M: rows}) for each in (split.groups, split.in_group))
+        count = evaluate(split.count, {M: rows})
+        assert count == (groups * in_group if together > 1 else -(-rows // 20)) and in_group <= together
+        assert count < -(-rows // 20) + together
+        heights = [evaluate(split.height(block), {M: rows, block: b}) for b in range(count)]
+        assert rows <= sum(heights) < rows + 4 and all(height % 4 == 0 for height in heights)
+        assert 0 < max(heights) <= 20 and max(heights) - min(heights) <= 4
+        assert set(heights) <= set(split.heights)
+
+
 @pytest.mark.parametrize(
     ("extent", "heights"),
     [
