@@ -196,8 +196,15 @@ def test_the_loops_mean_what_they_did(depth: int, columns: int) -> None:
         check(run, rows(count, depth), w)
 
 
-def test_errors_are_those_of_an_ordinary_product() -> None:
-    x, w = rows(128, 768), weights(768, 256)
+@pytest.mark.parametrize("kind", ["normal", "positive", "relu", "outliers"])
+def test_errors_are_those_of_an_ordinary_product(kind: str) -> None:
+    x, w = rows(128, 1536), weights(1536, 256)
+    changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "positive": np.abs,
+        "relu": lambda x: np.maximum(x, 0),
+        "outliers": lambda x: x * np.where(np.arange(x.shape[1]) % 97 == 0, 30, 1).astype(np.float32),
+    }
+    x = changes.get(kind, lambda x: x)(x)
     exact = x.astype(np.float64) @ w.astype(np.float64)
     ordinary = np.abs(np.asarray(rl.compile(linear(w), target="llvm -mcpu=x86-64-v3 -mattr=-avx512f")(x)) - exact)
     off = np.asarray(compiled(linear(w))(x)) - exact
@@ -267,7 +274,8 @@ def test_sums_stay_in_registers_and_elements_in_memory(columns: int) -> None:
     assert len(sums) == 3 * (1 if columns % 16 == 0 else 2)  # of 12, 16 and 20 rows; masked ones are apart
     for body in sums:
         assert vector_stack_references(body) == [] and "vbroadcastss" not in body
-        assert body.count("vaddps") == body.count("vfmadd")
+        assert body.count("vaddps") + body.count("vsubps") == body.count("vfmadd") + body.count("vfnmadd")
+        assert "vmovaps" not in body  # from one register to another
     assert sum("prefetcht1" in body for body in sums) == 3  # the last tile has no panel behind it
 
 

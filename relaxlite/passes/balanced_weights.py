@@ -8,7 +8,7 @@ import numpy as np
 
 from relaxlite.ir.expr import Constant
 
-FACTORS = 3  # terms of a step: a pair and one more
+TERMS = 6  # of a step: a pair and one more, twice
 LEAST_DENSITY = 0.25  # |w|_1 / (sqrt(depth) * |w|_2) of most columns: 0.8 for normal distributions, 1 at most
 LEAST_NONZERO = 0.125  # of the weights of any column that is not zero
 _SMALL_SQUARES = 2.0**-80  # below which squares may have left float32's range
@@ -17,7 +17,7 @@ _SHORTEST_COLUMN = 2.0**-120  # shorter ones are as if they were so long, for po
 
 def whole_steps(depth: int) -> int:
     """The least number of terms from `depth` on that steps consist of."""
-    return -(-depth // FACTORS) * FACTORS
+    return -(-depth // TERMS) * TERMS
 
 
 def problem_of(weights: Constant) -> str | None:
@@ -40,7 +40,7 @@ def problem_of(weights: Constant) -> str | None:
 
 def balanced(weights: Constant) -> tuple[Constant, ...]:
     """Weights float32 (..., k, n), the other dimensions ones, as (k in whole steps, n), each column times the power of
-    two that makes its length near 1; the sums of products of pairs of a column (n); and what undoes the powers (n),
+    two that makes its length near 1; what pairs of a column add to a sum (n); and what undoes the powers (n),
     which is 0 for a column of zeros."""
     w = _matrix(weights)
     length = _lengths(w)
@@ -48,7 +48,8 @@ def balanced(weights: Constant) -> tuple[Constant, ...]:
     scaled = np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
     np.multiply(w, power, out=scaled[: len(w)])
     scaled[len(w) :] = 0
-    offset = np.einsum("kj,kj->j", scaled[0::FACTORS], scaled[1::FACTORS], dtype=np.float64)
+    pairs = [np.einsum("kj,kj->j", scaled[k::TERMS], scaled[k + 1 :: TERMS], dtype=np.float64) for k in (0, TERMS // 2)]
+    offset = pairs[0] - pairs[1]
     beside = (Constant.of(each.astype(np.float32)) for each in (offset, (length > 0) / power))
     return (Constant.of(scaled, name=weights.name), *beside)
 

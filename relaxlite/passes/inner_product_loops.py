@@ -33,7 +33,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute, sym
-from relaxlite.passes.balanced_weights import FACTORS, whole_steps
+from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs
 from relaxlite.passes.join_loops import reads_only_where_written
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
@@ -46,11 +46,12 @@ from relaxlite.target import Target
 LEAST_ROWS, MOST_ROWS = 10, 20  # of a tile one vector wide, which leaves registers for three weights and two sums
 ORDINARY_ROWS = 4  # of tiles of the ordinary product beside it, which has few rows to compute: less code
 ROW_UNIT = 4  # heights of tiles are multiples of this, three of them: 1 would take 11 and twice the time to compile
-STEPS_AHEAD = 64  # that a tile asks for its weights: 0.65 to 1.3 of the usual speed without, 1.4 to 1.5 with 64 to 128
+STEPS_AHEAD = 32  # that a tile asks for its weights: 0.65 to 1.3 of the usual speed without, 1.35 to 1.5 with 16 to 64
 LEAST_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
 VARIANTS = "variants"  # attribute of a program: its stages stand in branches of which one runs
 
+_PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elements are 8 steps
 _ANALYZER = Analyzer()
 
 
@@ -126,10 +127,9 @@ class Products:
 
     @property
     def stride(self) -> int:
-        """From one balanced row to the next: zeros up to whole steps of three vectors and one more element, which
-        `_pairs` reads, and an odd number of vectors, for rows side by side to lie in other sets of the cache."""
-        step = FACTORS * self.lanes
-        vectors = -(-self.depth // step) * FACTORS + 1
+        """From one balanced row to the next: zeros up to whole periods of `_pairs` and one more element, which that
+        reads, and an odd number of vectors, for rows side by side to lie in other sets of the cache."""
+        vectors = -(-self.depth // (_PERIOD * self.lanes)) * _PERIOD + 1
         return (vectors + 1 - vectors % 2) * self.lanes
 
     def program(self) -> TensorProgram:
@@ -187,11 +187,14 @@ class Products:
         (w, offset, width), (x, scale, shift) = column_side, row_side
         total, row, column = part.block.body.buffer, part.row, part.column.var
         step = SymVar("t", lower=0)
-        first = [step * FACTORS + n for n in range(FACTORS)]
-        (x1, x2, x3), (w1, w2, w3) = ([x[row, f] for f in first], [w[f, column] for f in first])
-        pair = Binary("mul", Binary("add", x1, w2), Binary("add", x2, w1))
-        update = Store(total, (), Binary("add", pair, Binary("mul", x3, w3)), "add")
-        reduced = For(step, sym(whole_steps(self.depth) // FACTORS), update)
+        places = [step * TERMS + n for n in range(TERMS)]
+        x1, x2, x3, x4, x5, x6 = (x[row, k] for k in places)
+        w1, w2, w3, w4, w5, w6 = (w[k, column] for k in places)
+        terms = Binary("add", _product(x3, w3), _product(_sum(w2, x1), _sum(w1, x2)))
+        terms = Binary("add", terms, _product(x6, w6))
+        terms = Binary("sub", terms, _product(_difference(w5, x4), _difference(w4, x5)))
+        update = Store(total, (), terms, "add")
+        reduced = For(step, sym(whole_steps(self.depth) // TERMS), update)
         e = Scalar(total[()])
         finish = ((e - Scalar(offset[column])) * Scalar(scale[row]) + Scalar(shift[row])) * Scalar(width[column])
         return part.with_sum(reduced, finish.value, total)
@@ -256,19 +259,33 @@ class Products:
         return For(part, sym(end - first), For(lane, sym(self.lanes), store, "vectorized"))
 
     def _pairs(self, pairs: Buffer, balanced: Buffer) -> Stmt:
-        """The sum of the products of pairs of a balanced row: of all neighbours, those that are a pair."""
-        step, part = SymVar("step", lower=0), SymVar("u", lower=0, upper=FACTORS - 1)
+        """The sum of the products of pairs of a balanced row, less those of the second pair of a step: of all
+        neighbours, those that are a pair."""
+        step, part = SymVar("step", lower=0), SymVar("u", lower=0, upper=_PERIOD - 1)
         lane, zero = SymVar("l", lower=0, upper=self.lanes - 1), literal(0.0, "float32")
-        partial = Buffer("pairs_partial", (sym(FACTORS * self.lanes),), "float32", "local")
+        partial = Buffer("pairs_partial", (sym(_PERIOD * self.lanes),), "float32", "local")
         own = part * self.lanes + lane
-        row, place = self.parts[0].row, step * (FACTORS * self.lanes) + own
-        neighbours = Binary("mul", balanced[row, place], balanced[row, place + 1])
-        is_pair = Compare("eq", IndexValue(own % FACTORS), literal(0, "int64"))
-        store = Store(partial, (own,), Select(is_pair, neighbours, zero), "add")
-        body = For(part, sym(FACTORS), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
-        steps = For(step, sym(-(-self.depth // (FACTORS * self.lanes))), body)
-        total = collect(Store(pairs, (), zero, "add"), partial, FACTORS, self.lanes)
+        row, place = self.parts[0].row, step * (_PERIOD * self.lanes) + own
+        neighbours = Scalar(_product(balanced[row, place], balanced[row, place + 1]))
+        number = Scalar(IndexValue(own % TERMS))
+        value = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))
+        store = Store(partial, (own,), value.value, "add")
+        body = For(part, sym(_PERIOD), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
+        steps = For(step, sym(-(-self.depth // (_PERIOD * self.lanes))), body)
+        total = collect(Store(pairs, (), zero, "add"), partial, _PERIOD, self.lanes)
         return Allocate(partial, seq(fill(partial, zero, self.lanes), steps, total))
+
+
+def _sum(a: Value, b: Value) -> Value:
+    return Binary("add", a, b)
+
+
+def _difference(a: Value, b: Value) -> Value:
+    return Binary("sub", a, b)
+
+
+def _product(a: Value, b: Value) -> Value:
+    return Binary("mul", a, b)
 
 
 def blocks_together(weights: Buffer, target: Target) -> int | None:
@@ -281,22 +298,26 @@ def blocks_together(weights: Buffer, target: Target) -> int | None:
 
 
 def chained_terms(block: Block) -> Allocate | None:
-    """The block of a sum of two products per step, each added by a multiply-add of its own; None: it is none."""
-    if block.is_pair:
-        return None
+    """The block of a sum of several products per step, each added by a multiply-add of its own; None: it is none."""
     update, init, reduced, *final = block.update, *block.stmts
-    value = update.value
-    if update.combine != "add" or not isinstance(value, Binary) or value.op != "add":
-        return None
-    terms = (value.b, value.a)
-    if not all(isinstance(t, Binary) and t.op == "mul" for t in terms):
+    terms = _terms(update.value)
+    if block.is_pair or update.combine != "add" or len(terms) < 2:
         return None
     total: Value = Load(update.buffer, update.indices)
-    for term in terms:
-        assert isinstance(term, Binary)
-        total = Intrinsic("fma", (term.a, term.b, total), update.buffer.dtype)
+    for is_added, term in terms:
+        if not isinstance(term, Binary) or term.op != "mul":
+            return None
+        factor = term.a if is_added else Unary("neg", term.a)
+        total = Intrinsic("fma", (factor, term.b, total), update.buffer.dtype)
     chained = nest(perfect_nest(reduced).loops, Store(update.buffer, update.indices, total))
     return replace(block.body, body=_Simplify().stmt(Seq((init, chained, *final))))
+
+
+def _terms(value: Value) -> list[tuple[bool, Value]]:
+    """Those of a sum, and whether each is added."""
+    if not isinstance(value, Binary) or value.op not in ("add", "sub"):
+        return [(True, value)]
+    return [*_terms(value.a), (value.op == "add", value.b)]
 
 
 class _Simplify(ProgramRewriter):
