@@ -21,11 +21,11 @@ four multiply-adds and four additions, in the time of four for six. That is 1.5 
 **Rounding.** x and w have to be of like size, or the smaller is lost in the sums: rows and columns are multiplied by
 powers of two that give them lengths (2-norms) near 1, which is exact. The error is then within the bound of an ordinary
 sum of products up to a small factor, eps * |x| * |w| (Brent, "Error Analysis of Algorithms for Matrix Multiplication
-and Triangular Decomposition using Winograd's Identity", 1970); measured, its mean square root is 0.95 to 1.35 times that
-of an ordinary one, with x of both signs, of one, with zeros and with outliers (without opposites 7 times, where x is
-positive). Each row's result depends on that row alone. Weights are left alone where an ordinary product would be much more
-exact than that bound: where some columns are mostly zeros, as those of a selection, or most have few large weights. So
-are large ones that other programs read as well, which would need a second copy.
+and Triangular Decomposition using Winograd's Identity", 1970). Measured, its root mean square is 0.95 to 1.35 times
+that of an ordinary product, with x of both signs, of one, with zeros and with outliers; without the opposites it is 7
+times that where x is positive. Each row's result depends on that row alone. Weights are left alone where an ordinary
+product would be much more exact than that bound: where some columns are mostly zeros, as those of a selection, or most
+have few large weights. So are large ones that other programs read as well, which would need a second copy.
 
 **Rows that have no such length**, for they hold an infinity or NaN or numbers out of all proportion: one of them, and
 the ordinary product of all rows is computed, as it is for few rows. Rows and columns of zeros give zeros.
