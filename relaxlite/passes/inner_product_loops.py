@@ -32,12 +32,11 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
-from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, substitute, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs
 from relaxlite.passes.join_loops import reads_only_where_written
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
-from relaxlite.passes.parallel_loops import parallel_nest
 from relaxlite.passes.schedule import collect, fill, less, nest, split_reduction
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.records import dataclass
@@ -200,53 +199,70 @@ class Products:
         return part.with_sum(reduced, finish.value, total)
 
     def _balance(self, balanced: Buffer, scale: Buffer, shift: Buffer) -> Stmt:
-        """The rows of x, their scales and the sums of products of their pairs, in one parallel loop over rows. A row
-        that has no length gets an infinite scale, one of zeros a scale of 0."""
-        row, rows = self.parts[0].row, product(self.parts[0].dims)
-        squares, peak, power, pairs = (
-            Buffer(name, (), "float32", "local") for name in ("squares", "peak", "power", "pairs")
+        """The rows of x, their scales and what their pairs add, in one parallel loop over as many rows as a vector has
+        lanes, whose scales are computed side by side. A row that has no length gets an infinite scale, one of zeros a
+        scale of 0."""
+        lanes, rows = self.lanes, product(self.parts[0].dims)
+        group, r = SymVar("group", lower=0), SymVar("r", lower=0, upper=lanes - 1)
+        first = group * lanes
+        count, row = smin(lanes, rows - first), first + r
+        squares, peaks, powers, pairs = (
+            Buffer(name, (sym(lanes),), "float32", "local") for name in ("squares", "peaks", "powers", "pairs")
         )
-        zero, infinity = (Literal(value, "float32") for value in (0.0, float("inf")))
-        length, largest, undo = Scalar(squares[()]), Scalar(peak[()]), 1.0 / Scalar(power[()])
+        zero, lane = literal(0.0, "float32"), SymVar("l", lower=0, upper=lanes - 1)
+        length, largest, undo = Scalar(squares[lane]), Scalar(peaks[lane]), 1.0 / Scalar(powers[lane])
         has_length = (length >= 2.0**-LARGEST_POWER) & (length <= 2.0**LARGEST_POWER)
         is_zero = length.equals(0.0) & largest.equals(0.0)
         exponent = (select(has_length, length, 1.0).unary("log") * (0.5 / math.log(2))).unary("round")
-        x = self._element(k := SymVar("k", lower=0))
-        depth = sym(self.depth)
-        squared = For(k, depth, Store(squares, (), Binary("mul", x, x), "add"))
-        compared = For(k, depth, Store(peak, (), Unary("abs", x), "max"))
-        body: Stmt = seq(
-            *(Store(buffer, (), zero) for buffer in (squares, peak, pairs)),
-            split_reduction(squared, self.lanes, 4, zero),
-            IfThenElse(length.equals(0.0).value, split_reduction(compared, self.lanes, 1, zero)),
-            Store(power, (), (-exponent).exp2().value),
-            self._copy(balanced, power),
-            self._pairs(pairs, balanced),
-            Store(scale, (row,), select(is_zero, 0.0, select(has_length, undo, Scalar(infinity))).value),
-            Store(shift, (row,), select(is_zero, 0.0, -Scalar(pairs[()]) * undo).value),
+        infinite = Scalar(Literal(float("inf"), "float32"))
+        stored = seq(
+            Store(scale, (first + lane,), select(is_zero, 0.0, select(has_length, undo, infinite)).value),
+            Store(shift, (first + lane,), select(is_zero, 0.0, -Scalar(pairs[lane]) * undo).value),
         )
-        for buffer in (pairs, power, peak, squares):
+        x = self._element(row, k := SymVar("k", lower=0))
+        squared = For(k, sym(self.depth), Store(squares, (r,), _product(x, x), "add"))
+        compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "max"))
+        looked = seq(
+            split_reduction(squared, lanes, 4, zero),
+            IfThenElse(Scalar(squares[r]).equals(0.0).value, split_reduction(compared, lanes, 1, zero)),
+        )
+        body: Stmt = seq(
+            *(fill(buffer, zero, lanes) for buffer in (squares, peaks, pairs)),
+            For(r, count, looked),
+            For(lane, sym(lanes), Store(powers, (lane,), (-exponent).exp2().value), "vectorized"),
+            For(
+                r,
+                count,
+                seq(self._copy(balanced, row, powers[r]), self._pairs(Store(pairs, (r,), zero, "add"), balanced, row)),
+            ),
+            For(lane, sym(lanes), IfThenElse(less(first + lane, rows), stored), "vectorized"),
+        )
+        for buffer in (pairs, powers, peaks, squares):
             body = Allocate(buffer, body)
-        beyond = For(r := SymVar("r", lower=0), sym(ROW_UNIT - 1), self._zeros(balanced, rows + r, 0))
-        return seq(beyond, _Simplify().stmt(parallel_nest(self.parts[0].rows, body)))
+        beyond = For(r, sym(ROW_UNIT - 1), self._zeros(balanced, rows + r, 0))
+        groups = For(group, ceildiv(rows, lanes), body, "parallel")
+        return Substitute(fresh=True).stmt(seq(beyond, groups))
 
-    def _element(self, place: SymExpr) -> Load:
-        return replace(self.x, indices=(*self.x.indices[:-1], place))
+    def _element(self, row: SymExpr, place: SymExpr) -> Load:
+        """Of a row of x by its number."""
+        at: dict[SymVar, SymExpr] = {}
+        for loop in reversed(self.parts[0].rows[1:]):
+            at[loop.var], row = row % loop.extent, row // loop.extent
+        at[self.parts[0].rows[0].var] = row
+        return replace(self.x, indices=(*(substitute(index, at) for index in self.x.indices[:-1]), place))
 
-    def _copy(self, balanced: Buffer, power: Buffer) -> Stmt:
+    def _copy(self, balanced: Buffer, row: SymExpr, power: Value) -> Stmt:
         """A row times its power of two, then zeros."""
-        row, (full, rest) = self.parts[0].row, divmod(self.depth, self.lanes)
+        full, rest = divmod(self.depth, self.lanes)
 
         def scaled(place: SymExpr) -> Value:
-            element = Binary("mul", self._element(place), power[()])
-            return Select(less(place, self.depth), element, literal(0.0, "float32"))
+            return _product(self._element(row, place), power)
 
-        def unmasked(place: SymExpr) -> Value:
-            return Binary("mul", self._element(place), power[()])
+        def masked(place: SymExpr) -> Value:
+            return Select(less(place, self.depth), scaled(place), literal(0.0, "float32"))
 
-        last = [self._vectors(balanced, row, full, full + 1, scaled)] if rest else []
-        head = self._vectors(balanced, row, 0, full, unmasked)
-        return seq(head, *last, self._zeros(balanced, row, full + len(last)))
+        last = [self._vectors(balanced, row, full, full + 1, masked)] if rest else []
+        return seq(self._vectors(balanced, row, 0, full, scaled), *last, self._zeros(balanced, row, full + len(last)))
 
     def _zeros(self, balanced: Buffer, row: SymExpr, first: int) -> Stmt:
         """Of a row from vector `first` on."""
@@ -258,22 +274,23 @@ class Products:
         store = Store(balanced, (row, place), value(place))
         return For(part, sym(end - first), For(lane, sym(self.lanes), store, "vectorized"))
 
-    def _pairs(self, pairs: Buffer, balanced: Buffer) -> Stmt:
+    def _pairs(self, total: Store, balanced: Buffer, row: SymExpr) -> Stmt:
         """The sum of the products of pairs of a balanced row, less those of the second pair of a step: of all
         neighbours, those that are a pair."""
         step, part = SymVar("step", lower=0), SymVar("u", lower=0, upper=_PERIOD - 1)
         lane, zero = SymVar("l", lower=0, upper=self.lanes - 1), literal(0.0, "float32")
         partial = Buffer("pairs_partial", (sym(_PERIOD * self.lanes),), "float32", "local")
         own = part * self.lanes + lane
-        row, place = self.parts[0].row, step * (_PERIOD * self.lanes) + own
+        place = step * (_PERIOD * self.lanes) + own
         neighbours = Scalar(_product(balanced[row, place], balanced[row, place + 1]))
         number = Scalar(IndexValue(own % TERMS))
         value = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))
         store = Store(partial, (own,), value.value, "add")
         body = For(part, sym(_PERIOD), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
         steps = For(step, sym(-(-self.depth // (_PERIOD * self.lanes))), body)
-        total = collect(Store(pairs, (), zero, "add"), partial, _PERIOD, self.lanes)
-        return Allocate(partial, seq(fill(partial, zero, self.lanes), steps, total))
+        return Allocate(
+            partial, seq(fill(partial, zero, self.lanes), steps, collect(total, partial, _PERIOD, self.lanes))
+        )
 
 
 def _sum(a: Value, b: Value) -> Value:
