@@ -136,25 +136,25 @@ class Products:
         rows, columns = product(self.parts[0].dims), [part.column.extent for part in self.parts]
         shape = (rows + (ROW_UNIT - 1), sym(self.stride))  # the last tile reads up to so many rows more
         balanced = Buffer(f"{self.x.buffer.name}_balanced", shape, "float32")
-        scale, shift = (Buffer(f"{self.x.buffer.name}_{name}", (rows,), "float32") for name in ("scale", "shift"))
+        scales = Buffer(f"{self.x.buffer.name}_scales", (sym(2), rows), "float32")  # and what is to be added then
         weights = [replace(p.w.buffer, shape=(sym(whole_steps(self.depth)), p.column.extent)) for p in self.parts]
         offsets = [Buffer(f"{w.name}_offset", (n,), "float32") for w, n in zip(weights, columns, strict=True)]
         widths = [Buffer(f"{w.name}_width", (n,), "float32") for w, n in zip(weights, columns, strict=True)]
         fast = [
-            self._fast(part, (w, offset, width), (balanced, scale, shift))
+            self._fast(part, (w, offset, width), balanced, scales)
             for part, w, offset, width in zip(self.parts, weights, offsets, widths, strict=True)
         ]
         plain = [self._plain(part, w, width) for part, w, width in zip(self.parts, weights, widths, strict=True)]
         worst = Buffer("largest_scale", (), "float32", "local")
-        largest = For(at := SymVar("i", lower=0), rows, Store(worst, (), scale[at], "max"))
-        look = seq(self._balance(balanced, scale, shift), Store(worst, (), literal(0.0, "float32")), largest)
+        largest = For(at := SymVar("i", lower=0), rows, Store(worst, (), scales[0, at], "max"))
+        look = seq(self._balance(balanced, scales), Store(worst, (), literal(0.0, "float32")), largest)
         choice = seq(
             Store(worst, (), Literal(float("inf"), "float32")),
             IfThenElse(less(self.least_rows - 1, rows), look),
             IfThenElse(Compare("lt", worst[()], Literal(float("inf"), "float32")), seq(*fast), seq(*plain)),
         )
         body: Stmt = Allocate(worst, choice)
-        for buffer in (shift, scale, balanced):
+        for buffer in (scales, balanced):
             body = Allocate(buffer, body)
         replaced = {part.w.buffer: w for part, w in zip(self.parts, weights, strict=True)}
         beside = [b for both in zip(offsets, widths, strict=True) for b in both]
@@ -180,10 +180,8 @@ class Products:
         reduced = _Elsewhere(part.w, w[part.w.indices[-2:]]).stmt(part.block.stmts[1])
         return part.with_sum(reduced, Binary("mul", total[()], width[column]), total)
 
-    def _fast(
-        self, part: Product, column_side: tuple[Buffer, Buffer, Buffer], row_side: tuple[Buffer, Buffer, Buffer]
-    ) -> Stmt:
-        (w, offset, width), (x, scale, shift) = column_side, row_side
+    def _fast(self, part: Product, column_side: tuple[Buffer, Buffer, Buffer], x: Buffer, scales: Buffer) -> Stmt:
+        w, offset, width = column_side
         total, row, column = part.block.body.buffer, part.row, part.column.var
         step = SymVar("t", lower=0)
         places = [step * TERMS + n for n in range(TERMS)]
@@ -195,10 +193,12 @@ class Products:
         update = Store(total, (), terms, "add")
         reduced = For(step, sym(whole_steps(self.depth) // TERMS), update)
         e = Scalar(total[()])
-        finish = ((e - Scalar(offset[column])) * Scalar(scale[row]) + Scalar(shift[row])) * Scalar(width[column])
+        finish = ((e - Scalar(offset[column])) * Scalar(scales[0, row]) + Scalar(scales[1, row])) * Scalar(
+            width[column]
+        )
         return part.with_sum(reduced, finish.value, total)
 
-    def _balance(self, balanced: Buffer, scale: Buffer, shift: Buffer) -> Stmt:
+    def _balance(self, balanced: Buffer, scales: Buffer) -> Stmt:
         """The rows of x, their scales and what their pairs add, in one parallel loop over as many rows as a vector has
         lanes, whose scales are computed side by side. A row that has no length gets an infinite scale, one of zeros a
         scale of 0."""
@@ -216,8 +216,8 @@ class Products:
         exponent = (select(has_length, length, 1.0).unary("log") * (0.5 / math.log(2))).unary("round")
         infinite = Scalar(Literal(float("inf"), "float32"))
         stored = seq(
-            Store(scale, (first + lane,), select(is_zero, 0.0, select(has_length, undo, infinite)).value),
-            Store(shift, (first + lane,), select(is_zero, 0.0, -Scalar(pairs[lane]) * undo).value),
+            Store(scales, (sym(0), first + lane), select(is_zero, 0.0, select(has_length, undo, infinite)).value),
+            Store(scales, (sym(1), first + lane), select(is_zero, 0.0, -Scalar(pairs[lane]) * undo).value),
         )
         x = self._element(row, k := SymVar("k", lower=0))
         squared = For(k, sym(self.depth), Store(squares, (r,), _product(x, x), "add"))

@@ -44,8 +44,10 @@ program, inner_product_loops.py makes the program.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
@@ -83,9 +85,19 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
     for name, products in found.items():
         context.decide("inner_products", name, True, "additions take no time beside multiply-adds")
         definitions[name] = products.program()
+    weights = _balanced_weights(module, found)
     for name, function in module.functions().items():
-        definitions[name] = _PassWeights(found).function(function)
+        definitions[name] = _PassWeights(found, weights).function(function)
     return module.updated(definitions)
+
+
+def _balanced_weights(module: IRModule, found: Mapping[str, Products]) -> dict[int, tuple[Constant, ...]]:
+    """What becomes of the weights of all calls, by the id of their value."""
+    calls = [call for call in program_calls(module) if call.callee.name in found]
+    args = [call.args[place] for call in calls for place in found[call.callee.name].weights]
+    weights = {id(arg.value): arg for arg in args if isinstance(arg, Constant)}
+    with ThreadPoolExecutor(compile_threads(), "relaxlite-balance") as pool:  # starts no more threads than it needs
+        return dict(zip(weights, pool.map(balanced, weights.values()), strict=True))
 
 
 def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
@@ -167,10 +179,9 @@ def _is_matrix(w: Load, step: For, column: For) -> bool:
 class _PassWeights(Rewriter):
     """Passes balanced weights."""
 
-    def __init__(self, found: Mapping[str, Products]) -> None:
+    def __init__(self, found: Mapping[str, Products], made: Mapping[int, tuple[Constant, ...]]) -> None:
         super().__init__()
-        self._found = found
-        self._done: dict[int, tuple[Constant, ...]] = {}  # by the id of the weights' value: those of several calls
+        self._found, self._made = found, made
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
@@ -182,9 +193,7 @@ class _PassWeights(Rewriter):
         for place in products.weights:
             weights = args[place]
             assert isinstance(weights, Constant)
-            if id(weights.value) not in self._done:
-                self._done[id(weights.value)] = balanced(weights)
-            args[place], *more = self._done[id(weights.value)]
+            args[place], *more = self._made[id(weights.value)]
             beside += more
         inputs = len(products.whole.inputs)
         return replace(value, args=(*args[:inputs], *beside, *args[inputs:]))

@@ -107,10 +107,11 @@ def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) ->
 
 
 def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
-    parameters = {b: replace(b, scope="global") for b in found.lifted}
+    parameters = {b: b if b.scope == "global" else replace(b, scope="global") for b in found.lifted}
     local = {b: replace(b, scope="local") for b in found.on_stack}
-    body = Substitute(buffers={**parameters, **local}).stmt(_WithoutAllocations(found.lifted).stmt(program.body))
-    count = len(found.lifted)
+    body, count = _WithoutAllocations(found.lifted).stmt(program.body), len(found.lifted)
+    changed = {old: new for old, new in {**parameters, **local}.items() if new is not old}
+    body = Substitute(buffers=changed).stmt(body) if changed else body
     attrs = Attrs({**program.attrs, WORKSPACES: count}) if count else program.attrs
     params = (*program.params, *parameters.values())
     return replace(program, params=params, body=body, num_outputs=program.num_outputs + count, attrs=attrs)
@@ -119,11 +120,15 @@ def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
 class _WithoutAllocations(ProgramRewriter):
     def __init__(self, buffers: tuple[Buffer, ...]) -> None:
         super().__init__()
-        self._buffers = frozenset(buffers)
+        self._left = set(buffers)
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        new = super().stmt(stmt)
-        return new.body if isinstance(new, Allocate) and new.buffer in self._buffers else new
+        if not self._left:  # each is allocated in one place
+            return stmt
+        if isinstance(stmt, Allocate) and stmt.buffer in self._left:
+            self._left.remove(stmt.buffer)
+            return self.stmt(stmt.body)
+        return super().stmt(stmt)
 
 
 class _PassWorkspaces(Rewriter):

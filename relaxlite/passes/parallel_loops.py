@@ -8,9 +8,8 @@ from dataclasses import replace
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symbols, stores, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.passes.access import accesses
-from relaxlite.passes.schedule import fuse, nest
 
 ENOUGH_ITERATIONS = 64  # of a parallel loop, for any number of threads to share them evenly
 
@@ -74,12 +73,14 @@ def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
     body = Substitute(ones).stmt(body)
     if not loops:
         return body
-    stmt = nest([replace(loop, kind="serial") for loop in loops], body)
-    for _ in loops[1:]:
-        assert isinstance(stmt, For) and isinstance(stmt.body, For)
-        stmt = fuse(stmt, stmt.body)
-    assert isinstance(stmt, For)
-    return replace(stmt, kind="parallel")
+    point = SymVar("".join(loop.var.name for loop in loops))
+    at: dict[SymVar, SymExpr] = {}
+    rest = sym(point)
+    for loop in reversed(loops[1:]):
+        width = loop.extent if as_int(loop.extent) != 0 else sym(1)  # a loop of no iterations divides by nothing
+        at[loop.var], rest = rest % width, rest // width
+    at[loops[0].var] = rest
+    return For(point, product(loop.extent for loop in loops), Substitute(at, fresh=True).stmt(body), "parallel")
 
 
 def writes_apart(loop: For) -> bool:
