@@ -389,7 +389,8 @@ class _Rules:
         if column is not None:
             dots, hides = dot_products(block, column, self.target) if packs else None, self.target.hides_conversions
             prologues = prologues_of(block, column) if dots is None else ()
-            is_plain = packs and dots is None and not prologues
+            has_few_rows = bool(self.program.attrs.get(VARIANTS))  # of which none would have time to ask for more
+            is_plain = packs and dots is None and not prologues and not has_few_rows
             choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
