@@ -109,7 +109,7 @@ def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) ->
 def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
     parameters = {b: b if b.scope == "global" else replace(b, scope="global") for b in found.lifted}
     local = {b: replace(b, scope="local") for b in found.on_stack}
-    body, count = _WithoutAllocations(found.lifted).stmt(program.body), len(found.lifted)
+    body, count = _WithoutAllocations(found.lifted, program.body).stmt(program.body), len(found.lifted)
     changed = {old: new for old, new in {**parameters, **local}.items() if new is not old}
     body = Substitute(buffers=changed).stmt(body) if changed else body
     attrs = Attrs({**program.attrs, WORKSPACES: count}) if count else program.attrs
@@ -118,15 +118,18 @@ def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
 
 
 class _WithoutAllocations(ProgramRewriter):
-    def __init__(self, buffers: tuple[Buffer, ...]) -> None:
+    """Takes the allocations of some buffers out, and goes no deeper than they lie."""
+
+    def __init__(self, buffers: tuple[Buffer, ...], body: Stmt) -> None:
         super().__init__()
-        self._left = set(buffers)
+        self._buffers = frozenset(buffers)
+        self._left = sum(isinstance(s, Allocate) and s.buffer in self._buffers for s in walk_stmts(body))
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if not self._left:  # each is allocated in one place
+        if not self._left:
             return stmt
-        if isinstance(stmt, Allocate) and stmt.buffer in self._left:
-            self._left.remove(stmt.buffer)
+        if isinstance(stmt, Allocate) and stmt.buffer in self._buffers:
+            self._left -= 1
             return self.stmt(stmt.body)
         return super().stmt(stmt)
 
