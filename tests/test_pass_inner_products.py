@@ -302,6 +302,21 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
             np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.usefixtures("without_limits")
+def test_short_rows_of_many_pictures_read_nothing_beyond_the_workspace() -> None:
+    """A term for each picture keeps the loops over pictures and rows apart: a tile has rows of one picture alone."""
+    bb, w = BlockBuilder(), weights(13, 20)
+    b, n = bb.symbol("b"), bb.symbol("n")
+    types = {"x": TensorType.of((b, n, 13), "float32"), "y": TensorType.of((b, 1, 20), "float32")}
+    with bb.function("main", **types) as (x, y):
+        bb.result(bb.emit(get_op("add")(bb.emit(get_op("matmul")(x, Constant.of(w))), y)))
+    rng = np.random.default_rng(4)
+    for run in (interpreted(bb.module()), compiled(bb.module())):
+        for shape in ((8, 3), (5, 7), (11, 1), (2, 21)):
+            x, y = (rng.standard_normal((shape[0], *rest)).astype(np.float32) for rest in ((shape[1], 13), (1, 20)))
+            np.testing.assert_allclose(np.asarray(run(x, y)), x @ w + y, rtol=1e-4, atol=2e-6)
+
+
 def test_the_result_takes_over_what_is_added_to_it() -> None:
     bb = BlockBuilder()
     m, w = bb.symbol("m"), weights(384, 384)

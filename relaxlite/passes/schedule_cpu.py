@@ -419,15 +419,16 @@ class _Rules:
         return tiled_turned(block, turned, lanes, registers, usual)
 
     def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
-        """A sum of two products per step, as Winograd's inner product is. Its tiles are one vector wide, so that each
-        element of x is one operand in memory: a register for it would take a place in the adders' queues."""
+        """A sum of several products per step, as Winograd's inner product is. Its tiles are one vector wide, so that
+        each element of x is one operand in memory: a register for it would take a place in the adders' queues."""
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
         choice, asks = ScheduleChoice(rows=MOST_ROWS, vectors=1), Asks(STEPS_AHEAD, for_next=False, cache=2)
         together = blocks_together(weights, self.target)
         self.panels.update(panel_widths(block, column, lanes, registers, choice))
         self.note("inner_product_tile", column.var.name, rows=MOST_ROWS, lanes=lanes)
-        rows = RowShape(LEAST_ROWS, ROW_UNIT, together)
+        has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
+        rows = RowShape(LEAST_ROWS if has_all_rows else 1, ROW_UNIT, together)
         return tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
