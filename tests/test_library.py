@@ -716,6 +716,30 @@ def test_openblas_starts_no_threads() -> None:
 
 
 @needs_openblas
+def test_openblas_is_loaded_only_for_models_that_call_it() -> None:
+    code = """
+        import sys
+        import numpy as np
+        import relaxlite as rl
+        from tests.test_library import product_module, relu_module
+        loaded = [name for name in sys.modules if name == "scipy_openblas32"]
+        assert not loaded or sys.modules.pop(loaded[0])  # by this file, which asks whether to skip tests
+        rl.compile(relu_module())(np.ones((2, 3), np.float32))
+        print("scipy_openblas32" in sys.modules)
+        from relaxlite.runtime import libraries
+        libraries._open_openblas.cache_clear()
+        rl.compile(product_module("gemm_nt", (), both=True), libraries="openblas")
+        print("scipy_openblas32" in sys.modules)
+    """
+    assert in_new_process(code).split() == ["False", "True"]
+
+
+def test_the_rules_of_the_table_could_be_called() -> None:
+    for rule in (*openblas_rules(), *(rule for kind in KINDS for rule in rules_of(kind))):
+        rule.validate()
+
+
+@needs_openblas
 def test_openblas_leaves_constant_weights_to_packed_panels() -> None:
     weight = Constant.of(random(64, 4096))
     found = decisions(module_of(lambda bb, a: ops.matmul(a, weight), a=(1, 64)), openblas=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from relaxlite.ir.analyzer import Analyzer
@@ -15,6 +16,11 @@ def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr
 
     Where loops were fused, the indices hold t // m and t % m of one loop variable: t // m * m + t % m is t again.
     """
+    return _flat_offset(tuple(shape), tuple(indices))
+
+
+@functools.lru_cache(maxsize=1024)  # many passes ask for the strides of the same accesses
+def _flat_offset(shape: tuple[SymExpr, ...], indices: tuple[SymExpr, ...]) -> SymExpr:
     total, divides = sym(0), False
     for dim, index in zip(shape, indices, strict=True):
         total = total * dim + index

@@ -5,13 +5,14 @@ Rewriters return the very object they were given when nothing changes, so "did i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from relaxlite.ir.program import (
     AddressOf,
     Allocate,
+    Barrier,
     Binary,
     Binder,
     Buffer,
@@ -19,12 +20,13 @@ from relaxlite.ir.program import (
     Cast,
     Check,
     Compare,
-    Enclosing,
     For,
     IfThenElse,
     IndexValue,
     Intrinsic,
     LetIndex,
+    LibraryFound,
+    Literal,
     Load,
     Prefetch,
     Select,
@@ -38,20 +40,21 @@ from relaxlite.ir.program import (
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, substitute
 
 # Unions that are made at each test take longer than it
-_WithValue: TypeAlias = Store | LetIndex
-_WithCondition: TypeAlias = IfThenElse | Check
 _WithIndices: TypeAlias = Store | Prefetch
-_OfOne: TypeAlias = Unary | Cast
-_OfTwo: TypeAlias = Binary | Compare
 _Indexed: TypeAlias = Load | AddressOf
 
 
 def stmt_children(stmt: Stmt) -> tuple[Stmt, ...]:
-    if isinstance(stmt, Enclosing):
-        return (stmt.body,)
-    if isinstance(stmt, IfThenElse):
-        return (stmt.then,) if stmt.other is None else (stmt.then, stmt.other)
-    return stmt.stmts if isinstance(stmt, Seq) else ()
+    return _STMT_CHILDREN[type(stmt)](stmt)
+
+
+# Compilation asks these millions of times: a table of kinds takes half the time of a chain of isinstance
+_STMT_CHILDREN: dict[type, Callable[[Any], tuple[Stmt, ...]]] = {
+    **dict.fromkeys((For, LetIndex, Allocate), lambda stmt: (stmt.body,)),
+    IfThenElse: lambda stmt: (stmt.then,) if stmt.other is None else (stmt.then, stmt.other),
+    Seq: lambda stmt: stmt.stmts,
+    **dict.fromkeys((Store, Check, Prefetch, Barrier, CallLibrary), lambda stmt: ()),
+}
 
 
 def walk_stmts(stmt: Stmt) -> Iterator[Stmt]:
@@ -60,26 +63,33 @@ def walk_stmts(stmt: Stmt) -> Iterator[Stmt]:
     while stack:
         current = stack.pop()
         yield current
-        stack.extend(reversed(stmt_children(current)))
+        stack.extend(_STMT_CHILDREN[type(current)](current)[::-1])
 
 
 def stmt_values(stmt: Stmt) -> tuple[Value, ...]:
     """The values that one statement holds itself."""
-    if isinstance(stmt, _WithValue):
-        return (stmt.value,)
-    if isinstance(stmt, CallLibrary):
-        return stmt.args
-    return (stmt.cond,) if isinstance(stmt, _WithCondition) else ()
+    return _STMT_VALUES[type(stmt)](stmt)
+
+
+_STMT_VALUES: dict[type, Callable[[Any], tuple[Value, ...]]] = {
+    **dict.fromkeys((Store, LetIndex), lambda stmt: (stmt.value,)),
+    **dict.fromkeys((IfThenElse, Check), lambda stmt: (stmt.cond,)),
+    CallLibrary: lambda stmt: stmt.args,
+    **dict.fromkeys((For, Allocate, Prefetch, Barrier, Seq), lambda stmt: ()),
+}
 
 
 def value_children(value: Value) -> tuple[Value, ...]:
-    if isinstance(value, _OfOne):
-        return (value.x,)
-    if isinstance(value, _OfTwo):
-        return (value.a, value.b)
-    if isinstance(value, Select):
-        return (value.cond, value.then, value.other)
-    return value.args if isinstance(value, Intrinsic) else ()
+    return _VALUE_CHILDREN[type(value)](value)
+
+
+_VALUE_CHILDREN: dict[type, Callable[[Any], tuple[Value, ...]]] = {
+    **dict.fromkeys((Unary, Cast), lambda value: (value.x,)),
+    **dict.fromkeys((Binary, Compare), lambda value: (value.a, value.b)),
+    Select: lambda value: (value.cond, value.then, value.other),
+    Intrinsic: lambda value: value.args,
+    **dict.fromkeys((Literal, Load, IndexValue, AddressOf, LibraryFound), lambda value: ()),
+}
 
 
 def walk_values(value: Value) -> Iterator[Value]:
@@ -92,7 +102,7 @@ def walk_values(value: Value) -> Iterator[Value]:
             continue
         seen.add(id(current))
         yield current
-        stack.extend(reversed(value_children(current)))
+        stack.extend(_VALUE_CHILDREN[type(current)](current)[::-1])
 
 
 def all_values(stmt: Stmt) -> Iterator[Value]:
@@ -168,8 +178,8 @@ class ProgramRewriter:
         return buffer
 
     def indices(self, exprs: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
-        new = tuple(self.index(e) for e in exprs)
-        return exprs if all(a is b for a, b in zip(new, exprs, strict=True)) else new
+        new = tuple([self.index(e) for e in exprs])
+        return exprs if new == exprs else new  # of interned expressions: compared by identity
 
     def value(self, value: Value) -> Value:
         done = self._done.get(id(value))
@@ -179,69 +189,138 @@ class ProgramRewriter:
         return done[1]
 
     def _value(self, value: Value) -> Value:
-        if isinstance(value, _Indexed):
-            buffer, indices = self.buffer(value.buffer), self.indices(value.indices)
-            is_same = buffer is value.buffer and indices is value.indices
-            return value if is_same else type(value)(buffer, indices)
-        if isinstance(value, IndexValue):
-            index = self.index(value.index)
-            return value if index is value.index else IndexValue(index, value.dtype)
-        old = value_children(value)
-        new = tuple(self.value(child) for child in old)
-        return value if all(a is b for a, b in zip(new, old, strict=True)) else rebuild_value(value, new)
+        return _REBUILT_VALUE[type(value)](self, value)
+
+    def values(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        new = tuple([self.value(v) for v in values])
+        return values if new == values else new  # nodes too are compared by identity
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if isinstance(stmt, Store):
-            buffer, indices, value = self.buffer(stmt.buffer), self.indices(stmt.indices), self.value(stmt.value)
-            if buffer is stmt.buffer and indices is stmt.indices and value is stmt.value:
-                return stmt
-            return Store(buffer, indices, value, stmt.combine, stmt.nontemporal)
-        if isinstance(stmt, Prefetch):
-            buffer, indices = self.buffer(stmt.buffer), self.indices(stmt.indices)
-            is_same = buffer is stmt.buffer and indices is stmt.indices
-            return stmt if is_same else replace(stmt, buffer=buffer, indices=indices)
-        if isinstance(stmt, For):
-            extent, body = self.index(stmt.extent), self.stmt(stmt.body)
-            return stmt if extent is stmt.extent and body is stmt.body else For(stmt.var, extent, body, stmt.kind)
-        if isinstance(stmt, Seq):
-            stmts = tuple(self.stmt(s) for s in stmt.stmts)
-            return stmt if all(a is b for a, b in zip(stmts, stmt.stmts, strict=True)) else seq(*stmts)
-        if isinstance(stmt, Allocate):
-            buffer, body = self.buffer(stmt.buffer), self.stmt(stmt.body)
-            return stmt if buffer is stmt.buffer and body is stmt.body else Allocate(buffer, body)
-        if isinstance(stmt, LetIndex):
-            value, body = self.value(stmt.value), self.stmt(stmt.body)
-            return stmt if value is stmt.value and body is stmt.body else LetIndex(stmt.var, value, body)
-        if isinstance(stmt, IfThenElse):
-            other = None if stmt.other is None else self.stmt(stmt.other)
-            cond, then = self.value(stmt.cond), self.stmt(stmt.then)
-            same = cond is stmt.cond and then is stmt.then and other is stmt.other
-            return stmt if same else IfThenElse(cond, then, other)
-        if isinstance(stmt, Check):
-            cond = self.value(stmt.cond)
-            return stmt if cond is stmt.cond else Check(cond, stmt.message)
-        if isinstance(stmt, CallLibrary):
-            args, work = tuple(map(self.value, stmt.args)), self.index(stmt.work)
-            same = work is stmt.work and all(a is b for a, b in zip(args, stmt.args, strict=True))
-            return stmt if same else replace(stmt, args=args, work=work)
+        return _REBUILT_STMT[type(stmt)](self, stmt)
+
+
+def _same(to: ProgramRewriter, node: Any) -> Any:
+    return node
+
+
+def _load(to: ProgramRewriter, value: Load) -> Value:
+    buffer, indices = to.buffer(value.buffer), to.indices(value.indices)
+    return value if buffer is value.buffer and indices is value.indices else Load(buffer, indices)
+
+
+def _address(to: ProgramRewriter, value: AddressOf) -> Value:
+    buffer, indices = to.buffer(value.buffer), to.indices(value.indices)
+    is_same = buffer is value.buffer and indices is value.indices
+    return value if is_same else AddressOf(buffer, indices, value.is_written)
+
+
+def _index_value(to: ProgramRewriter, value: IndexValue) -> Value:
+    index = to.index(value.index)
+    return value if index is value.index else IndexValue(index, value.dtype)
+
+
+def _unary(to: ProgramRewriter, value: Unary) -> Value:
+    x = to.value(value.x)
+    return value if x is value.x else Unary(value.op, x)
+
+
+def _cast(to: ProgramRewriter, value: Cast) -> Value:
+    x = to.value(value.x)
+    return value if x is value.x else Cast(x, value.dtype)
+
+
+def _of_two(to: ProgramRewriter, value: Binary | Compare) -> Value:
+    a, b = to.value(value.a), to.value(value.b)
+    return value if a is value.a and b is value.b else type(value)(value.op, a, b)
+
+
+def _select(to: ProgramRewriter, value: Select) -> Value:
+    cond, then, other = to.value(value.cond), to.value(value.then), to.value(value.other)
+    is_same = cond is value.cond and then is value.then and other is value.other
+    return value if is_same else Select(cond, then, other)
+
+
+def _intrinsic(to: ProgramRewriter, value: Intrinsic) -> Value:
+    args = to.values(value.args)
+    return value if args is value.args else Intrinsic(value.name, args, value.dtype)
+
+
+_REBUILT_VALUE: dict[type, Callable[[ProgramRewriter, Any], Value]] = {
+    Load: _load,
+    AddressOf: _address,
+    IndexValue: _index_value,
+    Unary: _unary,
+    Cast: _cast,
+    Binary: _of_two,
+    Compare: _of_two,
+    Select: _select,
+    Intrinsic: _intrinsic,
+    Literal: _same,
+    LibraryFound: _same,
+}
+
+
+def _store(to: ProgramRewriter, stmt: Store) -> Stmt:
+    buffer, indices, value = to.buffer(stmt.buffer), to.indices(stmt.indices), to.value(stmt.value)
+    if buffer is stmt.buffer and indices is stmt.indices and value is stmt.value:
         return stmt
+    return Store(buffer, indices, value, stmt.combine, stmt.nontemporal)
 
 
-def rebuild_value(value: Value, children: tuple[Value, ...]) -> Value:
-    """The same kind of value of new operands."""
-    if isinstance(value, Unary):
-        return Unary(value.op, children[0])
-    if isinstance(value, Cast):
-        return Cast(children[0], value.dtype)
-    if isinstance(value, Binary):
-        return Binary(value.op, *children)
-    if isinstance(value, Compare):
-        return Compare(value.op, *children)
-    if isinstance(value, Select):
-        return Select(*children)
-    if isinstance(value, Intrinsic):
-        return Intrinsic(value.name, children, value.dtype)
-    return value
+def _prefetch(to: ProgramRewriter, stmt: Prefetch) -> Stmt:
+    buffer, indices = to.buffer(stmt.buffer), to.indices(stmt.indices)
+    return stmt if buffer is stmt.buffer and indices is stmt.indices else Prefetch(buffer, indices, stmt.cache)
+
+
+def _for(to: ProgramRewriter, stmt: For) -> Stmt:
+    extent, body = to.index(stmt.extent), to.stmt(stmt.body)
+    return stmt if extent is stmt.extent and body is stmt.body else For(stmt.var, extent, body, stmt.kind)
+
+
+def _seq(to: ProgramRewriter, stmt: Seq) -> Stmt:
+    stmts = tuple([to.stmt(s) for s in stmt.stmts])
+    return stmt if stmts == stmt.stmts else seq(*stmts)
+
+
+def _allocate(to: ProgramRewriter, stmt: Allocate) -> Stmt:
+    buffer, body = to.buffer(stmt.buffer), to.stmt(stmt.body)
+    return stmt if buffer is stmt.buffer and body is stmt.body else Allocate(buffer, body)
+
+
+def _let_index(to: ProgramRewriter, stmt: LetIndex) -> Stmt:
+    value, body = to.value(stmt.value), to.stmt(stmt.body)
+    return stmt if value is stmt.value and body is stmt.body else LetIndex(stmt.var, value, body)
+
+
+def _if_then_else(to: ProgramRewriter, stmt: IfThenElse) -> Stmt:
+    other = None if stmt.other is None else to.stmt(stmt.other)
+    cond, then = to.value(stmt.cond), to.stmt(stmt.then)
+    is_same = cond is stmt.cond and then is stmt.then and other is stmt.other
+    return stmt if is_same else IfThenElse(cond, then, other)
+
+
+def _check(to: ProgramRewriter, stmt: Check) -> Stmt:
+    cond = to.value(stmt.cond)
+    return stmt if cond is stmt.cond else Check(cond, stmt.message)
+
+
+def _call_library(to: ProgramRewriter, stmt: CallLibrary) -> Stmt:
+    args, work = to.values(stmt.args), to.index(stmt.work)
+    return stmt if args is stmt.args and work is stmt.work else replace(stmt, args=args, work=work)
+
+
+_REBUILT_STMT: dict[type, Callable[[ProgramRewriter, Any], Stmt]] = {
+    Store: _store,
+    Prefetch: _prefetch,
+    For: _for,
+    Seq: _seq,
+    Allocate: _allocate,
+    LetIndex: _let_index,
+    IfThenElse: _if_then_else,
+    Check: _check,
+    CallLibrary: _call_library,
+    Barrier: _same,
+}
 
 
 class Substitute(ProgramRewriter):
@@ -258,28 +337,38 @@ class Substitute(ProgramRewriter):
         self.symbols = dict(symbols or {})
         self.buffers = dict(buffers or {})
         self.fresh = fresh
+        self._indices: dict[SymExpr, SymExpr] = {}  # bodies repeat few indices many times
 
     def index(self, expr: SymExpr) -> SymExpr:
-        return substitute(expr, self.symbols)
+        found = self._indices.get(expr)
+        if found is None:
+            self._indices[expr] = found = substitute(expr, self.symbols)
+        return found
 
     def buffer(self, buffer: Buffer) -> Buffer:
         found = self.buffers.get(buffer)
         if found is None:
             shape = self.indices(buffer.shape)
-            found = buffer if shape is buffer.shape else replace(buffer, shape=shape)
+            found = buffer if shape is buffer.shape else Buffer(buffer.name, shape, buffer.dtype, buffer.scope)
             self.buffers[buffer] = found
         return found
+
+    def forget(self) -> None:
+        """From here on, what was rewritten before may become something else: a symbol or buffer has a new meaning."""
+        self._done, self._indices = {}, {}
 
     def stmt(self, stmt: Stmt) -> Stmt:
         if self.fresh and isinstance(stmt, Binder):
             var = _renewed(stmt.var)
+            if stmt.var in self.symbols:  # what is shared with another loop over it must not keep that loop's new one
+                self.forget()
             self.symbols[stmt.var] = var
-            self._done = {}  # a value shared with another loop over the same variable must not keep that loop's new one
             if isinstance(stmt, For):
                 return For(var, self.index(stmt.extent), self.stmt(stmt.body), stmt.kind)
             return LetIndex(var, self.value(stmt.value), self.stmt(stmt.body))
         if self.fresh and isinstance(stmt, Allocate) and stmt.buffer not in self.buffers:
-            self.buffers[stmt.buffer] = replace(stmt.buffer, shape=self.indices(stmt.buffer.shape))
+            buffer = stmt.buffer
+            self.buffers[buffer] = Buffer(buffer.name, self.indices(buffer.shape), buffer.dtype, buffer.scope)
         return super().stmt(stmt)
 
 

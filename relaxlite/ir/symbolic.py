@@ -23,7 +23,6 @@ import math
 import operator
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NoReturn, SupportsIndex, TypeAlias
 
@@ -31,10 +30,18 @@ IntLike: TypeAlias = "int | SymExpr"  # a NumPy integer does at run time
 Monomial: TypeAlias = "tuple[SymExpr, ...]"
 Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 
-_interned: weakref.WeakValueDictionary[tuple[object, ...], SymExpr] = weakref.WeakValueDictionary()
-_references: dict[tuple[object, ...], weakref.ref[SymExpr]] = _interned.data  # type: ignore[attr-defined]
-# WeakValueDictionary.get is written in Python, and half of what _intern would cost
-_lock = threading.RLock()  # for what is new
+
+class _Reference(weakref.ref["SymExpr"]):
+    """An expression that nobody but its users keeps alive. weakref.WeakValueDictionary is Python behind Python: half of
+    what making an expression costs."""
+
+    __slots__ = ("key",)
+
+    key: tuple[object, ...]
+
+
+_interned: dict[tuple[object, ...], _Reference] = {}
+_lock = threading.RLock()  # for changes; where it is held, an expression may die, whose end changes the table too
 _serial = itertools.count()
 
 
@@ -256,28 +263,44 @@ def product(values: Iterable[IntLike]) -> SymExpr:
 def _intern(const: int, terms: Terms) -> SymExpr:
     if const == 0 and len(terms) == 1 and terms[0][1] == 1 and len(terms[0][0]) == 1:
         return terms[0][0][0]  # the sum of one atom is that atom
-    reference = _references.get((const, terms))
-    found = reference() if reference is not None else None
+    key = (const, terms)
+    reference = _interned.get(key)
+    found = None if reference is None else reference()
     if found is None:
         made = SymExpr() if terms else _Constant()
         made.const, made.terms, made._vars, made._key = const, terms, None, None
-        found = _keep((const, terms), made)
+        found = _keep(key, made)
     return found
 
 
 def _keep(key: tuple[object, ...], made: SymExpr) -> SymExpr:
     """The one expression of this key: `made`, unless another thread was faster."""
+    reference = _Reference(made, _forget)
+    reference.key = key
     with _lock:
-        return _interned.setdefault(key, made)
+        earlier = _interned.get(key)
+        found = None if earlier is None else earlier()
+        if found is None:
+            _interned[key] = reference
+            return made
+    return found
+
+
+def _forget(reference: _Reference) -> None:
+    with _lock:
+        if _interned.get(reference.key) is reference:  # else there is a new one of the same form
+            del _interned[reference.key]
 
 
 def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
-    found = _interned.get((kind, a, b))
+    key = (kind, a, b)
+    reference = _interned.get(key)
+    found = None if reference is None else reference()
     if found is None:
         made = kind()
         made.a, made.b, made.const, made._vars, made._key = a, b, 0, None, None
         made.terms = (((made,), 1),)
-        return _keep((kind, a, b), made)
+        found = _keep(key, made)
     return found
 
 
@@ -374,16 +397,27 @@ def _length(expr: SymExpr) -> int:
 
 def _cancel_common(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
     """(a', b', f) with a == a'*f and b == b'*f, for the largest product f of a positive constant and atoms."""
-    coefs = [c for _, c in (*a.terms, *b.terms)] + [a.const, b.const]
-    monomials = [m for m, _ in (*a.terms, *b.terms)] + [()] * (a.const != 0 or b.const != 0)
-    shared = functools.reduce(operator.and_, map(Counter, monomials))
-    common, factor = tuple(shared.elements()), math.gcd(*coefs)
+    terms = (*a.terms, *b.terms)
+    factor = math.gcd(a.const, b.const, *[c for _, c in terms])
+    common: Monomial = () if a.const or b.const else functools.reduce(_common_atoms, [m for m, _ in terms])
+    if factor == 1 and not common:
+        return a, b, sym(1)
 
     def cancel(expr: SymExpr) -> SymExpr:
         rest = {divide_monomial(m, common) or (): c // factor for m, c in expr.terms}
         return _from_dict(rest.pop((), expr.const // factor), rest)
 
     return cancel(a), cancel(b), monomial_expr(common, factor)
+
+
+def _common_atoms(a: Monomial, b: Monomial) -> Monomial:
+    left = list(b)
+    found = []
+    for atom in a:
+        if atom in left:
+            left.remove(atom)
+            found.append(atom)
+    return tuple(found)
 
 
 def monomial_expr(monomial: Monomial, coef: int = 1) -> SymExpr:
@@ -493,32 +527,41 @@ def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
 
 def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
     """Replace variables, all at once; the same object when nothing changes."""
+    if values.keys().isdisjoint(expr.free_vars()):
+        return expr
     if isinstance(expr, SymVar):
-        return sym(values.get(expr, expr))
+        return sym(values[expr])
 
     def replace(atom: SymExpr) -> SymExpr:
-        if not isinstance(atom, Pair):
-            return substitute(atom, values)
-        return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
+        if isinstance(atom, Pair):
+            return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
+        found = values.get(atom)  # type: ignore[call-overload]
+        return atom if found is None else sym(found)
 
-    return map_atoms(expr, replace) if any(v in values for v in expr.free_vars()) else expr
+    return map_atoms(expr, replace)
 
 
 def map_atoms(expr: SymExpr, change: Callable[[SymExpr], SymExpr]) -> SymExpr:
     """The same sum of products of changed atoms; the same object when nothing changes."""
-    changed = {atom: change(atom) for monomial, _ in expr.terms for atom in monomial}
-    if all(new is atom for atom, new in changed.items()):
-        return expr
-    const, coefs = expr.const, dict[Monomial, int]()
+    changed: dict[SymExpr, SymExpr] = {}
+    const, coefs, is_same = expr.const, dict[Monomial, int](), True
     for monomial, coef in expr.terms:
-        if all(changed[atom] is atom for atom in monomial):
+        part, is_kept = None, True
+        for atom in monomial:
+            new = changed.get(atom)
+            if new is None:
+                changed[atom] = new = change(atom)
+            is_kept = is_kept and new is atom
+            part = new if part is None else part * new
+        if is_kept:
             coefs[monomial] = coefs.get(monomial, 0) + coef
             continue
-        part = product(changed[atom] for atom in monomial)
+        assert part is not None
+        is_same = False
         const += part.const * coef
-        for new, factor in part.terms:
-            coefs[new] = coefs.get(new, 0) + factor * coef
-    return _from_dict(const, coefs)
+        for other, factor in part.terms:
+            coefs[other] = coefs.get(other, 0) + factor * coef
+    return expr if is_same else _from_dict(const, coefs)
 
 
 def from_terms(const: int, terms: Iterable[tuple[Monomial, int]]) -> SymExpr:

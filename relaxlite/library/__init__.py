@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Literal
 
 from relaxlite import config
-from relaxlite.errors import InvalidArgumentError, LibraryError
+from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.pattern import Match, Pattern
 from relaxlite.library.openblas import openblas_rules
 from relaxlite.passes.library_rules import Dims, LibraryRule, Range
@@ -107,6 +107,7 @@ def register_library(
         keeps_fallback=fallback,
         file="" if function is not None or library == OPENBLAS else library,
     )
+    rule.validate()
     if function is not None:
         libraries.register_function(name, function)
     else:
@@ -140,7 +141,7 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
         return ()
     known = tuple(reversed(_rules.values()))
     if chosen is None:
-        return (*known, *(openblas_rules() if _is_usual(target) and has_library(OPENBLAS) else ()))
+        return (*known, *(openblas_rules() if _is_usual(target) and libraries.has_openblas() else ()))
     wanted = (chosen,) if isinstance(chosen, str) else tuple(chosen)
     if OPENBLAS in wanted:
         libraries.find(OPENBLAS)
@@ -155,15 +156,6 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
 def names_of(text: str) -> Sequence[str] | str:
     """ "a,b" as the names in it; "none" stays."""
     return text if text == "none" else [name.strip() for name in text.split(",")]
-
-
-def has_library(name: str) -> bool:
-    """Whether a library that relaxlite knows by name is installed."""
-    try:
-        libraries.find(name)
-    except LibraryError:
-        return False
-    return True
 
 
 def _is_usual(target: Target) -> bool:

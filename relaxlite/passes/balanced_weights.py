@@ -20,42 +20,37 @@ def whole_steps(depth: int) -> int:
     return -(-depth // TERMS) * TERMS
 
 
-def problem_of(weights: Constant) -> str | None:
-    """Why these weights are none for this, or None."""
-    w = _matrix(weights)
-    length = _lengths(w)
+def balanced(weights: Constant) -> tuple[Constant, ...] | str:
+    """Weights float32 (..., k, n), the other dimensions ones, as (k in whole steps, n), each column times the power of
+    two that makes its length near 1; what pairs of a column add to a sum (n); and what undoes the powers (n),
+    which is 0 for a column of zeros. Or why these weights are none for this."""
+    w: np.ndarray = weights.value.reshape(weights.value.shape[-2:])
+    length, room = _lengths(w), np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
+    scaled = room[: len(w)]
+    if (problem := _problem_of(w, length, scaled)) is not None:
+        return problem
+    power = np.exp2(-np.round(np.log2(np.maximum(length, _SHORTEST_COLUMN)))).astype(np.float32)
+    np.multiply(w, power, out=scaled)
+    room[len(w) :] = 0
+    pairs = [np.einsum("kj,kj->j", room[k::TERMS], room[k + 1 :: TERMS], dtype=np.float64) for k in (0, TERMS // 2)]
+    offset = pairs[0] - pairs[1]
+    beside = (Constant.of(each.astype(np.float32)) for each in (offset, (length > 0) / power))
+    return (Constant.of(room, name=weights.name), *beside)
+
+
+def _problem_of(w: np.ndarray, length: np.ndarray, scratch: np.ndarray) -> str | None:
     if not np.isfinite(length).all():
         return "has weights that are no finite numbers, or too large"
-    used, nonzero = length > 0, np.count_nonzero(w, axis=0)
+    used = length > 0
     if not used.any():
         return None
-    least = nonzero[used].min() / len(w)
-    density = np.median(np.einsum("kj->j", np.abs(w))[used] / (length[used] * math.sqrt(len(w))))
-    if least < LEAST_NONZERO:
+    sizes = np.abs(w, out=scratch)
+    if sizes.min() == 0 and (least := np.count_nonzero(w, axis=0)[used].min() / len(w)) < LEAST_NONZERO:
         return f"has a column of which {least:.1%} are not zero"
+    density = np.median(np.einsum("kj->j", sizes)[used] / (length[used] * math.sqrt(len(w))))
     if density < LEAST_DENSITY:
         return f"has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is {density:.2f}"
     return None
-
-
-def balanced(weights: Constant) -> tuple[Constant, ...]:
-    """Weights float32 (..., k, n), the other dimensions ones, as (k in whole steps, n), each column times the power of
-    two that makes its length near 1; what pairs of a column add to a sum (n); and what undoes the powers (n),
-    which is 0 for a column of zeros."""
-    w = _matrix(weights)
-    length = _lengths(w)
-    power = np.exp2(-np.round(np.log2(np.maximum(length, _SHORTEST_COLUMN)))).astype(np.float32)
-    scaled = np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
-    np.multiply(w, power, out=scaled[: len(w)])
-    scaled[len(w) :] = 0
-    pairs = [np.einsum("kj,kj->j", scaled[k::TERMS], scaled[k + 1 :: TERMS], dtype=np.float64) for k in (0, TERMS // 2)]
-    offset = pairs[0] - pairs[1]
-    beside = (Constant.of(each.astype(np.float32)) for each in (offset, (length > 0) / power))
-    return (Constant.of(scaled, name=weights.name), *beside)
-
-
-def _matrix(weights: Constant) -> np.ndarray:
-    return weights.value.reshape(weights.value.shape[-2:])
 
 
 def _lengths(w: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ from relaxlite.ir.program import Binary, Check, For, Literal, Load, Stmt, Store,
 from relaxlite.ir.program_visitor import loads
 from relaxlite.ir.symbolic import as_int, product
 from relaxlite.ir.visitor import Rewriter, program_calls
-from relaxlite.passes.balanced_weights import balanced, problem_of
+from relaxlite.passes.balanced_weights import balanced
 from relaxlite.passes.inner_product_loops import Product, Products
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
@@ -65,6 +65,7 @@ from relaxlite.passes.specialize import clamped_loops
 
 LEAST_COLUMNS = 64  # over which the pass over x is spread
 LEAST_DEPTH = 96  # terms of a sum
+_REASON = "additions take no time beside multiply-adds"
 
 _ANALYZER = Analyzer()
 
@@ -74,30 +75,37 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
     if not context.target.adds_beside_products:
         return module
     programs = module.programs().items()
-    found = {name: made for name, p in programs if (made := _find(p, context.target.vector_lanes(4))) is not None}
-    readers = _readers(module)
-    for call in program_calls(module):
-        name = call.callee.name
-        if name in found and (problem := _problem_of(call, found[name], readers)) is not None:
-            context.decide("inner_products", name, False, problem)
-            del found[name]
-    definitions: dict[str, Definition] = {}
-    for name, products in found.items():
-        context.decide("inner_products", name, True, "additions take no time beside multiply-adds")
-        definitions[name] = products.program()
-    weights = _balanced_weights(module, found)
-    for name, function in module.functions().items():
-        definitions[name] = _PassWeights(found, weights).function(function)
+    found = {name: them for name, p in programs if (them := _find(p, context.target.vector_lanes(4))) is not None}
+    operands, readers = _operands(module, found), _readers(module)
+    fit: dict[int, Constant] = {}  # by the id of their value
+    problems: dict[str, str] = {}
+    for name, operand, arg in operands:
+        if not isinstance(arg, Constant):
+            problems.setdefault(name, f"{operand} is no constant")
+        elif arg.value.nbytes >= SHARED_BYTES and len(readers[id(arg.value)]) > 1:
+            problems.setdefault(name, f"{operand} is read elsewhere, too, and stays one copy as it is")
+        elif name not in problems:
+            fit[id(arg.value)] = arg
+    with ThreadPoolExecutor(compile_threads(), "relaxlite-balance") as pool:  # starts no more threads than it needs
+        results = pool.map(balanced, fit.values())
+        made = {name: products.program() for name, products in found.items() if name not in problems}  # meanwhile
+        balances = dict(zip(fit, results, strict=True))
+    for name, operand, arg in operands:
+        if isinstance(arg, Constant) and isinstance(problem := balances.get(id(arg.value)), str):
+            problems.setdefault(name, f"{operand} {problem}")
+    for name in found:
+        context.decide("inner_products", name, name not in problems, problems.get(name, _REASON))
+    definitions: dict[str, Definition] = {name: made[name] for name in found if name not in problems}
+    weights = {key: balance for key, balance in balances.items() if not isinstance(balance, str)}
+    passing = _PassWeights({name: found[name] for name in definitions}, weights)
+    definitions |= {name: passing.function(function) for name, function in module.functions().items()}
     return module.updated(definitions)
 
 
-def _balanced_weights(module: IRModule, found: Mapping[str, Products]) -> dict[int, tuple[Constant, ...]]:
-    """What becomes of the weights of all calls, by the id of their value."""
-    calls = [call for call in program_calls(module) if call.callee.name in found]
-    args = [call.args[place] for call in calls for place in found[call.callee.name].weights]
-    weights = {id(arg.value): arg for arg in args if isinstance(arg, Constant)}
-    with ThreadPoolExecutor(compile_threads(), "relaxlite-balance") as pool:  # starts no more threads than it needs
-        return dict(zip(weights, pool.map(balanced, weights.values()), strict=True))
+def _operands(module: IRModule, found: Mapping[str, Products]) -> list[tuple[str, str, Expr]]:
+    """What calls pass as weights: the name of the program, that of its operand, the argument."""
+    calls = [(call, found[call.callee.name]) for call in program_calls(module) if call.callee.name in found]
+    return [(c.callee.name, p.whole.inputs[k].name, c.args[k]) for c, p in calls for k in p.weights]
 
 
 def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
@@ -108,19 +116,6 @@ def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
             if isinstance(arg, Constant):
                 readers.setdefault(id(arg.value), set()).add((call.callee.name, place))
     return readers
-
-
-def _problem_of(call: Call, products: Products, readers: Mapping[int, set[tuple[str, int]]]) -> str | None:
-    """Why the weights of a call are none that this is for."""
-    for place in products.weights:
-        weights, name = call.args[place], products.whole.inputs[place].name
-        if not isinstance(weights, Constant):
-            return f"{name} is no constant"
-        if weights.value.nbytes >= SHARED_BYTES and len(readers[id(weights.value)]) > 1:
-            return f"{name} is read elsewhere, too, and stays one copy as it is"
-        if (problem := problem_of(weights)) is not None:
-            return f"{name} {problem}"
-    return None
 
 
 def _find(program: TensorProgram, lanes: int) -> Products | None:

@@ -50,8 +50,8 @@ class LibraryRule:
     reason: str = ""  # why `when` is what it is
     figures: Mapping[str, int] = field(default_factory=dict)  # what the reason rests on
 
-    def __post_init__(self) -> None:
-        """Raises InvalidArgumentError for what could never be called."""
+    def validate(self) -> None:
+        """Raises InvalidArgumentError for what could never be called. The table's own are not asked: it takes time."""
         if not self.pattern.root_ops:
             raise self._error("its pattern does not begin with an op; begin it with is_op(...)")
         if not self.operands:

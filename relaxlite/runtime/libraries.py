@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import re
 import struct
@@ -101,6 +102,11 @@ def find(name: str, file: str = "", *symbols: str) -> None:
     library = _open(name, file)
     for symbol in symbols:
         _symbol(library, name, symbol)
+
+
+def has_openblas() -> bool:
+    """Whether OpenBLAS is installed. It is not loaded: that takes 20 ms, which only models that call it should wait."""
+    return importlib.util.find_spec("scipy_openblas32") is not None
 
 
 def _routine(info: LibraryInfo, symbol: str) -> tuple[int, object]:

@@ -9,20 +9,20 @@ facts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from relaxlite.ir.expr import Attrs
 from relaxlite.ir.program import Buffer, TensorProgram
-from relaxlite.ir.symbolic import SymExpr, SymVar, to_text
+from relaxlite.ir.symbolic import Pair, SymExpr, SymVar
 from relaxlite.ir.text import attrs_key
 
 _PLAIN = (str, int, float, bool, np.generic, type(None))
-_WITHOUT_NODES = (*_PLAIN, SymExpr, Attrs)
 _NAMES = {(Buffer, "name")}
 
 
@@ -34,27 +34,36 @@ def fingerprint(program: TensorProgram) -> str:
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...]:
+def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads the fields of a node of this kind that belong to its identity."""
     if not is_dataclass(kind):
         raise TypeError(f"a tensor program holds a {kind.__name__}, whose identity is not known")
-    return tuple(f.name for f in fields(kind) if (kind, f.name) not in _NAMES)
+    names = [f.name for f in fields(kind) if (kind, f.name) not in _NAMES]
+    if kind is TensorProgram:
+        names[names.index("attrs")] = "identity"
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda node: tuple([getattr(node, name) for name in names])
 
 
-def _fields_of(node: Any) -> tuple[Any, ...]:
-    names = _field_names(type(node))  # type: ignore[arg-type]
-    items = tuple(getattr(node, name) for name in names)
-    if not isinstance(node, TensorProgram):
-        return items
-    return tuple(node.identity if name == "attrs" else item for name, item in zip(names, items, strict=True))
+@cache
+def _is_node(kind: Any) -> bool:
+    return not issubclass(kind, (*_PLAIN, SymExpr, Attrs, tuple))
 
 
-def _nodes(item: Any) -> Iterator[Any]:
-    """The nodes in the value of a field."""
-    if isinstance(item, tuple):
-        for part in item:
-            yield from _nodes(part)
-    elif not isinstance(item, _WITHOUT_NODES):
-        yield item
+@cache
+def _is_plain(kind: Any) -> bool:
+    return issubclass(kind, _PLAIN)
+
+
+def _add_nodes(items: tuple[Any, ...], found: list[Any]) -> None:
+    """The nodes among these values of fields."""
+    for item in items:
+        kind: Any = type(item)
+        if kind is tuple:
+            _add_nodes(item, found)
+        elif _is_node(kind):
+            found.append(item)
 
 
 class _Walk:
@@ -63,45 +72,49 @@ class _Walk:
     def __init__(self) -> None:
         self.tokens: list[tuple[Any, ...]] = []
         self._numbers: dict[int, int] = {}  # by id: the program keeps its nodes alive
-        self._texts: dict[SymExpr, str] = {}
-        self._symbols: dict[SymVar, str] = {}
+        self._exprs: dict[SymExpr, str] = {}
 
     def number(self, root: Any) -> None:
         """By a stack of its own: values may nest deeper than Python's."""
         stack: list[tuple[Any, tuple[Any, ...] | None]] = [(root, None)]  # with the fields where all below has a number
+        numbers = self._numbers
         while stack:
             node, items = stack.pop()
-            if id(node) in self._numbers:
+            if id(node) in numbers:
                 continue
             if items is None:
-                items = _fields_of(node)
-                below = [child for child in _nodes(items) if id(child) not in self._numbers]
-                if below:
+                kind: Any = type(node)
+                items, below = _fields_of(kind)(node), list[Any]()
+                _add_nodes(items, below)
+                todo = [(child, None) for child in reversed(below) if id(child) not in numbers]
+                if todo:
                     stack.append((node, items))
-                    stack.extend((child, None) for child in reversed(below))
+                    stack += todo
                     continue
             token = (type(node).__name__, *map(self._token, items))
-            self._numbers[id(node)] = len(self.tokens)
+            numbers[id(node)] = len(self.tokens)
             self.tokens.append(token)
 
     def _token(self, item: Any) -> Any:
-        if isinstance(item, _PLAIN):
+        kind: Any = type(item)
+        if _is_plain(kind):
             return item
-        if isinstance(item, SymExpr):
-            return self._text(item)
-        if isinstance(item, tuple):
-            return tuple(map(self._token, item))
-        return attrs_key(item) if isinstance(item, Attrs) else self._numbers[id(item)]
+        if kind is tuple:
+            return tuple([self._token(part) for part in item])
+        if _is_node(kind):
+            return self._numbers[id(item)]
+        return self._expr(item) if isinstance(item, SymExpr) else attrs_key(item)
 
-    def _text(self, expr: SymExpr) -> str:
-        text = self._texts.get(expr)
-        if text is None:
-            self._texts[expr] = text = to_text(expr, self._symbol)
-        return text
-
-    def _symbol(self, var: SymVar) -> str:
-        name = self._symbols.get(var)
+    def _expr(self, expr: SymExpr) -> str:
+        name = self._exprs.get(expr)
         if name is None:
-            self._symbols[var] = name = f"s{len(self._symbols)}"
-            self.tokens.append(("symbol", var.lower, var.upper, var.divisor))
+            token: tuple[Any, ...]
+            if isinstance(expr, SymVar):
+                token = ("symbol", expr.lower, expr.upper, expr.divisor)
+            elif isinstance(expr, Pair):
+                token = (type(expr).__name__, self._expr(expr.a), self._expr(expr.b))
+            else:
+                token = ("sum", expr.const, *[(coef, *map(self._expr, monomial)) for monomial, coef in expr.terms])
+            self._exprs[expr] = name = f"e{len(self.tokens)}"
+            self.tokens.append(token)
         return name

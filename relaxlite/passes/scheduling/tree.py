@@ -187,7 +187,7 @@ class _Names(Substitute):
         self.first.setdefault(item, name)
         if name == item.name and not is_copy:
             return super().stmt(stmt)
-        self._done = {}
+        self.forget()
         if isinstance(stmt, For):
             var = SymVar(name, lower=stmt.var.lower, upper=stmt.var.upper, divisor=stmt.var.divisor)
             extent, outer_var = self.index(stmt.extent), self.symbols.get(stmt.var)
