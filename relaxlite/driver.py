@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
 
 from relaxlite.codegen.bytecode import compile_functions
+from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import without_collections
@@ -27,6 +30,7 @@ from relaxlite.ir.verifier import verify
 from relaxlite.library import rules_for
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.donate import donated_params
+from relaxlite.passes.kept import Kept
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.reachable import entries
@@ -47,6 +51,7 @@ from relaxlite.runtime.libraries import registered_functions
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
 from relaxlite.validation import Validator
+from relaxlite.version import __version__
 
 
 def compile(
@@ -126,8 +131,10 @@ def build(
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     validator = _validator(module, context, validate)
+    context.kept = Kept(open_cache(), _passes_key(machine))
     try:
         lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
+        context.kept.write()
     finally:
         if validator is not None:
             context.observers.remove(validator.check)
@@ -160,6 +167,13 @@ def build(
     if validator is not None and machine.runs_here:
         validator.check_compiled(Executable(data), lowered)
     return data
+
+
+@cache
+def _passes_key(target: Target) -> str:
+    """Everything but the program that what passes make of it depends on."""
+    sources = map(sources_key, ("passes/**/*.py", "ir/*.py", "dtypes.py", "target.py"))
+    return "\n".join([__version__, str(sys.implementation.cache_tag), repr(target), *sources])
 
 
 def _validator(module: IRModule, context: PassContext, validate: bool | Sequence[Sequence[Any]]) -> Validator | None:

@@ -23,9 +23,9 @@ from relaxlite.codegen import kernel_cache
 from relaxlite.codegen.kernel_cache import KernelCache
 from relaxlite.codegen.llvm import compile as compile_module
 from relaxlite.codegen.llvm import compile_programs, isolated, machine_code
-from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.errors import CodegenError
 from relaxlite.ir import program as program_ir
+from relaxlite.ir.encoding import fingerprint
 from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.program import (
     Allocate,
@@ -221,6 +221,11 @@ def test_another_target_is_another_kernel(target: Target) -> None:
     assert num_compiled(scaled(2), target=target) == 0
 
 
+def _forget_sources() -> None:
+    compile_module.generator_key.cache_clear()
+    kernel_cache.sources_key.cache_clear()
+
+
 def test_another_llvm_or_code_generator_is_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_compiled(scaled(2)) == 1
     compile_module.generator_key.cache_clear()
@@ -231,11 +236,11 @@ def test_another_llvm_or_code_generator_is_another_kernel(tmp_path: Path, monkey
     (sources / "codegen" / "llvm").mkdir(parents=True)
     for text in ("VALUE = 1", "VALUE = 2"):
         (sources / "codegen" / "llvm" / "emitter.py").write_text(text)
-        compile_module.generator_key.cache_clear()
+        _forget_sources()
         with monkeypatch.context() as patch:
-            patch.setattr(compile_module, "_PACKAGE", sources)
+            patch.setattr(kernel_cache, "PACKAGE", sources)
             assert num_compiled(scaled(2)) == 1
-    compile_module.generator_key.cache_clear()
+    _forget_sources()
     assert num_compiled(scaled(2)) == 0
 
 

@@ -26,10 +26,10 @@ import relaxlite as rl
 from bench.library import CONSTANT, Row, best_range
 from relaxlite import cli, config
 from relaxlite.codegen.interpreter import Interpreter
-from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.errors import ExecutionError, InvalidArgumentError, LibraryError, ParseError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.encoding import fingerprint
 from relaxlite.ir.equality import structural_equal
 from relaxlite.ir.expr import Constant, Expr, ShapeValue
 from relaxlite.ir.module import IRModule

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from relaxlite.codegen.interpreter import run_program
-from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.errors import ScheduleError
+from relaxlite.ir.encoding import fingerprint
 from relaxlite.ir.equality import first_difference
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, so that the next process need not make them again.
+"""Compiled kernels on disk, and what passes made of programs, so that the next process need not make them again.
 
     FOLDER/ab/cdef...    one entry: MAGIC, 16 bytes of blake2b over key and content, content
     FOLDER/size          about how many bytes the entries have: what was found when they were last counted and what
@@ -20,6 +20,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from relaxlite import config
@@ -30,6 +31,8 @@ _DIGEST_BYTES = 16
 _TEMPORARY = ".tmp"
 _ABANDONED_SECONDS = 3600.0  # a temporary file this old belongs to no running process
 _ROOM = 0.8  # of the limit is left full when entries are removed, so that it is not done at every compilation
+
+PACKAGE = Path(__file__).resolve().parents[1]
 
 _warned: set[Path] = set()
 
@@ -163,6 +166,13 @@ class KernelCache:
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime >= age:
                     path.unlink()
+
+
+@cache
+def sources_key(pattern: str) -> str:
+    """A hash of the sources of this package that a pattern names, "passes/**/*.py"."""
+    texts = [path.read_bytes() for path in sorted(PACKAGE.glob(pattern))]
+    return hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
 
 
 def open_cache() -> KernelCache | None:

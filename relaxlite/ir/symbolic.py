@@ -579,6 +579,7 @@ def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
 
 _MAKE: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]]
 _MAKE = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
+PAIR_MAKERS = {kind.__name__: make for kind, make in _MAKE.items()}
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:

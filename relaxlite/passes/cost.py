@@ -56,6 +56,7 @@ from relaxlite.ir.symbolic import (
     smin,
     sym,
 )
+from relaxlite.passes.kept import Kept
 from relaxlite.records import dataclass
 
 _ZERO, _ONE = sym(0), sym(1)
@@ -71,10 +72,19 @@ class Cost:
     bytes_written: SymExpr
     is_bound: bool = True  # False: a loop whose extent is data counts as one iteration
 
+    @property
+    def parts(self) -> tuple[SymExpr, SymExpr, SymExpr, bool]:
+        return self.flops, self.bytes_read, self.bytes_written, self.is_bound
 
-def estimate_costs(module: IRModule) -> dict[str, Cost]:
+
+def estimate_costs(module: IRModule, kept: Kept | None = None) -> dict[str, Cost]:
     """What each program of the module costs."""
-    return {name: cost_of(program) for name, program in module.programs().items()}
+    recall = (kept or Kept()).recall
+
+    def cost(program: TensorProgram) -> Cost:
+        return Cost(*recall("cost", program, "", lambda: cost_of(program).parts))
+
+    return {name: cost(program) for name, program in module.programs().items()}
 
 
 def cost_of(program: TensorProgram) -> Cost:

@@ -16,6 +16,7 @@ from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.decisions import Decision
+from relaxlite.passes.kept import Kept
 from relaxlite.passes.library_rules import LibraryRule
 from relaxlite.passes.memory_plan import MemoryPlan
 from relaxlite.passes.tuning import Tuning
@@ -28,7 +29,8 @@ DEFAULT_PRECISION = "auto"
 @dataclass(slots=True)
 class PassContext:
     """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`, and `libraries`, whose routines may be
-    called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` by name."""
+    called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` by name, and
+    for other processes what is `kept`."""
 
     target: Target
     precision: str = DEFAULT_PRECISION  # one of lower_precision.PRECISIONS
@@ -42,6 +44,7 @@ class PassContext:
     timings: list[tuple[str, float]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
     memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
 
     def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:

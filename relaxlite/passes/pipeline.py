@@ -51,7 +51,7 @@ def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
 
 def _note_costs(module: IRModule, context: PassContext) -> IRModule:
     """Note what each program costs; the module stays as it is."""
-    context.costs.update(estimate_costs(module))
+    context.costs.update(estimate_costs(module, context.kept))
     return module
 
 

@@ -113,7 +113,17 @@ LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the c
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
     target, tuning = context.target, context.tuning
-    scheduled = map_programs(module, lambda p: schedule_program(p, target, tuning.choice(p, target)))
+
+    def schedule(program: TensorProgram) -> TensorProgram:
+        if program.attrs.get("scheduled"):
+            return program
+        choice = tuning.choice(program, target)
+        made: tuple[TensorProgram] = context.kept.recall(
+            "schedule", program, repr(choice), lambda: (schedule_program(program, target, choice),)
+        )
+        return made[0]
+
+    scheduled = map_programs(module, schedule)
     after = scheduled.programs()
     for name, program in module.programs().items():
         _note_operands(name, program, after[name], context)

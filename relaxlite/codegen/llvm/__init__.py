@@ -1,6 +1,6 @@
 """Tensor programs to machine code through LLVM: `compile_programs`; `emit_program` and `emit_assembly` are to look at.
 
-compile.py     programs to objects, through the cache on disk and on all cores; fingerprint.py: what a program's key is
+compile.py     programs to objects, through the cache on disk and on all cores
 machine_code.py LLVM IR to an object; isolated.py: the same in a child process
 module.py      a program to LLVM IR
 statements.py  loops, stores, conditions, scratch memory; parallel.py, loops.py

@@ -21,11 +21,11 @@ from pathlib import Path
 import llvmlite
 
 from relaxlite import config
-from relaxlite.codegen.kernel_cache import open_cache
+from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import isolated, machine_code
-from relaxlite.codegen.llvm.fingerprint import fingerprint
 from relaxlite.codegen.llvm.module import KernelText, emit_kernel, emit_program
 from relaxlite.errors import CodegenError
+from relaxlite.ir.encoding import fingerprint
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_printer import print_program
 from relaxlite.records import dataclass
@@ -33,7 +33,6 @@ from relaxlite.runtime.executable import KernelInfo
 from relaxlite.target import Target
 from relaxlite.version import __version__
 
-_PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = (
     "codegen/**/*.py",
     "ir/*.py",
@@ -126,9 +125,7 @@ def _symbol(key: str) -> str:
 def generator_key(target: Target) -> str:
     """Everything but the program that the code of a kernel or a host function depends on."""
     parts = [__version__, llvmlite.__version__, machine_code.llvm_version(), repr(target)]
-    for pattern in _SOURCES:
-        parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_PACKAGE.glob(pattern))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256("\n".join([*parts, *map(sources_key, _SOURCES)]).encode()).hexdigest()
 
 
 def _emit(name: str, program: TensorProgram, target: Target, symbol: str) -> KernelText:

@@ -1,0 +1,205 @@
+"""Tensor programs as bytes: what they are identified by, and what caches keep.
+
+Programs become tokens, one for each node and each symbolic expression, what is inside before what is outside. In a
+token (kind, field, ...) a node is its number; texts are themselves, numbers are in lists: 7 is node number 7, [7] is
+seven. Every field of every node is written, whatever nodes there are: a new field of the IR cannot be forgotten, which
+would hand out the code of another program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.ir import program as nodes
+from relaxlite.ir.expr import Attrs
+from relaxlite.ir.program import Buffer, TensorProgram
+from relaxlite.ir.symbolic import PAIR_MAKERS, Pair, SymExpr, SymVar, from_terms
+
+_MARSHAL = 2  # the last version of which equal values have equal bytes
+_NAMES = {(Buffer, "name")}
+
+
+def fingerprint(program: TensorProgram) -> str:
+    """64 hexadecimal digits: equal programs of any process have one fingerprint, different ones never share it.
+
+    Only the names of buffers and of symbolic variables and the steps of the schedule are left out. TypeError for a node
+    that holds something that has no exact text.
+    """
+    return hashlib.sha256(_bytes_of(program, is_identity=True)).hexdigest()
+
+
+def encode(*items: Any, symbols: Sequence[SymVar] = ()) -> bytes:
+    """Nodes, expressions, texts and numbers, and tuples of them, as bytes for `decode`, also in another process of this
+    version of Python. Equal items have equal bytes. `symbols`: those that who decodes them will have. TypeError for
+    what is none of these."""
+    return _bytes_of(items, symbols, is_identity=False)
+
+
+def _bytes_of(root: Any, symbols: Sequence[SymVar] = (), *, is_identity: bool) -> bytes:
+    writer = _Writer(is_identity=is_identity)
+    for symbol in symbols:
+        writer.expr(symbol)
+    writer.write(root)
+    try:
+        return marshal.dumps(writer.tokens, _MARSHAL)
+    except ValueError as error:
+        raise TypeError(f"an attribute has a value that is neither text nor a number: {error}") from error
+
+
+def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
+    """What was encoded, with new buffers in the place of the old, and new symbols but for these."""
+    found: list[Any] = list(symbols)
+
+    def item_of(item: Any) -> Any:
+        kind = type(item)
+        if kind is int:
+            return found[item]
+        if kind is tuple:
+            return tuple([item_of(part) for part in item])
+        if kind is list:
+            return _number_of(*item)
+        return item
+
+    for kind, *items in marshal.loads(data)[len(symbols) :]:
+        if kind == "sum":
+            const, terms = items
+            found.append(from_terms(const, [(_monomial([found[a] for a in atoms]), coef) for coef, *atoms in terms]))
+        elif kind in PAIR_MAKERS:
+            found.append(PAIR_MAKERS[kind](found[items[0]], found[items[1]]))
+        else:
+            found.append(_MAKERS[kind](*[item_of(item) for item in items]))
+    result: tuple[Any, ...] = found[-1]
+    return result
+
+
+def _monomial(atoms: list[SymExpr]) -> tuple[SymExpr, ...]:
+    return tuple(sorted(atoms, key=lambda atom: atom.key)) if len(atoms) > 1 else tuple(atoms)
+
+
+def _number_of(value: Any, content: bytes | None = None) -> Any:
+    return value if content is None else np.frombuffer(content, dtypes.to_numpy(value))[0]
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "Attrs": lambda items: Attrs(dict(items)),
+    "SymVar": lambda name, lower, upper, divisor: SymVar(name, lower=lower, upper=upper, divisor=divisor),
+    "items": lambda *items: items,
+    **{kind.__name__: kind for kind in vars(nodes).values() if isinstance(kind, type) and is_dataclass(kind)},
+}
+
+
+@cache
+def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads the fields of a node of this kind."""
+    if kind.__name__ not in _MAKERS:
+        raise TypeError(f"a tensor program holds a {kind.__name__}, whose identity is not known")
+    return _reader([f.name for f in fields(kind)])
+
+
+@cache
+def _identity_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads those that belong to its identity."""
+    _fields_of(kind)
+    names = [f.name for f in fields(kind) if (kind, f.name) not in _NAMES]
+    return _reader(["identity" if (kind, name) == (TensorProgram, "attrs") else name for name in names])
+
+
+def _reader(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda node: tuple([getattr(node, name) for name in names])
+
+
+_ITSELF, _NUMBER, _TUPLE, _EXPR, _ATTRS, _NODE = range(6)
+
+
+@cache
+def _class_of(kind: Any) -> int:
+    if issubclass(kind, (str, type(None))):
+        return _ITSELF
+    if issubclass(kind, (int, float, np.generic)):
+        return _NUMBER
+    if issubclass(kind, tuple):
+        return _TUPLE
+    return _EXPR if issubclass(kind, SymExpr) else _ATTRS if issubclass(kind, Attrs) else _NODE
+
+
+class _Writer:
+    def __init__(self, *, is_identity: bool) -> None:
+        self.tokens: list[tuple[Any, ...]] = []
+        self._is_identity = is_identity
+        self._numbers: dict[int, int] = {}  # by id: the program keeps its nodes alive
+        self._exprs: dict[SymExpr, int] = {}
+
+    def write(self, root: Any) -> None:
+        """By a stack of its own: values may nest deeper than Python's."""
+        stack: list[tuple[Any, tuple[Any, ...] | None]] = [(root, None)]  # with the fields where all below is written
+        numbers, read = self._numbers, _identity_of if self._is_identity else _fields_of
+        while stack:
+            node, items = stack.pop()
+            if id(node) in numbers:
+                continue
+            kind: Any = type(node)
+            if items is None:
+                items = node if kind is tuple else read(kind)(node)
+                below: list[Any] = []
+                _add_nodes(items, below)
+                todo = [(child, None) for child in reversed(below) if id(child) not in numbers]
+                if todo:
+                    stack.append((node, items))
+                    stack += todo
+                    continue
+            token = ("items" if kind is tuple else kind.__name__, *map(self._item, items))
+            numbers[id(node)] = len(self.tokens)
+            self.tokens.append(token)
+
+    def _item(self, item: Any) -> Any:
+        kind = _class_of(type(item))  # type: ignore[arg-type]
+        if kind == _ITSELF:
+            return item
+        if kind == _EXPR:
+            return self.expr(item)
+        if kind == _NODE:
+            return self._numbers[id(item)]
+        if kind == _TUPLE:
+            return tuple([self._item(part) for part in item])
+        if kind == _NUMBER:
+            return [dtypes.from_numpy(item.dtype), item.tobytes()] if isinstance(item, np.generic) else [item]
+        return self._add(("Attrs", [tuple(item.items())]))
+
+    def expr(self, expr: SymExpr) -> int:
+        number = self._exprs.get(expr)
+        if number is None:
+            if isinstance(expr, SymVar):
+                facts = ([expr.lower], [expr.upper], [expr.divisor])
+                number = self._add(("SymVar", *facts) if self._is_identity else ("SymVar", expr.name, *facts))
+            elif isinstance(expr, Pair):
+                number = self._add((type(expr).__name__, self.expr(expr.a), self.expr(expr.b)))
+            else:
+                terms = tuple([(coef, *map(self.expr, monomial)) for monomial, coef in expr.terms])
+                number = self._add(("sum", expr.const, terms))
+            self._exprs[expr] = number
+        return number
+
+    def _add(self, token: tuple[Any, ...]) -> int:
+        self.tokens.append(token)
+        return len(self.tokens) - 1
+
+
+def _add_nodes(items: tuple[Any, ...], found: list[Any]) -> None:
+    """The nodes among these values of fields."""
+    for item in items:
+        kind = _class_of(type(item))  # type: ignore[arg-type]
+        if kind == _NODE:
+            found.append(item)
+        elif kind == _TUPLE:
+            _add_nodes(item, found)
