@@ -240,6 +240,12 @@ class Target:
         return self.cpu == "znver4" and self.vector_bits == 512
 
     @property
+    def has_fast_pairs(self) -> bool:
+        """Whether sums of products of bfloat16 in pairs take half the time of float32. On a Granite Rapids they take
+        as long."""
+        return self._is_amd and self.has("avx512bf16")
+
+    @property
     def _is_wide_intel(self) -> bool:
         """An x86 processor with vectors of 512 bits that is not AMD's."""
         return self.is_x86 and not self._is_amd and self.vector_bits >= 512

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, INTRINSICS, LOOKUP, NARROW, PAIR, PAIRS, WORD, WORDS, type_error
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -187,7 +187,8 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     """One of ir/intrinsics.py, whose docstring says what each computes and how it rounds."""
     args = tuple(np.asarray(a) for a in args)
     given = tuple(_dtype_of(a) for a in args)
-    problem = type_error(name, given, "int32" if name == WORD else given[0] if given else "")
+    known = INTRINSICS.get(name)
+    problem = type_error(name, given, (known and known.result) or (given[0] if given else ""))
     if problem is not None:
         raise TypeError(problem)
     if name == "fma":
@@ -195,6 +196,14 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     if name == WORD:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
+    if name == NARROW:
+        return cast(args[0], "bfloat16")
+    if name == PAIR:
+        low, high = (a.view(np.uint16).astype(np.uint32) for a in args)
+        return np.asarray(low | high << np.uint32(16)).astype(np.int32)
+    if name == PAIRS:
+        a, b = ([_half(x, n) for n in range(2)] for x in args[1:])
+        return apply_intrinsic("dot2_bf16", (args[0], *a, *b))
     if name == LOOKUP:
         table = np.concatenate([np.concatenate(_bytes_of(word.reshape(1), np.uint8)) for word in args[1:]])
         found = [
@@ -210,6 +219,11 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
         for k in reversed(range(dot.length)):
             total = total + args[1 + k].astype(wide) * args[1 + dot.length + k].astype(wide)
     return np.asarray(total)
+
+
+def _half(words: Array, number: int) -> Array:
+    """One of the two bfloat16 of each word."""
+    return (words >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
 
 
 def _bytes_of(words: Array, dtype: Any) -> list[Array]:

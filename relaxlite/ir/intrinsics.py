@@ -7,6 +7,9 @@
     word(b0, b1, b2, b3) = b0 | b1 << 8 | b2 << 16 | b3 << 24                int32 of the bits of four int8
     dot2_i16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                         int32 of int16; wraps
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
+    narrow_bf16(a) = a                                                      bfloat16 of float32, to nearest even
+    pair(a, b) = a | b << 16                                                int32 of the bits of two bfloat16
+    dot2_pairs(c, a, b)                                                     dot2_bf16 of two such pairs
 
 `most` is a literal, which no byte of the word a exceeds: processors without an instruction for such products have
 faster ones for small numbers. A table of lookup_bytes is four literals, lowest bytes first.
@@ -14,8 +17,9 @@ faster ones for small numbers. A table of lookup_bytes is four literals, lowest 
 dot2_bf16 adds a1*b1 and then a0*b0, each product exact and each of the two sums rounded to float32, to nearest even.
 vdpbf16ps does just this (found on Zen 4), but takes numbers below 2**-126, operands and sums, as zeros of their sign,
 whatever the mode of the thread; a product beyond the range of float32 is infinite in one and may cancel in the other.
-The code generator uses the hardware's instruction where the target has it and the operands of one lane lie beside each
-other in memory; elsewhere it widens, multiplies and adds, in the same order.
+So does vcvtneps2bf16: narrow_bf16 is a cast for which that is good enough. The code generator uses the hardware's
+instruction where the target has it and the operands of one lane lie beside each other in memory; elsewhere it widens,
+multiplies and adds, in the same order. A sum `s += dot2_pairs(0, a, b)` is `s = dot2_pairs(s, a, b)`.
 """
 
 from __future__ import annotations
@@ -55,6 +59,12 @@ WORDS = "dot4_words"
 """dot4_u8s8 of numbers that come four in a word, lowest byte first: out of memory, or made by operations on words."""
 WORD = "word"
 """Four bytes, which are one load where they lie beside each other."""
+NARROW = "narrow_bf16"
+"""A cast that may be one instruction."""
+PAIR = "pair"
+"""Two bfloat16, which are one load where they lie beside each other."""
+PAIRS = "dot2_pairs"
+"""dot2_bf16 of numbers that come two in a word, lower half first."""
 
 LOOKUP = "lookup_bytes"
 """What codes of four bits stand for, where that is in a table."""
@@ -68,6 +78,9 @@ INTRINSICS: Mapping[str, IntrinsicType] = {
         name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
         for name, dot in DOT_PRODUCTS.items()
     },
+    NARROW: IntrinsicType(("float32",), "bfloat16"),
+    PAIR: IntrinsicType(("bfloat16", "bfloat16"), "int32"),
+    PAIRS: IntrinsicType(("float32", "int32", "int32"), "float32"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORD, WORDS
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, NARROW, PAIR, PAIRS, WORD, WORDS
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
@@ -21,6 +21,9 @@ FLOPS: Mapping[str, int] = {
     WORDS: 8,
     LOOKUP: 0,
     WORD: 0,
+    NARROW: 0,
+    PAIR: 0,
+    PAIRS: 4,
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,

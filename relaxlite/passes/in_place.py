@@ -20,12 +20,14 @@ that overlap write elements twice (schedule_cpu.py), rows may be staged in the o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from typing import TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.program import Buffer, For, IfThenElse, Load, Seq, Stmt, Store, TensorProgram
-from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
+from relaxlite.ir.program_visitor import ProgramRewriter, loads, stmt_children, stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.records import dataclass
 
@@ -71,6 +73,44 @@ def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
             else:
                 reasons.append(f"{out.name} in {x.name}: {reason}")
     return tuple(pairs), tuple(reasons)
+
+
+def with_late_stores(program: TensorProgram) -> TensorProgram:
+    """The program where of neighbouring stores into several outputs those that could take over an input come last, when
+    the others have read it:
+
+        out[i] = f(x[i]); half[i] = bfloat16(f(x[i]))    =>    half[i] = bfloat16(f(x[i])); out[i] = f(x[i])
+    """
+    if program.num_outputs == 1:
+        return program
+    late = {out for out in program.outputs if any(_same_size(x, out) for x in program.inputs)}
+    return replace(program, body=_LateStores(late, set(program.outputs)).stmt(program.body))
+
+
+class _LateStores(ProgramRewriter):
+    def __init__(self, late: set[Buffer], outputs: set[Buffer]) -> None:
+        super().__init__()
+        self._late, self._outputs = late, outputs
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        stmt = super().stmt(stmt)
+        if not isinstance(stmt, Seq):
+            return stmt
+        made: list[Stmt] = []
+        for is_free, group in groupby(stmt.stmts, self._is_free):
+            stores = list(group)
+            is_apart = is_free and len({s.buffer for s in stores if isinstance(s, Store)}) == len(stores)
+            made += sorted(stores, key=self._is_late) if is_apart else stores
+        return stmt if tuple(made) == stmt.stmts else Seq(tuple(made))
+
+    def _is_free(self, stmt: Stmt) -> bool:
+        """Whether this is a store that may change places with others like it."""
+        if not isinstance(stmt, Store) or stmt.combine is not None or stmt.buffer not in self._outputs:
+            return False
+        return not any(load.buffer in self._outputs for load in loads(stmt))
+
+    def _is_late(self, stmt: Stmt) -> bool:
+        return isinstance(stmt, Store) and stmt.buffer in self._late
 
 
 def _same_size(a: Buffer, b: Buffer) -> bool:

@@ -1,9 +1,11 @@
 """Narrower numbers where the user allows them: `precision="bf16"`.
 
-    matmul(x, w)   =>   matmul(cast(x, bfloat16), w as bfloat16, dtype=float32)      for constant weights w (k, n)
+    matmul(x, w)         =>   matmul(cast(x, bfloat16), w as bfloat16, dtype=float32)      for constant weights w (k, n)
+    attention(q, k, v)   =>   cast(attention(cast(q), cast(k), cast(v), rounds=True), float32)
 
 Products of two bfloat16 are exact in float32 and are summed in float32; only the operands are rounded, each to 8
-significant bits (relative error at most 2**-8 each). Everything else stays float32.
+significant bits (relative error at most 2**-8 each), and so are attention's weights and its result. Everything else
+stays float32.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from relaxlite.ir.expr import Call, Constant, Expr, Function, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.scalars import HALF
+from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.integer_products import LOW_BITS
@@ -41,6 +44,41 @@ def lower_precision(module: IRModule, context: PassContext) -> IRModule:
 
 def _rewritten(function: Function, context: PassContext) -> Function:
     return _Narrow(context).function(function)
+
+
+def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
+    """Attention in bfloat16, where the precision allows it and the target multiplies that faster."""
+    if context.precision != "bf16" or not context.target.has_fast_pairs:
+        return module
+    return map_functions(module, lambda function: _NarrowAttention().function(function))
+
+
+class _NarrowAttention(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._narrow: dict[Var, Expr] = {}  # what was bfloat16 before it was widened
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op):
+            return None
+        first = value.args[0] if value.args else None
+        known = self._narrow.get(first) if isinstance(first, Var) else None
+        if known is not None and value.callee.name == "reshape":
+            self._narrow[var] = self.bb.emit(get_op("reshape")(known, *value.args[1:]))
+            return get_op("cast")(self._narrow[var], dtype="float32")
+        if known is not None and value.callee.name == "cast" and value.attrs["dtype"] == NARROW:
+            return known
+        if value.callee.name != "attention" or not isinstance(value.ty, TensorType) or value.ty.dtype != "float32":
+            return None
+        shapes = [arg.ty.shape for arg in value.args[:3] if isinstance(arg.ty, TensorType)]
+        if any(shape is None or (as_int(shape[-1]) or 1) % 2 for shape in shapes):
+            return None
+        cast = get_op("cast")
+        operands = [self.bb.emit(cast(arg, dtype=NARROW, flushes=True)) for arg in value.args[:3]]
+        attrs = {**value.attrs, "rounds": True}
+        made = self.bb.emit(value.callee(*operands, *value.args[3:], **attrs, loc=value.loc))
+        self._narrow[var] = made
+        return cast(made, dtype="float32")
 
 
 class _Narrow(Rewriter):
@@ -70,7 +108,7 @@ class _Narrow(Rewriter):
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
             return None
-        narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW))
+        narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW, flushes=True))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)
 
     def _narrow(self, w: Constant) -> Constant:

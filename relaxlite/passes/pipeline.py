@@ -25,7 +25,7 @@ from relaxlite.passes.join_parts import join_parts
 from relaxlite.passes.legalize import legalize
 from relaxlite.passes.lift_workspaces import lift_workspaces
 from relaxlite.passes.lower_dps import lower_dps
-from relaxlite.passes.lower_precision import lower_precision
+from relaxlite.passes.lower_precision import lower_precision, narrow_attention
 from relaxlite.passes.lower_shapes import lower_shapes
 from relaxlite.passes.make_views import make_views
 from relaxlite.passes.manager import Pass, PassContext
@@ -83,6 +83,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         _pure("eliminate_common", eliminate_common, "graph"),
         Pass("recognize", recognize, "graph"),
         Pass("fuse_attention", fuse_attention, "graph"),
+        Pass("narrow_attention", narrow_attention, "graph", rounds=True),
         _pure("decompose_again", decompose, "graph"),
         _pure("eliminate_dead", eliminate_dead, "graph"),
         # B

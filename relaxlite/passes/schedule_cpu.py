@@ -47,7 +47,7 @@ from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts, 
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
-from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order
+from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
 from relaxlite.passes.inner_product_loops import (
     LEAST_ROWS,
     MOST_ROWS,
@@ -132,7 +132,7 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
 
 def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
     """Which inputs the results of a program cannot take over, and why."""
-    pairs, reasons = in_place_pairs(before) if before is not after else ((), ())
+    pairs, reasons = in_place_pairs(with_late_stores(before)) if before is not after else ((), ())
     for reason in reasons:
         context.decide("in_place", name, False, reason)
     for x, out in pairs:
@@ -146,6 +146,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     """The same program with loops arranged for the target."""
     if program.attrs.get("scheduled"):
         return program
+    program = with_late_stores(program)
     pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined

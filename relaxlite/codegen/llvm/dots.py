@@ -24,7 +24,7 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
     e, dot = k.e, DOT_PRODUCTS[value.name]
     total, *factors = value.args
     sides = factors[: dot.length], factors[dot.length :]
-    packed = [_packed(k, side) for side in sides]
+    packed = [load_packed(k, side) for side in sides]
     if packed[0] is not None and packed[1] is not None:
         a, b = packed[0], packed[1]
         c = emit_value(k, total)
@@ -55,9 +55,22 @@ def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel,
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
 
 
+def emit_dot_of_pairs(
+    k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], total: Val | None = None
+) -> Val:
+    """dot2_bf16 of operands that are words already, added to `total` where that is given."""
+    c = emit_value(k, value.args[0]) if total is None else total
+    a, b = (emit_value(k, x) for x in value.args[1:])
+    name = "dot2_bf16"
+    dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
+    if width and (a.lanes or b.lanes):
+        return _by_instruction(k, name, width, c, a, b)
+    return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
+
+
 def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
     """Four bytes as one word: one load, or put together."""
-    found = _packed(k, value.args)
+    found = load_packed(k, value.args)
     if found is not None:
         return found
     e, total = k.e, Val("0", "i32")
@@ -74,7 +87,7 @@ def _by_instruction(k: Kernel, name: str, width: int, c: Val, a: Val, b: Val) ->
     return e.cast("bitcast", result, c.elem)
 
 
-def _packed(k: Kernel, side: Sequence[Value]) -> Val | None:
+def load_packed(k: Kernel, side: Sequence[Value]) -> Val | None:
     """The elements of one operand as one i32 per lane, if they lie beside each other."""
     found = [memory.classify(k, x.buffer, x.indices) for x in side if isinstance(x, Load)]
     if len(found) != len(side) or any(access.buffer is not found[0].buffer for access in found):

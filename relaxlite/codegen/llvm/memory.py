@@ -229,12 +229,12 @@ def _lane_pointers(k: Kernel, access: Access) -> Val:
     return k.e.op(f"getelementptr {access.elem}, {base}, {offsets}", "ptr", k.lanes, f"{access.buffer.name}_lanes")
 
 
-def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False) -> None:
+def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False, is_rounded: bool = False) -> None:
     """Put a value in register form there; what is known about memory that may overlap is forgotten.
 
     A vector that goes to memory as it is need not be loaded again: that would wait for memory, above all after a mask.
     """
-    raw = to_memory(k.e, value, access.buffer.dtype)
+    raw = to_memory(k.e, value, access.buffer.dtype, is_rounded=is_rounded)
     if access.kind == "uniform":
         _store_uniform(k, access, raw)
     elif access.kind == "contiguous":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -10,14 +10,16 @@ from relaxlite import dtypes
 from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, Kernel
+from relaxlite.codegen.llvm.dots import emit_dot_of_pairs
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, lane_numbers, mangle
 from relaxlite.codegen.llvm.extern_call import emit_library_call
 from relaxlite.codegen.llvm.indices import Base
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
 from relaxlite.codegen.llvm.types import convert, memory_elem
-from relaxlite.codegen.llvm.values import emit_value
+from relaxlite.codegen.llvm.values import emit_value, is_rounded
 from relaxlite.errors import CodegenError
+from relaxlite.ir.intrinsics import PAIRS
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -29,13 +31,17 @@ from relaxlite.ir.program import (
     GpuAxis,
     IfThenElse,
     IndexValue,
+    Intrinsic,
     LetIndex,
+    Literal,
+    Load,
     Prefetch,
     Seq,
     Stmt,
     Store,
+    Value,
 )
-from relaxlite.ir.program_visitor import loads
+from relaxlite.ir.program_visitor import loads, walk_values
 from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 MAX_LANES = 256
@@ -47,8 +53,15 @@ def emit_statement(k: Kernel, stmt: Stmt) -> None:
 
 
 def _seq(k: Kernel, stmt: Seq) -> None:
-    for part in stmt.stmts:
-        emit_statement(k, part)
+    todo = list(reversed(stmt.stmts))
+    while todo:
+        part = todo.pop()
+        if todo and isinstance(part, Store) and _shares_values(part, todo[-1]):
+            second = todo.pop()
+            assert isinstance(second, Store)
+            _stores(k, (part, second))
+        else:
+            emit_statement(k, part)
 
 
 # Loops
@@ -115,12 +128,35 @@ def _serial_per_lane(k: Kernel, stmt: For) -> None:
 # Stores
 
 
+def _stores(k: Kernel, stmts: Sequence[Store]) -> None:
+    """Stores of which none reads what another one writes: values first, so that they are computed once, and nothing is
+    loaded again because it might have been written meanwhile."""
+    k.values.clear()
+    places = [memory.classify(k, stmt.buffer, stmt.indices) for stmt in stmts]
+    values = [emit_value(k, stmt.value) for stmt in stmts]
+    for stmt, access, value in zip(stmts, places, values, strict=True):
+        memory.store(k, access, value, nontemporal=stmt.nontemporal, is_rounded=is_rounded(stmt.value))
+
+
+def _shares_values(first: Store, second: Stmt) -> bool:
+    """Whether two stores compute something in common, and neither touches what the other one writes."""
+    if not isinstance(second, Store) or first.combine is not None or second.combine is not None:
+        return False
+    if first.buffer is second.buffer or "local" in (first.buffer.scope, second.buffer.scope):
+        return False
+    if any(load.buffer in (first.buffer, second.buffer) for load in (*loads(first), *loads(second))):
+        return False
+    known = set(map(id, walk_values(first.value)))
+    return any(id(part) in known for part in walk_values(second.value) if not isinstance(part, Literal | Load))
+
+
 def _store(k: Kernel, stmt: Store) -> None:
+    if stmt.combine is None:
+        _stores(k, (stmt,))
+        return
     k.values.clear()
     access = memory.classify(k, stmt.buffer, stmt.indices)
-    if stmt.combine is None:
-        memory.store(k, access, emit_value(k, stmt.value), nontemporal=stmt.nontemporal)
-    elif not k.lanes:
+    if not k.lanes:
         _combine(k, stmt, access)
     elif access.kind == "uniform":
         _combine_across(k, stmt, access)
@@ -141,7 +177,13 @@ def _combined(k: Kernel, stmt: Store, old: Val) -> Val:
     assert stmt.combine is not None
     if stmt.combine == "add" and isinstance(value, Binary) and value.op == "mul" and dtypes.is_float(dtype):
         return k.e.fma(emit_value(k, value.a), emit_value(k, value.b), old)
+    if stmt.combine == "add" and isinstance(value, Intrinsic) and value.name == PAIRS and _is_zero(value.args[0]):
+        return emit_dot_of_pairs(k, value, emit_value, old)
     return scalars.combine(k.e, stmt.combine, dtype, old, emit_value(k, value))
+
+
+def _is_zero(value: Value) -> bool:
+    return isinstance(value, Literal) and value.value == 0
 
 
 def _combine_across(k: Kernel, stmt: Store, access: Access) -> None:

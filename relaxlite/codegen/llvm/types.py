@@ -45,12 +45,15 @@ def from_memory(e: Emitter, raw: Val, dtype: DType) -> Val:
     return raw
 
 
-def to_memory(e: Emitter, value: Val, dtype: DType) -> Val:
+def to_memory(e: Emitter, value: Val, dtype: DType, *, is_rounded: bool = False) -> Val:
+    """`is_rounded`: the value is known to be one of the dtype's."""
     if dtype == "bool":
         return e.cast("zext", value, "i8")
     if dtype == "float16":
         return float_to_half(e, value)
-    return float_to_bfloat(e, value) if dtype == "bfloat16" else value
+    if dtype == "bfloat16":
+        return _upper_half(e, e.cast("bitcast", value, "i32")) if is_rounded else float_to_bfloat(e, value)
+    return value
 
 
 def convert(e: Emitter, x: Val, source: DType, dtype: DType) -> Val:
@@ -110,13 +113,17 @@ def _float_to_int(e: Emitter, x: Val, dtype: DType) -> Val:
 
 
 def float_to_bfloat(e: Emitter, x: Val) -> Val:
-    """float32 to the bits of a bfloat16; the hardware's conversion would flush denormals."""
+    """float32 to the bits of a bfloat16; the hardware's conversion would flush denormals (bfloats.py)."""
     bits = e.cast("bitcast", x, "i32")
     odd = e.binary("and", e.binary("lshr", bits, int_const(16, "i32")), int_const(1, "i32"))
     rounded = e.binary("add", bits, e.binary("add", odd, int_const(0x7FFF, "i32")))
     quiet = e.binary("or", bits, int_const(0x400000, "i32"))
     chosen = e.select(e.fcmp("uno", x, x), quiet, rounded)
-    return e.cast("trunc", e.binary("lshr", chosen, int_const(16, "i32")), "i16")
+    return _upper_half(e, chosen)
+
+
+def _upper_half(e: Emitter, bits: Val) -> Val:
+    return e.cast("trunc", e.binary("lshr", bits, int_const(16, "i32")), "i16")
 
 
 def _has_half_conversions(e: Emitter) -> bool:

@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxlite.codegen.llvm import memory, scalars
+from relaxlite.codegen.llvm.bfloats import emit_narrow, emit_pair
 from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import Kernel
-from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_words, emit_word
+from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_pairs, emit_dot_of_words, emit_word
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.extern_call import emit_found
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, NARROW, PAIR, PAIRS, WORD, WORDS, type_error
 from relaxlite.ir.program import (
     Binary,
     Cast,
@@ -86,6 +87,12 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
         return emit_dot_of_words(k, value, emit_value)
     if value.name == WORD:
         return emit_word(k, value, emit_value)
+    if value.name == PAIRS:
+        return emit_dot_of_pairs(k, value, emit_value)
+    if value.name == PAIR:
+        return emit_pair(k, value, emit_value)
+    if value.name == NARROW:
+        return emit_narrow(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
     a, b, c = (emit_value(k, arg) for arg in value.args)
@@ -160,6 +167,13 @@ def has_load(k: Kernel, value: Value) -> bool:
     if value not in k.loading:
         k.loading[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
     return k.loading[value]
+
+
+def is_rounded(value: Value) -> bool:
+    """Whether a value of half precision is one in a register too, where arithmetic leaves more digits."""
+    if isinstance(value, Select):
+        return is_rounded(value.then) and is_rounded(value.other)
+    return isinstance(value, Load | Cast | Literal) or (isinstance(value, Intrinsic) and value.name == NARROW)
 
 
 def operands(value: Value) -> tuple[Value, ...]:

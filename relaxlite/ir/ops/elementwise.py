@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
+from relaxlite.ir.intrinsics import NARROW
 from relaxlite.ir.op import Attr, Op, Sample, register, register_op
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_shapes, compute_broadcast
 from relaxlite.ir.ops.scalars import HALF, Scalar, in_float32
-from relaxlite.ir.program import Buffer, Cast, Select, Stmt, compute
+from relaxlite.ir.program import Buffer, Cast, Intrinsic, Select, Stmt, Value, compute
 from relaxlite.ir.symbolic import SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
@@ -185,26 +186,33 @@ unary(
 
 @register
 class CastOp(Op):
-    """x as another dtype. Float to integer truncates and saturates (NaN: 0); to bool tests x != 0; integers wrap."""
+    """x as another dtype. Float to integer truncates and saturates (NaN: 0); to bool tests x != 0; integers wrap. Where
+    it `flushes`, a bfloat16 below 2**-126 may be a zero instead: that takes one instruction."""
 
     name = "cast"
     operands = ("x",)
-    attrs = {"dtype": Attr("dtype")}
+    attrs = {"dtype": Attr("dtype"), "flushes": Attr("bool", False)}
     is_symbolic = True
 
-    def infer(self, x: Expr, *, dtype: DType) -> Type:
+    def infer(self, x: Expr, *, dtype: DType, flushes: bool) -> Type:
         ty = self.tensor(x, "x")
         if dtype not in ANY:
             self.fail(f"unknown dtype {dtype!r}; it must be one of {', '.join(ANY)}")
         return TensorType(ty.shape, dtype, ty.rank)
 
-    def lower(self, x: Buffer, *, out: Buffer, dtype: DType) -> Stmt:
-        return compute(out, lambda *i: x[i] if x.dtype == dtype else Cast(x[i], dtype))
+    def lower(self, x: Buffer, *, out: Buffer, dtype: DType, flushes: bool) -> Stmt:
+        def element(value: Value) -> Value:
+            if value.dtype == dtype:
+                return value
+            is_narrow = flushes and (value.dtype, dtype) == ("float32", "bfloat16")
+            return Intrinsic(NARROW, (value,), dtype) if is_narrow else Cast(value, dtype)
 
-    def reference(self, x: Any, *, dtype: DType) -> Any:
+        return compute(out, lambda *i: element(x[i]))
+
+    def reference(self, x: Any, *, dtype: DType, flushes: bool = False) -> Any:
         return cast_array(x, dtype)
 
-    def evaluate_symbolic(self, x: Any, *, dtype: DType) -> Any:
+    def evaluate_symbolic(self, x: Any, *, dtype: DType, flushes: bool = False) -> Any:
         return map_symbolic(_symbolic_bool if dtype == "bool" else lambda v: v, x)
 
     def samples(self) -> Iterable[Sample]:

@@ -9,7 +9,8 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.
     O[e, i] = O[e, i]*shrink[i] + sum over j of v[j, e] * P[j, i]
 
 and out[i, e] = O[e, i] / total[i]. Everything is of one vector per row of a block: both products are register tiles of
-single elements of k and v against vectors of queries, and nothing is reduced across lanes.
+single elements of k and v against vectors of queries, and nothing is reduced across lanes. Where bfloat16 is multiplied
+in pairs, q, v and the weights P are laid out in pairs first, which k is in memory.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
+from relaxlite.ir.intrinsics import NARROW, PAIR, PAIRS
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
 from relaxlite.ir.ops.nn_norm import weight
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, For, Load, Stmt, Store, Value, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, For, Intrinsic, Load, Select, Stmt, Store, Value, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
@@ -57,7 +59,8 @@ class Attention(Op):
     `group`: so many matrices of q in a row, along the dimension before the last two, share one of k and v, which have
     that many times fewer (grouped-query attention). A mask of bool, which broadcasts as the bias does, replaces scores
     by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0, and with
-    `zero_nan` also where weights would be NaN. Half-precision floats are computed in float32.
+    `zero_nan` also where weights would be NaN. Half-precision floats are computed in float32; the bias may be of that,
+    too. With `rounds`, weights may be rounded to bfloat16 as q, k and v are: then blocks are multiplied in pairs.
     """
 
     name = "attention"
@@ -66,12 +69,13 @@ class Attention(Op):
         "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
         "v_axes": Attr("ints", None), "out_axes": Attr("ints", None), "group": Attr("int", 1),
         "masked": Attr("float", 0.0), "masked_where": Attr("bool", False),
-        "zero_nan": Attr("bool", False),
+        "zero_nan": Attr("bool", False), "rounds": Attr("bool", False),
     }  # fmt: skip
 
     def infer(self, q: Expr, k: Expr, v: Expr, *added: Expr, **attrs: Any) -> Type:
         types = [self.tensor(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
-        if len({t.dtype for t in types}) > 1 or not dtypes.is_float(types[0].dtype):
+        dtype = types[0].dtype
+        if len({t.dtype for t in types}) > 1 or not dtypes.is_float(dtype):
             self.fail(f"q, k and v must have one float dtype, got {', '.join(t.dtype for t in types)}")
         if len({len(t.shape or ()) for t in types}) > 1 or len(types[0].shape or ()) < 2:
             self.fail(f"q, k and v must have one rank of at least 2, got {', '.join(map(str, types))}")
@@ -86,9 +90,9 @@ class Attention(Op):
         for x in added:
             found = self.tensor(x)
             name = "mask" if found.dtype == "bool" else "bias"
-            if found.dtype not in ("bool", types[0].dtype) or len(found.shape or ()) > len(scores):
+            if found.dtype not in ("bool", dtype, accumulator(dtype)) or len(found.shape or ()) > len(scores):
                 shape = format_shape(scores)
-                self.fail(f"{name} must broadcast to the scores {shape} of {types[0].dtype}, got {found}")
+                self.fail(f"{name} must broadcast to the scores {shape} of {dtype}, got {found}")
             for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
                 if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
                     self.fail(f"{name} {found} is not known to broadcast to the scores {format_shape(scores)}")
@@ -157,7 +161,8 @@ class Attention(Op):
             (views[0].shape[-1], views[1].shape[-1]),
             (views[1].shape[-2], views[2].shape[-2]),
         )
-        parts = _Parts(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype))
+        is_paired = attrs["rounds"] and q.dtype == "bfloat16" and (as_int(views[0].shape[-1]) or 1) % 2 == 0
+        parts = _Parts(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype), is_paired)
         large, small = BLOCKS
         start, left = parts.rows // large * large, parts.rows % large
         few = smin(FEW + 1 - smin(left, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
@@ -205,6 +210,14 @@ class Attention(Op):
         yield Sample((("b", "m", 8), ("b", "n", 8), ("b", "n", 8), ("b", 1, "n"), ("m", "n")), {"masked": -1e9}, masked)
         attrs = {"masked": -3.0, "masked_where": True}
         yield Sample((("m", "d"), ("n", "d"), ("n", "e"), (1, "n")), attrs, (*masked[:3], "bool"))
+        halves = ("bfloat16",) * 3
+        yield Sample((("m", 16), ("n", 16), ("n", 7)), {"rounds": True, "scale": 0.3}, halves, tolerance=2e-2)
+        yield Sample(
+            (("b", "m", 4, 8), ("b", "n", 4, 8), ("b", "n", 4, 20), ("b", 1, 1, "n"), ("m", "n")),
+            {"rounds": True, "scale": 0.2, "masked": -1e9, **heads},
+            (*halves, "float32", "bool"),
+            tolerance=2e-2,
+        )
         attrs = {"masked": float("-inf"), "zero_nan": True}
         yield Sample((("m", 8), ("n", 8), ("n", 8), ("m", "n")), attrs, (*masked[:3], "bool"))
 
@@ -268,6 +281,7 @@ class _Parts:
     zero_nan: bool
     scale: float
     dtype: str  # of all that is computed
+    is_paired: bool  # blocks are multiplied in pairs of bfloat16
 
     @property
     def rows(self) -> SymExpr:
@@ -293,8 +307,14 @@ class _Block:
         self.parts, self.batch, self.start, self.count, self.size = parts, batch, start, count, sym(size)
         self.keys = parts.k.shape[-2]
         self.width, self.depth = parts.q.shape[-1], parts.v.shape[-1]
-        self.queries = self._local("queries", self.width)
+        self.is_paired = parts.is_paired and size > 1
         self.most_keys = KEYS_OF_ONE if size == 1 else KEYS
+        self.queries = self._local("queries", self.width)
+        if self.is_paired:
+            pairs = sym(self.most_keys // 2)
+            self.queries = Buffer("queries", (self.width // 2, self.size), "int32", "local")
+            self.values = Buffer("values", (pairs, self.depth), "int32", "local")
+            self.weights = Buffer("weights", (pairs, self.size), "int32", "local")
         self.scores = self._local("scores", sym(self.most_keys))
         self.sums = self._local("sums", self.depth)
         self.stages_bias = size > 1 and parts.bias is not None and self._has_rows(parts.bias)  # along its rows
@@ -305,22 +325,29 @@ class _Block:
 
     def stmt(self) -> Stmt:
         lowest = float(np.finfo(dtypes.to_numpy(self.parts.dtype)).min)  # -inf - -inf would be NaN
-        starts = [(self.queries, 0.0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest)]
+        starts = [(self.queries, 0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest)]
         if self.stages_bias:
             starts.append((self.scores, 0.0))  # of the columns beyond the last query
         first = [self._filled(buffer, value) for buffer, value in starts]
         blocks = (self.keys + self.most_keys - 1) // self.most_keys
         over_keys = loops("j", (blocks,), lambda j: self._keys(j * self.most_keys))
         body = seq(*first, self._take_queries(), over_keys, self._finish())
-        for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total):
+        paired = (self.values, self.weights) if self.is_paired else ()
+        for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total, *paired):
             body = Allocate(buffer, body)
         return body
 
     def _filled(self, buffer: Buffer, value: float) -> Stmt:
-        return _nest("ij", buffer.shape, lambda *at: Store(buffer, at, literal(value, self.parts.dtype)))
+        return _nest("ij", buffer.shape, lambda *at: Store(buffer, at, literal(value, buffer.dtype)))
 
     def _take_queries(self) -> Stmt:
-        """queries[d, i] = scale * q[start + i, d]; the block's other columns stay 0."""
+        """queries[d, i] = scale * q[start + i, d], or without the scale two elements of a row in one word; the block's
+        other columns stay 0."""
+        if self.is_paired:
+            q = self.parts.q
+            return self._over_queries(
+                self.width // 2, lambda i, d: Store(self.queries, (d, i), self._pair_of_row(q, self.start + i, d))
+            )
 
         def element(i: SymExpr, d: SymExpr) -> Stmt:
             q = self._read(self.parts.q, self.start + i, d)
@@ -338,16 +365,21 @@ class _Block:
     def _read(self, view: _View, row: SymExpr, column: SymExpr) -> Scalar:
         return Scalar(view.buffer[view.at(*self.batch, row, column)]).cast(self.parts.dtype)
 
+    def _pair_of_row(self, view: _View, row: SymExpr, number: SymExpr) -> Value:
+        return _pair(*(view.buffer[view.at(*self.batch, row, number * 2 + n)] for n in range(2)))
+
     def _keys(self, start: SymExpr) -> Stmt:
         """What the keys from `start` on add."""
         count = smin(sym(self.most_keys), self.keys - start)
         scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
 
         def score(j: SymExpr, i: SymExpr, d: SymExpr) -> Scalar:
+            if self.is_paired:
+                return _dot(self._pair_of_row(self.parts.k, start + j, d), self.queries[d, i])
             return self._read(self.parts.k, start + j, d) * Scalar(self.queries[d, i])
 
         def keep_score(j: SymExpr, i: SymExpr, found: Scalar) -> Stmt:
-            masked = self._masked(found, i, start + j)
+            masked = self._masked(found * self.parts.scale if self.is_paired else found, i, start + j)
             bias = Scalar(scores[j, i]) if self.stages_bias else self._bias(i, start + j)
             return Store(scores, (j, i), (masked + bias).value)
 
@@ -363,22 +395,42 @@ class _Block:
             return (Scalar(old) * Scalar(shrink[(i,)]) + found).value
 
         def value(e: SymExpr, i: SymExpr, j: SymExpr) -> Scalar:
+            if self.is_paired:
+                return _dot(self.values[j, e], self.weights[j, i])
             return self._read(self.parts.v, start + j, e) * Scalar(scores[j, i])
+
+        pairs = (count + 1) // 2
+
+        def pair_of_keys(number: SymExpr, element: Callable[[SymExpr], Value]) -> Value:
+            """What two keys have; beyond the last there is 0."""
+            first, second = number * 2, number * 2 + 1
+            other = element(second)
+            return _pair(element(first), Select((index(second) < count).value, other, literal(0.0, other.dtype)))
+
+        def pair_values(j: SymExpr, e: SymExpr) -> Stmt:
+            v = self.parts.v
+            found = pair_of_keys(j, lambda key: v.buffer[v.at(*self.batch, start + key, e)])
+            return Store(self.values, (j, e), found)
+
+        def pair_weights(j: SymExpr, i: SymExpr) -> Stmt:
+            return Store(self.weights, (j, i), pair_of_keys(j, lambda key: scores[key, i]))
 
         def take_bias(i: SymExpr, j: SymExpr) -> Stmt:
             return Store(scores, (j, i), self._bias(i, start + j).value)
 
         return seq(
             *([self._over_queries(count, take_bias)] if self.stages_bias else []),
-            self._fold("add", (count, self.size), self.width, score, keep_score),
+            self._fold("add", (count, self.size), self.queries.shape[0], score, keep_score),
             self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
             _nest("ji", (count, self.size), weigh),
             self._fold(
                 "add", (self.size,), count, lambda i, j: Scalar(scores[j, i]),
                 lambda i, found: Store(total, (i,), shrunk(total[(i,)], i, found)),
             ),
+            *([_nest("je", (pairs, self.depth), pair_values)] if self.is_paired else []),
+            *([_nest("ji", (pairs, self.size), pair_weights)] if self.is_paired else []),
             self._fold(
-                "add", (self.depth, self.size), count, value,
+                "add", (self.depth, self.size), pairs if self.is_paired else count, value,
                 lambda e, i, found: Store(self.sums, (e, i), shrunk(self.sums[e, i], i, found)),
             ),
         )  # fmt: skip
@@ -445,6 +497,16 @@ class _Block:
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
         return seq(_nest("i", (self.size,), scale), self._over_queries(self.depth, element))
+
+
+def _pair(first: Value, second: Value) -> Value:
+    """Two numbers as bfloat16 in one word."""
+    narrow = (x if x.dtype == "bfloat16" else Intrinsic(NARROW, (x,), "bfloat16") for x in (first, second))
+    return Intrinsic(PAIR, tuple(narrow), "int32")
+
+
+def _dot(a: Value, b: Value) -> Scalar:
+    return Scalar(Intrinsic(PAIRS, (literal(0.0, "float32"), a, b), "float32"))
 
 
 def fold(

@@ -1,0 +1,58 @@
+"""Rounding to bfloat16 by the target's instruction, and pairs of bfloat16 as words (ir/intrinsics.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.dots import load_packed
+from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
+from relaxlite.codegen.llvm.types import convert, from_memory
+from relaxlite.codegen.llvm.widths import widest_lanes
+from relaxlite.ir.intrinsics import NARROW
+from relaxlite.ir.program import Intrinsic, Value
+
+_CONVERT = "llvm.x86.avx512bf16"
+_LANES = 16  # of the widest vector, of which two become one of pairs
+
+
+def emit_narrow(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+    """A float32 as a bfloat16, in a register's form."""
+    e, x = k.e, emit_value(k, value.args[0])
+    has_wide = e.target.has("avx512bf16")
+    has = {512: has_wide, 256: has_wide and e.target.has("avx512vl"), 128: False}
+    width = widest_lanes(e.target, x.lanes, has.__getitem__)
+    if not width:
+        return convert(e, x, "float32", "bfloat16")
+
+    def by_instruction(part: Val) -> Val:
+        found = e.call(f"{_CONVERT}.cvtneps2bf16.{32 * width}", [part], "bfloat", width, "narrow")
+        return from_memory(e, e.cast("bitcast", found, "i16"), "bfloat16")
+
+    return e.by_parts([x], width, by_instruction)
+
+
+def emit_pair(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+    """The bits of two bfloat16 as one word: one load, one instruction that rounds two vectors, or put together."""
+    found = load_packed(k, value.args)
+    if found is not None:
+        return found
+    e, (low, high) = k.e, value.args
+    if isinstance(low, Intrinsic) and isinstance(high, Intrinsic) and low.name == high.name == NARROW:
+        first, second = (e.splat(emit_value(k, part.args[0]), k.lanes) if k.lanes else None for part in (low, high))
+        if first is not None and second is not None and k.lanes == _LANES and e.target.has("avx512bf16"):
+            return _rounded_pairs(e, first, second)
+    bits = [e.cast("bitcast", emit_value(k, part), "i32") for part in (low, high)]
+    return e.binary(
+        "or", e.binary("lshr", bits[0], int_const(16, "i32")), e.binary("and", bits[1], int_const(-65536, "i32"))
+    )
+
+
+def _rounded_pairs(e: Emitter, low: Val, high: Val) -> Val:
+    """One lane of each side by side: the instruction puts one vector behind the other."""
+    both = e.call(f"{_CONVERT}.cvtne2ps2bf16.512", [high, low], "bfloat", 2 * _LANES, "both")
+    order = ", ".join(f"i32 {n}, i32 {n + _LANES}" for n in range(_LANES))
+    mixed = e.op(
+        f"shufflevector {both}, <{2 * _LANES} x bfloat> poison, <{2 * _LANES} x i32> <{order}>", "bfloat", 2 * _LANES
+    )
+    return e.op(f"bitcast {mixed} to <{_LANES} x i32>", "i32", _LANES, "pairs")
