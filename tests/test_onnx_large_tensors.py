@@ -12,16 +12,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 import relaxlite as rl
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx import large_tensors, loading
+from relaxlite.frontend.onnx import large_tensors, loading, tensors
 from relaxlite.ir import structural_equal
 
 TYPES = ("float32", "float64", "float16", "int8", "int32", "int64", "uint8")
 
 
-@pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["in one block", "the largest alone", "all alone"])
+def everything_is_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "LEAST_FILE", 1)
     monkeypatch.setattr(large_tensors, "LEAST_TENSOR", 1)
+    if request.param != "in one block":
+        monkeypatch.setattr(tensors, "_ALONE_FROM", 100 if request.param == "the largest alone" else 1)
 
 
 def model(*, lead: str = "") -> onnx.ModelProto:

@@ -52,6 +52,32 @@ def test_large_weights_are_gathered_in_one_aligned_block() -> None:
         assert all(not np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True))
 
 
+def of_its_own(count: int) -> np.ndarray:
+    """Numbers in the middle of memory that nothing else is in, not to be written."""
+    block = np.empty(4 * count + ALIGNMENT, np.uint8)
+    array = block[-block.ctypes.data % ALIGNMENT :][: 4 * count].view(np.float32)
+    array[...] = np.arange(count)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay where they are")
+def test_large_weights_with_memory_of_their_own_stay_there(tmp_path: Path) -> None:
+    count = 5 << 20
+    mine, small, writable = of_its_own(count), of_its_own(1000), of_its_own(count)
+    writable.flags.writeable = True  # somebody may change it later
+    part, off = of_its_own(3 * count)[:count], of_its_own(count)[1:]
+    path = tmp_path / "weights"
+    path.write_bytes(mine.tobytes())
+    mapped = np.memmap(path, dtype=np.float32, mode="r").view(np.ndarray)
+    arrays = [small, mine, writable, part, off, mapped, mine.reshape(-1, 4).T]
+    made = gathered(arrays)
+    assert [np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True)] == [False, True, *[False] * 5]
+    for array, found in zip(arrays, made, strict=True):
+        np.testing.assert_array_equal(found, array)
+        assert found.ctypes.data % ALIGNMENT == 0 and not found.flags.writeable
+
+
 @pytest.mark.parametrize("place", [aligned, gathered])
 def test_small_weights_start_with_a_cache_line(place: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]) -> None:
     whole = np.empty(5000, np.float32)

@@ -19,6 +19,8 @@ from relaxlite.frontend.onnx.large_tensors import range_of
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.expr import Constant
 
+_ALONE_FROM = 16 << 20  # bytes
+_LINE = 64  # bytes of a line of the cache
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT: "float32", TensorProto.DOUBLE: "float64", TensorProto.FLOAT16: "float16",
     TensorProto.BFLOAT16: "bfloat16", TensorProto.BOOL: "bool",
@@ -92,10 +94,17 @@ class TensorReader:
 
     def _large(self, place: tuple[int, int], dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
         """A copy: the file may be written again while the model is in use. Copies lie one behind the other in a block
-        for which NumPy asks for huge pages: half the time that they took was the system's, for pages of 4 KB."""
+        for which NumPy asks for huge pages: half the time that they took was the system's, for pages of 4 KB. The
+        largest have memory of their own, where they can stay when a model is loaded."""
         assert self._content is not None
         offset, size = place
         found = _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what)
+        if size >= _ALONE_FROM:
+            block = np.empty(size + _LINE, np.uint8)
+            copy = block[-block.ctypes.data % _LINE :][:size].view(dtype).reshape(shape)
+            copy[...] = found
+            copy.flags.writeable = False
+            return copy
         start = -(-self._taken // dtype.itemsize) * dtype.itemsize
         if start + size > len(self._block):  # as where a tensor is read twice
             return found.copy()
