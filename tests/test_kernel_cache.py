@@ -403,15 +403,15 @@ def test_a_temporary_file_of_a_killed_process_goes(folder: Path) -> None:
 
 def test_show_and_clear(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache"]) == 0
-    assert re.search(r"kernels  0\nsize     0 bytes\nlimit    1.0 GB", capsys.readouterr().out)
+    assert re.search(r"entries  0 \(.*\)\nsize     0 bytes\nlimit    1.0 GB", capsys.readouterr().out)
     compile_programs({"a": scaled(2), "b": scaled(3)}, HOST)
     folder.joinpath("notes.txt").write_text("mine")
     assert main(["cache", "show"]) == 0
     out = capsys.readouterr().out
-    assert f"folder   {folder}\nkernels  2\n" in out and "kB" in out
+    assert f"folder   {folder}\nentries  2 (compiled kernels, scheduled programs)\n" in out and "kB" in out
     assert main(["cache", "clear"]) == 0
     assert (
-        f"removed 2 kernels, {out.split('size')[1].split(chr(10))[0].strip()}, from {folder}" in capsys.readouterr().out
+        f"removed 2 entries, {out.split('size')[1].split(chr(10))[0].strip()}, from {folder}" in capsys.readouterr().out
     )
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
     with config.override(kernel_cache_mb=0):

@@ -1,4 +1,4 @@
-"""relaxlite cache: what is kept on disk of compiled kernels and models; removes it."""
+"""relaxlite cache: what is kept on disk of compiled kernels, scheduled programs and models; removes it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def execute(args: argparse.Namespace) -> None:
     cache = KernelCache(cache_folder(), limit)
     if args.action == "clear":
         kernels, models = cache.clear(), model_cache.clear()
-        print(f"removed {kernels.entries} kernels, {bytes_text(kernels.bytes)}, from {cache.folder}")
+        print(f"removed {kernels.entries} entries, {bytes_text(kernels.bytes)}, from {cache.folder}")
         print(f"removed {_all(models)}, from {model_cache.folder()}")
         return
     found = cache.size()
     print(f"folder   {cache.folder}")
-    print(f"kernels  {found.entries}")
+    print(f"entries  {found.entries} (compiled kernels, scheduled programs)")
     print(f"size     {bytes_text(found.bytes)}")
     print(f"limit    {bytes_text(limit) if limit else 'switched off'}")
     models = model_cache.kept()

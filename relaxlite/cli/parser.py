@@ -324,8 +324,9 @@ Prints the path of each model, which is downloaded if it is not in the cache ($R
     "cache": Command(
         "show or clear the compiled kernels and language models that are kept on disk",
         """\
-Compiling looks for each kernel there first: a model that was compiled before, or shares layers with one, compiles in a
-fraction of the time. $RELAXLITE_KERNEL_CACHE sets the folder, $RELAXLITE_KERNEL_CACHE_MB the limit (0 switches it off).
+Compiling looks for each kernel and its schedule there first: a model that was compiled before, or shares layers with
+one, compiles in a fraction of the time. $RELAXLITE_KERNEL_CACHE sets the folder, $RELAXLITE_KERNEL_CACHE_MB the limit
+(0 switches it off).
 Of each checkpoint that generate, chat or eval were given, and each kind of quantization, the compiled model is kept
 below $RELAXLITE_CACHE until it is cleared.
 
