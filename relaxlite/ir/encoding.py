@@ -24,6 +24,7 @@ from relaxlite.ir.expr import Attrs
 from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.ir.symbolic import PAIR_MAKERS, Pair, SymExpr, SymVar, from_terms
 
+_PAIRS = {kind.__name__: make for kind, make in PAIR_MAKERS.items()}
 _MARSHAL = 2  # the last version of which equal values have equal bytes
 _NAMES = {(Buffer, "name")}
 
@@ -73,8 +74,8 @@ def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
         if kind == "sum":
             const, terms = items
             found.append(from_terms(const, [(_monomial([found[a] for a in atoms]), coef) for coef, *atoms in terms]))
-        elif kind in PAIR_MAKERS:
-            found.append(PAIR_MAKERS[kind](found[items[0]], found[items[1]]))
+        elif kind in _PAIRS:
+            found.append(_PAIRS[kind](found[items[0]], found[items[1]]))
         else:
             found.append(_MAKERS[kind](*[item_of(item) for item in items]))
     result: tuple[Any, ...] = found[-1]

@@ -21,27 +21,18 @@ import functools
 import itertools
 import math
 import operator
-import threading
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NoReturn, SupportsIndex, TypeAlias
+
+from relaxlite.ir.interning import Interned
 
 IntLike: TypeAlias = "int | SymExpr"  # a NumPy integer does at run time
 Monomial: TypeAlias = "tuple[SymExpr, ...]"
 Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 
-
-class _Reference(weakref.ref["SymExpr"]):
-    """An expression that nobody but its users keeps alive. weakref.WeakValueDictionary is Python behind Python: half of
-    what making an expression costs."""
-
-    __slots__ = ("key",)
-
-    key: tuple[object, ...]
-
-
-_interned: dict[tuple[object, ...], _Reference] = {}
-_lock = threading.RLock()  # for changes; where it is held, an expression may die, whose end changes the table too
+_interned: Interned[SymExpr] = Interned()
+_references, _keep = _interned.references, _interned.keep
 _serial = itertools.count()
 
 
@@ -264,7 +255,7 @@ def _intern(const: int, terms: Terms) -> SymExpr:
     if const == 0 and len(terms) == 1 and terms[0][1] == 1 and len(terms[0][0]) == 1:
         return terms[0][0][0]  # the sum of one atom is that atom
     key = (const, terms)
-    reference = _interned.get(key)
+    reference = _references.get(key)
     found = None if reference is None else reference()
     if found is None:
         made = SymExpr() if terms else _Constant()
@@ -273,28 +264,9 @@ def _intern(const: int, terms: Terms) -> SymExpr:
     return found
 
 
-def _keep(key: tuple[object, ...], made: SymExpr) -> SymExpr:
-    """The one expression of this key: `made`, unless another thread was faster."""
-    reference = _Reference(made, _forget)
-    reference.key = key
-    with _lock:
-        earlier = _interned.get(key)
-        found = None if earlier is None else earlier()
-        if found is None:
-            _interned[key] = reference
-            return made
-    return found
-
-
-def _forget(reference: _Reference) -> None:
-    with _lock:
-        if _interned.get(reference.key) is reference:  # else there is a new one of the same form
-            del _interned[reference.key]
-
-
 def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
     key = (kind, a, b)
-    reference = _interned.get(key)
+    reference = _references.get(key)
     found = None if reference is None else reference()
     if found is None:
         made = kind()
@@ -399,7 +371,9 @@ def _cancel_common(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
     """(a', b', f) with a == a'*f and b == b'*f, for the largest product f of a positive constant and atoms."""
     terms = (*a.terms, *b.terms)
     factor = math.gcd(a.const, b.const, *[c for _, c in terms])
-    common: Monomial = () if a.const or b.const else functools.reduce(_common_atoms, [m for m, _ in terms])
+    common: Monomial = ()
+    if not (a.const or b.const):
+        common = tuple(functools.reduce(operator.and_, [Counter(m) for m, _ in terms]).elements())
     if factor == 1 and not common:
         return a, b, sym(1)
 
@@ -408,16 +382,6 @@ def _cancel_common(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
         return _from_dict(rest.pop((), expr.const // factor), rest)
 
     return cancel(a), cancel(b), monomial_expr(common, factor)
-
-
-def _common_atoms(a: Monomial, b: Monomial) -> Monomial:
-    left = list(b)
-    found = []
-    for atom in a:
-        if atom in left:
-            left.remove(atom)
-            found.append(atom)
-    return tuple(found)
 
 
 def monomial_expr(monomial: Monomial, coef: int = 1) -> SymExpr:
@@ -535,33 +499,26 @@ def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
     def replace(atom: SymExpr) -> SymExpr:
         if isinstance(atom, Pair):
             return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
-        found = values.get(atom)  # type: ignore[call-overload]
-        return atom if found is None else sym(found)
+        return sym(values.get(atom, atom))  # type: ignore[call-overload]
 
     return map_atoms(expr, replace)
 
 
 def map_atoms(expr: SymExpr, change: Callable[[SymExpr], SymExpr]) -> SymExpr:
     """The same sum of products of changed atoms; the same object when nothing changes."""
-    changed: dict[SymExpr, SymExpr] = {}
-    const, coefs, is_same = expr.const, dict[Monomial, int](), True
+    changed = {atom: change(atom) for monomial, _ in expr.terms for atom in monomial}
+    if all([new is atom for atom, new in changed.items()]):
+        return expr
+    const, coefs = expr.const, dict[Monomial, int]()
     for monomial, coef in expr.terms:
-        part, is_kept = None, True
-        for atom in monomial:
-            new = changed.get(atom)
-            if new is None:
-                changed[atom] = new = change(atom)
-            is_kept = is_kept and new is atom
-            part = new if part is None else part * new
-        if is_kept:
+        if all([changed[atom] is atom for atom in monomial]):
             coefs[monomial] = coefs.get(monomial, 0) + coef
             continue
-        assert part is not None
-        is_same = False
+        part = changed[monomial[0]] if len(monomial) == 1 else product([changed[atom] for atom in monomial])
         const += part.const * coef
-        for other, factor in part.terms:
-            coefs[other] = coefs.get(other, 0) + factor * coef
-    return expr if is_same else _from_dict(const, coefs)
+        for new, factor in part.terms:
+            coefs[new] = coefs.get(new, 0) + factor * coef
+    return _from_dict(const, coefs)
 
 
 def from_terms(const: int, terms: Iterable[tuple[Monomial, int]]) -> SymExpr:
@@ -574,12 +531,11 @@ def from_terms(const: int, terms: Iterable[tuple[Monomial, int]]) -> SymExpr:
 
 def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
     """The same kind of atom of new operands, canonicalized."""
-    return atom if a is atom.a and b is atom.b else _MAKE[type(atom)](a, b)
+    return atom if a is atom.a and b is atom.b else PAIR_MAKERS[type(atom)](a, b)
 
 
-_MAKE: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]]
-_MAKE = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
-PAIR_MAKERS = {kind.__name__: make for kind, make in _MAKE.items()}
+PAIR_MAKERS: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]]
+PAIR_MAKERS = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
