@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -83,7 +81,7 @@ def _show(results: Sequence[reports.Result]) -> None:
 def _sweep(
     report: reports.Report, options: Options, chosen: Sequence[str], team: Team, rounds: int, bar: tqdm[None]
 ) -> None:
-    """Every peer finds its caches empty in the first round, whatever was measured before."""
+    """Every peer finds caches of its own, empty in the first round, whatever was measured before."""
     path = models.fetch("minilm-l6-onnx", progress=False)
     cases = sweep_cases(4 if options.quick else SWEEP_SHAPES)
     cache = options.folder / "caches"
@@ -91,30 +89,8 @@ def _sweep(
     workload = Workload("sweep", "minilm-l6", path, one, SWEEP_PEERS, options.threads, "bert", cache=cache)
     names = [name for name in SWEEP_PEERS if name in chosen and team.worker(name, options.threads) is not None]
     bar.set_postfix_str(f"{len(cases)} new shapes")
-    with _empty_caches(cache):
-        report.sweep = sweep(workload, cases, names, rounds=min(rounds, 3), bar=bar)
+    report.sweep = sweep(workload, cases, names, rounds=min(rounds, 3), bar=bar)
     report.sweep_shapes = len(cases)
-
-
-@contextmanager
-def _empty_caches(folder: Path) -> Iterator[None]:
-    """Caches of relaxlite, inductor and others in new folders, for this block and the processes started in it."""
-    changed = {
-        "XDG_CACHE_HOME": folder,
-        "RELAXLITE_CACHE": folder / "models",
-        "RELAXLITE_KERNEL_CACHE": folder / "kernels",
-        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
-    }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update({name: str(path) for name, path in changed.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,9 +212,33 @@ def sweep(
     for _ in range(rounds):
         for name, timing in found.items():
             if timing.problem is None:
-                _sweep_once(name, workload, cases, timing)
+                assert workload.cache is not None
+                cache = workload.cache / name  # what one of ours compiles is not there for another
+                with _caches_in(cache):
+                    _sweep_once(name, replace(workload, cache=cache), cases, timing)
             bar.update()
     return found
+
+
+@contextmanager
+def _caches_in(folder: Path) -> Iterator[None]:
+    """Caches of relaxlite, inductor and others below a folder, for this block and the processes started in it."""
+    changed = {
+        "XDG_CACHE_HOME": folder,
+        "RELAXLITE_CACHE": folder / "models",
+        "RELAXLITE_KERNEL_CACHE": folder / "kernels",
+        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update({name: str(path) for name, path in changed.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _sweep_once(name: str, workload: Workload, cases: Sequence[Case], timing: SweepTiming) -> None:
