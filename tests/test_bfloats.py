@@ -279,6 +279,19 @@ def test_attention_is_in_bfloat16_where_that_is_faster() -> None:
     assert odd.ty.dtype == "float32"
 
 
+def test_steps_of_a_decoder_leave_keys_and_values_as_they_are() -> None:
+    """Rounding all that came before, for one query, would take longer than it saves."""
+    bb = rl.BlockBuilder()
+    m, n = bb.symbol("m"), bb.symbol("n")
+    lengths = {"q": m, "k": n, "v": n}
+    types = {name: rl.TensorType.of((2, length, 32), "float32") for name, length in lengths.items()}
+    with bb.function("main", **types) as (q, k, v):
+        scores = bb.emit(ops.matmul(q, bb.emit(ops.transpose(k, axes=(0, 2, 1)))))
+        bb.result(bb.emit(ops.matmul(bb.emit(ops.softmax(scores, axis=-1)), v)))
+    (found,) = [c for c in calls_in(bb.module(), ZEN4) if c.callee.name == "attention"]
+    assert found.ty.dtype == "float32" and not found.attrs["rounds"]
+
+
 @needs_dots
 def test_attention_in_bfloat16_is_near_that_in_float32() -> None:
     plain, narrow_one = rl.compile(attention_module()), rl.compile(attention_module(), precision="bf16")

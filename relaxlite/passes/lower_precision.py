@@ -11,8 +11,10 @@ stays float32.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Call, Constant, Expr, Function, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
@@ -47,7 +49,11 @@ def _rewritten(function: Function, context: PassContext) -> Function:
 
 
 def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
-    """Attention in bfloat16, where the precision allows it and the target multiplies that faster."""
+    """Attention of a sequence to itself in bfloat16, where the precision allows it and the target is faster so.
+
+    Where there are more keys than queries, as in the steps of a decoder, rounding them all would take longer than what
+    it saves.
+    """
     if context.precision != "bf16" or not context.target.has_fast_pairs:
         return module
     return map_functions(module, lambda function: _NarrowAttention().function(function))
@@ -70,8 +76,7 @@ class _NarrowAttention(Rewriter):
             return known
         if value.callee.name != "attention" or not isinstance(value.ty, TensorType) or value.ty.dtype != "float32":
             return None
-        shapes = [arg.ty.shape for arg in value.args[:3] if isinstance(arg.ty, TensorType)]
-        if any(shape is None or (as_int(shape[-1]) or 1) % 2 for shape in shapes):
+        if not _is_of_itself(value):
             return None
         cast = get_op("cast")
         operands = [self.bb.emit(cast(arg, dtype=NARROW, flushes=True)) for arg in value.args[:3]]
@@ -79,6 +84,18 @@ class _NarrowAttention(Rewriter):
         made = self.bb.emit(value.callee(*operands, *value.args[3:], **attrs, loc=value.loc))
         self._narrow[var] = made
         return cast(made, dtype="float32")
+
+
+def _is_of_itself(attention: Call) -> bool:
+    """Whether there are as many queries as keys, whose width is even."""
+    sizes = []
+    for arg, axes in zip(attention.args[:2], ("q_axes", "k_axes"), strict=True):
+        if not isinstance(arg.ty, TensorType) or arg.ty.shape is None:
+            return False
+        order: Any = attention.attrs[axes] or range(len(arg.ty.shape))
+        sizes.append([arg.ty.shape[axis] for axis in tuple(order)[-2:]])
+    (queries, width), (keys, _) = sizes
+    return (as_int(width) or 1) % 2 == 0 and Analyzer().can_prove_equal(queries, keys)
 
 
 class _Narrow(Rewriter):
