@@ -120,6 +120,26 @@ def test_pairs_of_rounded_numbers(target: Target, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.cpu)
+@pytest.mark.parametrize("lanes", [0, 1, 16])
+def test_sums_are_rounded_before_they_are_paired_or_stored(target: Target, lanes: int) -> None:
+    """In registers a sum of bfloat16 has more digits, also behind a cast that changes nothing."""
+
+    def pair(x: Value, y: Value) -> Value:
+        return Intrinsic(PAIR, (Binary("add", x, y), y), "int32")
+
+    def again(x: Value, y: Value) -> Value:
+        return Cast(Binary("add", x, y), "bfloat16")
+
+    size = lanes or 33
+    x, y = (rng.standard_normal(size).astype(BF16) for _ in range(2))
+    want = (x.astype(np.float32) + y.astype(np.float32)).astype(BF16)
+    words = run(elementwise(("bfloat16",) * 2, "int32", pair, lanes), target, x, y)
+    np.testing.assert_array_equal(words, apply_intrinsic(PAIR, (want, y)))
+    stored = run(elementwise(("bfloat16",) * 2, "bfloat16", again, lanes), target, x, y)
+    np.testing.assert_array_equal(stored.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.cpu)
 @pytest.mark.parametrize("lanes", [0, 1, 8, 16, 32])
 def test_products_of_pairs(target: Target, lanes: int) -> None:
     def dot(c: Value, a: Value, b: Value) -> Value:

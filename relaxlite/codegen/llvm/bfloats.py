@@ -7,10 +7,11 @@ from collections.abc import Callable
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.dots import load_packed
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
-from relaxlite.codegen.llvm.types import convert, from_memory
+from relaxlite.codegen.llvm.types import convert, from_memory, to_memory
 from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.ir.intrinsics import NARROW
-from relaxlite.ir.program import Intrinsic, Value
+from relaxlite.ir.program import Cast, Intrinsic, Literal, Load, Select, Value
+from relaxlite.ir.program_visitor import value_children
 
 _CONVERT = "llvm.x86.avx512bf16"
 _LANES = 16  # of the widest vector, of which two become one of pairs
@@ -37,15 +38,23 @@ def emit_pair(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
     found = load_packed(k, value.args)
     if found is not None:
         return found
-    e, (low, high) = k.e, value.args
-    if isinstance(low, Intrinsic) and isinstance(high, Intrinsic) and low.name == high.name == NARROW:
-        first, second = (e.splat(emit_value(k, part.args[0]), k.lanes) if k.lanes else None for part in (low, high))
-        if first is not None and second is not None and k.lanes == _LANES and e.target.has("avx512bf16"):
-            return _rounded_pairs(e, first, second)
-    bits = [e.cast("bitcast", emit_value(k, part), "i32") for part in (low, high)]
-    return e.binary(
-        "or", e.binary("lshr", bits[0], int_const(16, "i32")), e.binary("and", bits[1], int_const(-65536, "i32"))
+    e, kinds = k.e, {part.name if isinstance(part, Intrinsic) else "" for part in value.args}
+    if kinds == {NARROW} and k.lanes == _LANES and e.target.has("avx512bf16"):
+        low, high = (e.splat(emit_value(k, x), k.lanes) for part in value.args for x in value_children(part))
+        return _rounded_pairs(e, low, high)
+    low, high = (
+        e.cast("zext", to_memory(e, emit_value(k, x), "bfloat16", is_rounded=is_rounded(x)), "i32") for x in value.args
     )
+    return e.binary("or", low, e.binary("shl", high, int_const(16, "i32")))
+
+
+def is_rounded(value: Value) -> bool:
+    """Whether a value of half precision is one in a register too, where arithmetic leaves more digits."""
+    if isinstance(value, Select):
+        return is_rounded(value.then) and is_rounded(value.other)
+    if isinstance(value, Cast):
+        return value.x.dtype != value.dtype or is_rounded(value.x)
+    return isinstance(value, Load | Literal) or (isinstance(value, Intrinsic) and value.name == NARROW)
 
 
 def _rounded_pairs(e: Emitter, low: Val, high: Val) -> Val:

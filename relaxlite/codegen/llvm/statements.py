@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from relaxlite import dtypes
 from relaxlite.codegen.llvm import memory, scalars
+from relaxlite.codegen.llvm.bfloats import is_rounded
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, Kernel
 from relaxlite.codegen.llvm.dots import emit_dot_of_pairs
@@ -17,7 +18,7 @@ from relaxlite.codegen.llvm.indices import Base
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
 from relaxlite.codegen.llvm.types import convert, memory_elem
-from relaxlite.codegen.llvm.values import emit_value, is_rounded
+from relaxlite.codegen.llvm.values import emit_value
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import PAIRS
 from relaxlite.ir.program import (

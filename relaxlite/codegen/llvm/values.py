@@ -169,13 +169,6 @@ def has_load(k: Kernel, value: Value) -> bool:
     return k.loading[value]
 
 
-def is_rounded(value: Value) -> bool:
-    """Whether a value of half precision is one in a register too, where arithmetic leaves more digits."""
-    if isinstance(value, Select):
-        return is_rounded(value.then) and is_rounded(value.other)
-    return isinstance(value, Load | Cast | Literal) or (isinstance(value, Intrinsic) and value.name == NARROW)
-
-
 def operands(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
     if isinstance(value, Unary | Cast):
