@@ -50,10 +50,7 @@ def _bytes_of(root: Any, symbols: Sequence[SymVar] = (), *, is_identity: bool) -
     for symbol in symbols:
         writer.expr(symbol)
     writer.write(root)
-    try:
-        return marshal.dumps(writer.tokens, _MARSHAL)
-    except ValueError as error:
-        raise TypeError(f"an attribute has a value that is neither text nor a number: {error}") from error
+    return marshal.dumps(writer.tokens, _MARSHAL)
 
 
 def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
@@ -91,7 +88,7 @@ def _number_of(value: Any, content: bytes | None = None) -> Any:
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
-    "Attrs": lambda items: Attrs(dict(items)),
+    "Attrs": lambda names, values: Attrs(dict(zip(names, values, strict=True))),
     "SymVar": lambda name, lower, upper, divisor: SymVar(name, lower=lower, upper=upper, divisor=divisor),
     "items": lambda *items: items,
     **{kind.__name__: kind for kind in vars(nodes).values() if isinstance(kind, type) and is_dataclass(kind)},
@@ -170,12 +167,15 @@ class _Writer:
         if kind == _EXPR:
             return self.expr(item)
         if kind == _NODE:
-            return self._numbers[id(item)]
+            number = self._numbers.get(id(item))
+            if number is None:
+                raise TypeError(f"an attribute of a program holds a {type(item).__name__}")
+            return number
         if kind == _TUPLE:
             return tuple([self._item(part) for part in item])
         if kind == _NUMBER:
             return [dtypes.from_numpy(item.dtype), item.tobytes()] if isinstance(item, np.generic) else [item]
-        return self._add(("Attrs", [tuple(item.items())]))
+        return self._add(("Attrs", tuple(item), tuple(map(self._item, item.values()))))
 
     def expr(self, expr: SymExpr) -> int:
         number = self._exprs.get(expr)

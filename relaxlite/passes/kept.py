@@ -51,10 +51,10 @@ class Kept:
         return decode(content, symbols=program.symbols)
 
     def write(self) -> None:
-        """Hand what is new to the store."""
+        """Hand what is new to the store, and forget the programs that were asked for."""
         if self._store is not None and self._new:
             self._store.put(self._new)
-            self._new = {}
+        self._new, self._encoded = {}, {}
 
     def _encode(self, program: TensorProgram) -> bytes:
         found = self._encoded.get(id(program))
