@@ -355,4 +355,7 @@ def test_programs_of_pairs_can_be_widened() -> None:
 
 @needs_dots
 def test_validation_accepts_attention_in_bfloat16() -> None:
-    rl.compile(attention_module(8), precision="bf16", validate=True)
+    context = PassContext(HOST)
+    rl.compile(attention_module(8), precision="bf16", validate=True, context=context)
+    taken = [d for d in context.decisions if d.step == "narrow_attention"]
+    assert [d.taken for d in taken] == [True] * HOST.has_fast_pairs

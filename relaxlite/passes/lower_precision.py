@@ -56,12 +56,13 @@ def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
     """
     if context.precision != "bf16" or not context.target.has_fast_pairs:
         return module
-    return map_functions(module, lambda function: _NarrowAttention().function(function))
+    return map_functions(module, lambda function: _NarrowAttention(context).function(function))
 
 
 class _NarrowAttention(Rewriter):
-    def __init__(self) -> None:
+    def __init__(self, context: PassContext) -> None:
         super().__init__()
+        self._context = context
         self._narrow: dict[Var, Expr] = {}  # what was bfloat16 before it was widened
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
@@ -76,7 +77,9 @@ class _NarrowAttention(Rewriter):
             return known
         if value.callee.name != "attention" or not isinstance(value.ty, TensorType) or value.ty.dtype != "float32":
             return None
-        if not _is_of_itself(value):
+        problem = _problem_of(value)
+        self._context.decide("narrow_attention", f"{var.name} in {NARROW}", problem is None, problem or "it is faster")
+        if problem is not None:
             return None
         cast = get_op("cast")
         operands = [self.bb.emit(cast(arg, dtype=NARROW, flushes=True)) for arg in value.args[:3]]
@@ -86,16 +89,20 @@ class _NarrowAttention(Rewriter):
         return cast(made, dtype="float32")
 
 
-def _is_of_itself(attention: Call) -> bool:
-    """Whether there are as many queries as keys, whose width is even."""
+def _problem_of(attention: Call) -> str | None:
+    """Why this attention is none to be rounded, or None."""
     sizes = []
     for arg, axes in zip(attention.args[:2], ("q_axes", "k_axes"), strict=True):
-        if not isinstance(arg.ty, TensorType) or arg.ty.shape is None:
-            return False
+        assert isinstance(arg.ty, TensorType) and arg.ty.shape is not None
         order: Any = attention.attrs[axes] or range(len(arg.ty.shape))
         sizes.append([arg.ty.shape[axis] for axis in tuple(order)[-2:]])
     (queries, width), (keys, _) = sizes
-    return (as_int(width) or 1) % 2 == 0 and Analyzer().can_prove_equal(queries, keys)
+    if (as_int(width) or 1) % 2:
+        return f"queries are {width} wide, which is not known to be even"
+    is_square = Analyzer().can_prove_equal(queries, keys)
+    return (
+        None if is_square else f"there are {queries} queries and {keys} keys, so rounding may take longer than it saves"
+    )
 
 
 class _Narrow(Rewriter):
