@@ -113,7 +113,8 @@ def override(**values: Any) -> Iterator[None]:
 
 @contextmanager
 def system_variables(**values: str) -> Iterator[None]:
-    """Environment variables of the system for a block: for a library that reads them while it loads."""
+    """Environment variables of the system for a block: for a library that reads them while it loads, or a process that
+    starts in it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from bench.cpu.cases import Case, Workload
 from bench.cpu.worker import PeerError, Worker
+from relaxlite.config import system_variables
 
 TOLERANCE = 1e-4
 REFERENCES = (
@@ -220,25 +220,14 @@ def sweep(
     return found
 
 
-@contextmanager
-def _caches_in(folder: Path) -> Iterator[None]:
-    """Caches of relaxlite, inductor and others below a folder, for this block and the processes started in it."""
-    changed = {
-        "XDG_CACHE_HOME": folder,
-        "RELAXLITE_CACHE": folder / "models",
-        "RELAXLITE_KERNEL_CACHE": folder / "kernels",
-        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
-    }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update({name: str(path) for name, path in changed.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _caches_in(folder: Path) -> AbstractContextManager[None]:
+    """Caches of relaxlite, inductor and others below a folder, for a block and the processes started in it."""
+    return system_variables(
+        XDG_CACHE_HOME=str(folder),
+        RELAXLITE_CACHE=str(folder / "models"),
+        RELAXLITE_KERNEL_CACHE=str(folder / "kernels"),
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
+    )
 
 
 def _sweep_once(name: str, workload: Workload, cases: Sequence[Case], timing: SweepTiming) -> None:

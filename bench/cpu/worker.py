@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.cpu.cases import Case, Workload
 from bench.cpu.peers import Peer, Prepared, Unsupported
 from bench.timing import settle, timed_runs
+from relaxlite.config import system_variables
 
 PEERS = {
     "machine": "machine.Machine",
@@ -62,7 +60,7 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs, name, threads), daemon=True)
-        with _environment(dict.fromkeys(THREAD_VARIABLES, str(threads))):
+        with system_variables(**dict.fromkeys(THREAD_VARIABLES, str(threads))):
             self._process.start()
         theirs.close()
         self.is_alive = True
@@ -113,20 +111,6 @@ class Worker:
         if kind != "done":
             raise PeerError(value, is_expected=kind == "unsupported")
         return value
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # The other end
