@@ -28,7 +28,7 @@ _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _HUGE_FROM = 4 << 20
 _WAITS_FROM = 32 << 20  # bytes; what is smaller, C libraries keep themselves when NumPy frees it
 _SHARED_FROM = 64 << 20  # bytes that several threads copy
-_STAYS_FROM = 16 << 20
+_STAYS_FROM = 16 << 20  # bytes of weights that are not gathered where they lie well
 _MOST_COPIERS = 4
 _MAX_BYTES = (1 << 63) - 1
 POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
@@ -135,10 +135,11 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
 
 def _may_stay(array: np.ndarray) -> bool:
     """Whether a large array lies well, has its memory to itself, no file, and is not to be written by anyone."""
-    if array.nbytes < _STAYS_FROM or array.flags.writeable or _is_worth_aligning(array):
+    is_fit = array.nbytes >= _STAYS_FROM and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
+    if not is_fit or array.flags.writeable:
         return False
     owner = _owner(array)
-    return isinstance(owner, np.ndarray) and array.nbytes >= 0.9 * owner.nbytes and array.ctypes.data % ALIGNMENT == 0
+    return isinstance(owner, np.ndarray) and array.nbytes >= 0.9 * owner.nbytes
 
 
 def _owner(array: np.ndarray) -> object:
