@@ -356,6 +356,10 @@ def test_programs_of_pairs_can_be_widened() -> None:
 @needs_dots
 def test_validation_accepts_attention_in_bfloat16() -> None:
     context = PassContext(HOST)
-    rl.compile(attention_module(8), precision="bf16", validate=True, context=context)
+    inputs = [
+        (np.random.default_rng(n).standard_normal((2, n, 16)).astype(np.float32), np.zeros((2, 1, 1, n), np.float32))
+        for n in (1, 6, 17)
+    ]
+    rl.compile(attention_module(8), precision="bf16", validate=inputs, context=context)
     taken = [d for d in context.decisions if d.step == "narrow_attention"]
     assert [d.taken for d in taken] == [True] * HOST.has_fast_pairs

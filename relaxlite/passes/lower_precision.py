@@ -22,6 +22,7 @@ from relaxlite.ir.ops.scalars import HALF
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
+from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.integer_products import LOW_BITS
 from relaxlite.passes.manager import PassContext
 
@@ -56,6 +57,7 @@ def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
     """
     if context.precision != "bf16" or not context.target.has_fast_pairs:
         return module
+    module = eliminate_dead(module)  # of attention that has taken over a transpose, the form before is still there
     return map_functions(module, lambda function: _NarrowAttention(context).function(function))
 
 
