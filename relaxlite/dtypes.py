@@ -5,7 +5,8 @@ A dtype is a plain string in the IR ("float32", "int64", "bool", ...).
 
 from __future__ import annotations
 
-import ml_dtypes
+from functools import cache
+
 import numpy as np
 
 DType = str
@@ -17,19 +18,26 @@ INTEGERS: tuple[DType, ...] = SIGNED + UNSIGNED
 ALL: tuple[DType, ...] = ("bool", *INTEGERS, *FLOATS)
 
 _NUMPY: dict[DType, np.dtype] = {name: np.dtype(name) for name in ALL if name != "bfloat16"}
-_NUMPY["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
-_ITEMSIZE: dict[DType, int] = {name: dtype.itemsize for name, dtype in _NUMPY.items()}
+_ITEMSIZE: dict[DType, int] = {name: dtype.itemsize for name, dtype in _NUMPY.items()} | {"bfloat16": 2}
+
+
+@cache
+def _bfloat16() -> np.dtype:
+    """Imported with the first use: 2 MB of memory that most models do not need."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def to_numpy(dtype: DType) -> np.dtype:
     """The NumPy dtype of an element type; KeyError for an unknown name."""
-    return _NUMPY[dtype]
+    return _bfloat16() if dtype == "bfloat16" else _NUMPY[dtype]
 
 
 def from_numpy(dtype: np.dtype | type) -> DType | None:
     """The element type of a NumPy dtype, or None when relaxlite has none for it (strings, objects, complex)."""
     name = np.dtype(dtype).name
-    return name if name in _NUMPY else None
+    return name if name in _ITEMSIZE else None
 
 
 def itemsize(dtype: DType) -> int:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relaxlite import model_cache
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.artifact import MAGIC
@@ -81,6 +80,8 @@ def external_data(data: ExecutableData, source: Path) -> list[Path]:
 
 
 def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> ExecutableData:
+    from relaxlite import model_cache
+
     def make() -> ExecutableData:
         from relaxlite.driver import build
         from relaxlite.frontend.onnx import from_onnx

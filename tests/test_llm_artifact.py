@@ -107,6 +107,18 @@ def test_loading_needs_neither_compiler_nor_transformers(saved: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "3\nTrue\n"), done.stderr
 
 
+def test_a_greedy_reply_loads_neither_openssl_nor_other_number_types(saved: Path) -> None:
+    """OpenSSL, which hashlib and NumPy's random numbers bring along, and ml_dtypes took 9 MB of memory."""
+    code = (
+        "import sys, relaxlite as rl\n"
+        f"llm = rl.llm.load({str(saved)!r})\n"
+        "print(len(llm.generate([1, 2, 3], max_new_tokens=3, stop_tokens=(), temperature=0).tokens))\n"
+        "print(sorted({'_hashlib', 'ml_dtypes', 'numpy.random', 'jinja2'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "3\n[]\n", done.stderr
+
+
 def test_the_cache_bounds_the_context(saved: Path) -> None:
     small = rl.llm.load(saved, cache_bytes=1 << 16)
     assert small.context == 48  # which is less than a page

@@ -66,13 +66,15 @@ LATE_IMPORTS = {
     "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py
+    "relaxlite/dtypes.py": {"ml_dtypes"},  # 2 MB, for bfloat16 only
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
     "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
-    "relaxlite/llm/loading.py": {"relaxlite.llm.compiling"},  # the compiler
+    "relaxlite/llm/loading.py": {"relaxlite.llm.compiling", "relaxlite.model_cache"},  # as relaxlite/loading.py
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
     "relaxlite/llm/tokenizer.py": {"tokenizers"},  # 5 MB, which giving and taking tokens does without
-    "relaxlite/loading.py": {"relaxlite.driver", "relaxlite.frontend.onnx"},  # the compiler
+    # the compiler; OpenSSL by the cache's hashes: 4 MB, which opening a compiled file does without
+    "relaxlite/loading.py": {"relaxlite.driver", "relaxlite.frontend.onnx", "relaxlite.model_cache"},
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
     "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }

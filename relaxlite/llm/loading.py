@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from relaxlite import model_cache
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES
 from relaxlite.llm.model import LanguageModel
@@ -48,6 +47,7 @@ def load(
         return load_compiled(path, threads=threads, cache_bytes=cache_bytes, verify=verify)
     if threads is not None:
         threadpool.set_num_threads(threads)  # before a model is compiled, which may take long
+    from relaxlite import model_cache
 
     def make() -> ExecutableData:
         from relaxlite.llm.compiling import build

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
@@ -60,8 +61,13 @@ class Sampler:
     """Chooses the tokens of one sequence. Equal seeds, logits and tokens give equal choices."""
 
     def __init__(self, sampling: Sampling, seed: int | None = None) -> None:
-        self.sampling = sampling
-        self._random = np.random.default_rng(seed)
+        self.sampling, self._seed = sampling, seed
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        """Made with the first draw: who takes the likeliest token needs neither NumPy's generators nor OpenSSL, which
+        they bring along (5 MB)."""
+        return np.random.default_rng(self._seed)
 
     def choose(self, logits: Array, tokens: Sequence[int], *, name: str = "the sequence") -> int:
         """The token behind `tokens`, by logits [vocab]. ExecutionError, which names the sequence, where those hold NaN

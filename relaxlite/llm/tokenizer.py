@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
+from relaxlite.runtime.memory import trim_heap
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -32,9 +33,11 @@ class Tokenizer:
         from tokenizers import Tokenizer as Library
 
         try:
-            return Library.from_str(self._json if isinstance(self._json, str) else self._json.decode())
+            found = Library.from_buffer(self._json.encode() if isinstance(self._json, str) else self._json)
         except Exception as error:  # the library raises Exception itself
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
+        trim_heap()
+        return found
 
     def check(self) -> None:
         """Read it now. ArtifactError: it cannot be."""

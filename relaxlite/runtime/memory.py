@@ -166,6 +166,8 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
         with ThreadPoolExecutor(min(_MOST_COPIERS, default_num_threads())) as threads:
             list(threads.map(_copy_run, _runs(arrays, made)))
+    for file in {id(file): file for file in map(_mapped_file, arrays) if file is not None}.values():
+        _give_back(file, 0, len(file))  # the pages where arrays meet, and what was read before them
     for copy in made:
         copy.flags.writeable = False
     return made
@@ -192,24 +194,41 @@ def _copy_run(run: list[tuple[np.ndarray, np.ndarray]]) -> None:
 def _copy(array: np.ndarray, copy: np.ndarray) -> None:
     """Copy an array, and give the pages of a mapped file back that hold it, or it would be in memory twice. Whoever
     reads it again has them mapped again."""
-    owner = _owner(array)
-    is_mapped = isinstance(owner, mmap.mmap) and memoryview(owner).readonly  # what was written there would be lost
-    if not is_mapped or not array.nbytes or not array.flags.c_contiguous:
+    file = _mapped_file(array)
+    if file is None or not array.nbytes or not array.flags.c_contiguous:
         copy[...] = array
         return
-    assert isinstance(owner, mmap.mmap)
     source, target = (a.reshape(-1).view(np.uint8) for a in (array, copy))
-    begin = source.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    begin = source.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data
     for start in range(0, len(source), _PIECE):
         end = min(start + _PIECE, len(source))
         target[start:end] = source[start:end]
-        first, last = -(-(begin + start) // mmap.PAGESIZE), (begin + end) // mmap.PAGESIZE
-        if last > first:
-            owner.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+        _give_back(file, begin + start, begin + end)
+
+
+def _mapped_file(array: np.ndarray) -> mmap.mmap | None:
+    """The file that an array is part of, if nobody may write to the mapping: what was written would be lost."""
+    owner = _owner(array)
+    return owner if isinstance(owner, mmap.mmap) and memoryview(owner).readonly else None
+
+
+def _give_back(file: mmap.mmap, start: int, end: int) -> None:
+    """Let go of the memory of the whole pages from `start` to `end`."""
+    first, last = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
+    if last > first:
+        file.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def trim_heap() -> None:
+    """Let the C library give what it keeps of freed memory back to the system, where it can (glibc): for callers that
+    have just freed megabytes in small pieces."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class ArenaPool:
