@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -186,6 +187,8 @@ def _validator(module: IRModule, context: PassContext, validate: bool | Sequence
         module, inputs=inputs, externs=registered_functions(), folder=str(context.dump_dir or "") or None
     )
     context.observers.append(validator.check)
+    if doubt := validator.doubt():
+        warnings.warn(doubt, RuntimeWarning, stacklevel=2)
     return validator
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,11 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.revalidate import rerun
 from relaxlite.target import Target
+from relaxlite.validation import running
 from relaxlite.validation.difference import compare
-from relaxlite.validation.oracle import Expected, flat, spread_of
+from relaxlite.validation.oracle import Expected, Failed, flat, spread_of
 from relaxlite.validation.samples import symbol_values
-from relaxlite.validation.validator import SURE_RUNS
+from relaxlite.validation.validator import SURE_RUNS, Validator
 
 Change = Callable[[IRModule], IRModule]
 HOST = Target.parse("llvm")
@@ -174,8 +176,11 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("most_steps", [running.MOST_STEPS, -1])
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_pass_is_named(kind: str, tmp_path: Path) -> None:
+def test_a_broken_pass_is_named(kind: str, most_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the interpreter runs the programs or machine code does."""
+    monkeypatch.setattr(running, "MOST_STEPS", most_steps)
     make, change, after, message = BROKEN[kind]
     path = assert_found(make(), change, after, message, tmp_path)
     assert Path(path).parent == tmp_path
@@ -238,6 +243,31 @@ def test_example_inputs_take_the_place_of_random_ones() -> None:
     rl.compile(checked(), validate=[(x, y, np.array([0, 2, 1, 0]))])
     with pytest.raises(rl.errors.InvalidArgumentError, match="'main' takes 3 arguments, got 2 to validate with"):
         rl.compile(checked(), validate=[(x, y)])
+
+
+def in_tiles(rows: int) -> IRModule:
+    """Takes whole tiles of so many rows, and nothing else."""
+    bb = BlockBuilder()
+    n = bb.symbol("n", lower=1)
+    with bb.function("main", x=TensorType.of((n, 3), "float32")) as (x,):
+        whole = bb.match_shape(x, (n // rows * rows, 3))
+        tiles = bb.emit(ops.reshape(whole, ShapeValue((n // rows, sym(rows), sym(3)))))
+        bb.result(bb.emit(ops.sum(tiles, axes=(1,))))
+    return bb.module()
+
+
+def test_multiples_of_32_are_tried_where_no_others_will_do() -> None:
+    found = Validator(in_tiles(32)).cases
+    assert 32 in {n for case in found for n in case.sample.symbols.values()}
+    assert any(not isinstance(case.before, Failed) for case in found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rl.compile(in_tiles(32), validate=True)
+
+
+def test_a_model_that_always_stops_is_no_proof() -> None:
+    with pytest.warns(RuntimeWarning, match="stops .* at all sizes that were tried, so validation compares hardly any"):
+        rl.compile(in_tiles(65), validate=True)
 
 
 def test_sizes_keep_bounds_and_divisors() -> None:

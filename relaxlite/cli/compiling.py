@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from relaxlite.cli.opening import is_checkpoint
 from relaxlite.driver import build
@@ -14,7 +19,7 @@ from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.module import IRModule
 from relaxlite.library import names_of, rules_for
 from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext
-from relaxlite.passes.pipeline import PASSES
+from relaxlite.passes.pipeline import PASSES, default_pipeline
 from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
@@ -46,11 +51,33 @@ def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
 
 
 def compile_model(args: argparse.Namespace, context: PassContext | None = None) -> ExecutableData:
+    """With a progress bar, where stderr is a terminal, if each pass is validated."""
     context = context or make_context(args)
     validate = getattr(args, "validate", False)
-    data = build(import_model(args, context), context.target, context=context, validate=validate)
+    title = f"validating {Path(args.model).name}"
+    with following_passes(title, context) if validate else nullcontext():
+        data = build(import_model(args, context), context.target, context=context, validate=validate)
     show_timings(args, context.timings)
     return data
+
+
+@contextmanager
+def following_passes(title: str, context: PassContext) -> Iterator[Callable[[str], None]]:
+    """A bar that follows the passes: one step to read the model, one for each pass, one for machine code. It is given
+    what to show beside it until the first pass."""
+    steps = len(default_pipeline())
+    form = "{desc} {bar:24} {n_fmt}/{total_fmt} {postfix}"
+    with tqdm(total=steps + 2, desc=title, bar_format=form, leave=False, disable=None) as bar:
+
+        def observe(step: Any, before: Any, after: Any, seconds: float) -> None:
+            done = bar.n + (1 if bar.n else 2)
+            bar.set_postfix_str("machine code" if done > steps else step.name, refresh=False)
+            bar.update(done - bar.n)
+
+        context.observers.append(observe)
+        bar.set_postfix_str("reading the model")
+        yield bar.set_postfix_str
+    context.observers.remove(observe)
 
 
 def find_pass(name: str) -> Pass:

@@ -84,7 +84,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--validate",
         action="store_true",
-        help="interpret the model before and after each pass, and compare it with the compiled code (slow)",
+        help="run the model before and after each pass, and compare it with the compiled code (takes minutes)",
     )
     _add_import_options(parser)
 

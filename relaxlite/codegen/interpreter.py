@@ -54,28 +54,36 @@ def run_program(
 
     Without `outputs`, they are allocated; with them, they are filled in place.
     """
-    values = _program_symbols(program, inputs, symbols)
-    if outputs is None:
-        outputs = [poisoned(tuple(evaluate(d, values) for d in b.shape), b.dtype) for b in program.outputs]
-    arrays = [*inputs, *outputs]
-    for buffer, array in zip(program.params, arrays, strict=True):
-        expected = tuple(evaluate(d, values) for d in buffer.shape)
-        if array.shape != expected or array.dtype != dtypes.to_numpy(buffer.dtype):
-            raise InputError(
-                f"{name}: {buffer.name} must be {expected} {buffer.dtype}, got {array.shape} {array.dtype}"
-            )
+    values = program_symbols(program, inputs, symbols)
+    outputs = program_outputs(program, inputs, values, outputs, name)
     kernel = compile_to_python(program, name)
     try:
         with np.errstate(all="ignore"):
-            kernel(*arrays, *(values[s] for s in program.symbols))
+            kernel(*inputs, *outputs, *(values[s] for s in program.symbols))
     except IndexError as error:
         raise OutOfBoundsError(f"{name}: a buffer is accessed outside its bounds: {error}") from error
     return list(outputs)
 
 
-def _program_symbols(
+def program_outputs(
+    program: TensorProgram, inputs: Sequence[Any], values: Symbols, outputs: Sequence[Any] | None, name: str
+) -> Sequence[Any]:
+    """`outputs`, or new ones. InputError: an array is none that the program takes."""
+    if outputs is None:
+        outputs = [poisoned(tuple(evaluate(d, values) for d in b.shape), b.dtype) for b in program.outputs]
+    for buffer, array in zip(program.params, (*inputs, *outputs), strict=True):
+        expected = tuple(evaluate(d, values) for d in buffer.shape)
+        if array.shape != expected or array.dtype != dtypes.to_numpy(buffer.dtype):
+            raise InputError(
+                f"{name}: {buffer.name} must be {expected} {buffer.dtype}, got {array.shape} {array.dtype}"
+            )
+    return outputs
+
+
+def program_symbols(
     program: TensorProgram, inputs: Sequence[Any], symbols: Mapping[SymVar, int] | Sequence[int] | None
 ) -> Symbols:
+    """The values of a program's symbols, as `run_program` takes them."""
     if isinstance(symbols, Mapping):
         return dict(symbols)
     if symbols is not None:

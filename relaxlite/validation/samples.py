@@ -18,7 +18,9 @@ from relaxlite.records import dataclass
 Symbols = dict[SymVar, int]
 
 STYLES = ("least", "one", "odd", "larger", "same", "mixed")
+ALIGNED = ("aligned", "larger aligned")  # where no other sizes will do: networks that halve pictures, and add halves
 MOST_ELEMENTS = 1 << 22  # of one input: what symbols of no bound multiply to stays below
+_ALIGNED = 32
 _ODD = (3, 7, 5, 9, 11)
 _LARGER = (17, 19, 33, 16, 21)
 
@@ -58,6 +60,8 @@ def _value(symbol: SymVar, style: str, position: int, rng: random.Random) -> int
         "odd": _ODD[position % len(_ODD)],
         "same": 4,
         "larger": _LARGER[position % len(_LARGER)],
+        "aligned": _ALIGNED,
+        "larger aligned": _ALIGNED * (1 + position % 3),
         "mixed": rng.choice((0, 1, 1, 2, 3, 4, 5, 7, 8, 13, 17)),
     }[style]
     return nearest_value(symbol, wanted)

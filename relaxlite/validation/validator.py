@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from relaxlite.codegen.interpreter import Interpreter, bind, run_program
+from relaxlite.codegen.interpreter import Interpreter, bind
 from relaxlite.errors import InvalidArgumentError, OutOfBoundsError, RelaxliteError, ValidationError
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Function
@@ -28,10 +29,12 @@ from relaxlite.records import dataclass
 from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep
-from relaxlite.validation.samples import STYLES, Sample, Symbols, draw_sample, symbol_values
+from relaxlite.validation.running import Remembering
+from relaxlite.validation.samples import ALIGNED, STYLES, Sample, Symbols, draw_sample, symbol_values
 
 ENTRY = "main"
 MAGNITUDES = (10, 3, 2)  # of random integers
+MOST_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
 SURE_RUNS = 24  # more runs of the oracle before a difference is believed
 _UNSTABLE = Failed(RelaxliteError("the result hangs on the last digit of a number"), is_check=False)
 
@@ -55,7 +58,7 @@ class Validator:
 
     `inputs`: example arguments of "main", each a sequence in its order; random ones at sizes of all kinds without them.
     `externs`: Python functions of the library routines that the module calls, by symbol. `program_runner` runs tensor
-    programs in the interpreter's place. A mismatch is kept as text in `folder`. `styles`: of the sizes (samples.py).
+    programs in place of running.py. A mismatch is kept as text in `folder`. `styles`: of the sizes (samples.py).
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Validator:
         *,
         inputs: Sequence[Sequence[Any]] | None = None,
         externs: Externs | None = None,
-        program_runner: Callable[..., list[Any]] = run_program,
+        program_runner: Callable[..., list[Any]] | None = None,
         folder: str | None = None,
         styles: Sequence[str] = STYLES,
         seed: int = 0,
@@ -72,7 +75,7 @@ class Validator:
         main = module.get(ENTRY)
         if not isinstance(main, Function):
             raise InvalidArgumentError(f"the module has no function {ENTRY!r}")
-        self._externs, self._runner = dict(externs or {}), program_runner
+        self._externs, self._runner = dict(externs or {}), program_runner or Remembering()
         self._folder, self._seed = folder, seed
         self._original = module
         given = donated_params(main)
@@ -81,8 +84,24 @@ class Validator:
         if inputs is not None:
             self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(main, inputs)]
         else:
-            drawn = symbol_values(main, random.Random(seed), styles)
-            self.cases = [self._drawn(main, values, k) for k, values in enumerate(drawn)]
+            found = [self._drawn(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))]
+            if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in found) <= len(found):
+                sizes = symbol_values(main, random.Random(seed), ALIGNED)
+                found += [self._drawn(main, values, len(found) + k) for k, values in enumerate(sizes)]
+            limit = max(MOST_SECONDS, min((seconds for *_, seconds in found), default=0.0))
+            self.cases = [self._case(sample, outcome) for sample, outcome, seconds in found if seconds <= limit]
+
+    def doubt(self) -> str | None:
+        """Why the check says little, if it does: the module gives nothing to compare."""
+        found = [case.before for case in self.cases]
+        if any(map(_says_something, found)):
+            return None
+        failed = next((outcome for outcome in found if isinstance(outcome, Failed)), None)
+        reason = f"stops ({_told(failed.error)})" if failed is not None else "gives no elements"
+        return (
+            f"the model {reason} at all sizes that were tried, so validation compares hardly anything; give example "
+            "inputs, `validate=[(array, ...)]`, or bounds that the model needs"
+        )
 
     def check(self, step: Pass, before: IRModule, after: IRModule, seconds: float = 0.0) -> None:
         """Raise ValidationError, which names the pass and the sizes, unless both modules compute the same."""
@@ -125,15 +144,17 @@ class Validator:
 
     # one sample
 
-    def _drawn(self, main: Function, values: Symbols, number: int) -> Case:
-        """Where integers are places of something, large ones stop the run: then smaller ones are drawn."""
-        found: list[tuple[Sample, tuple[Any, ...] | Failed]] = []
+    def _drawn(self, main: Function, values: Symbols, number: int) -> tuple[Sample, tuple[Any, ...] | Failed, float]:
+        """A sample, what the module gives for it, and how long that took. Where integers are places of something, large
+        ones stop the run: then smaller ones are drawn."""
+        found: list[tuple[Sample, tuple[Any, ...] | Failed, float]] = []
         for magnitude in MAGNITUDES:
             sample = draw_sample(main, values, np.random.default_rng((self._seed, number)), magnitude)
-            found.append((sample, self._run(self._original, sample.args)))
+            start = time.perf_counter()
+            found.append((sample, self._run(self._original, sample.args), time.perf_counter() - start))
             if not isinstance(found[-1][1], Failed):
-                return self._case(*found[-1])
-        return self._case(*found[0])
+                return found[-1]
+        return found[0]
 
     def _case(self, sample: Sample, found: tuple[Any, ...] | Failed) -> Case:
         if isinstance(found, Failed):
@@ -211,6 +232,10 @@ def outcome_of(run: Callable[[], Any]) -> tuple[Any, ...] | Failed:
         return Failed(error, is_check=True)
     except Exception as error:  # NumPy's own checks; or it has no answer, as for the largest of no elements
         return Failed(error, is_check=_CHECK_OF_NUMPY.search(str(error)) is not None)
+
+
+def _says_something(outcome: tuple[Any, ...] | Failed) -> bool:
+    return not isinstance(outcome, Failed) and any(array.size for array in outcome)
 
 
 def _told(error: Exception) -> str:

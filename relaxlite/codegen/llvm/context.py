@@ -15,7 +15,8 @@ from relaxlite.ir.program import Buffer, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.records import dataclass
 
-OVERFLOWED, OUT_OF_MEMORY = -1, -2  # statuses that a kernel may return beside 0 and 1 + the index of a failed check
+# statuses that a kernel may return beside 0 and 1 + the index of a failed check; the last in a guarded one alone
+OVERFLOWED, OUT_OF_MEMORY, OUT_OF_BOUNDS = -1, -2, -3
 
 LoadKey: TypeAlias = tuple[Buffer, SymExpr, int, str]  # where, how many lanes, under which mask
 AccessKey: TypeAlias = tuple[Buffer, SymExpr, SymVar | None, int, tuple[int, ...]]  # ... and the unrolled variables
@@ -54,6 +55,7 @@ class Kernel:
     checks: dict[str, int]  # message -> index; shared with the outlined functions
     entry: Lines  # where arrays on the stack are made: only there do they live once per call
     is_checked: bool = False
+    is_guarded: bool = False  # see guarded.py
     in_parallel: bool = False
     lane: SymVar | None = None
     lanes: int = 0

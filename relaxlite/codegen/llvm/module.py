@@ -11,6 +11,7 @@ from typing import Any
 
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, ModuleEmitter, Val
+from relaxlite.codegen.llvm.guarded import one_by_one
 from relaxlite.codegen.llvm.indices import Base, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
@@ -33,11 +34,14 @@ def emit_program(name: str, program: TensorProgram, target: Target) -> str:
     return emit_kernel(name, program, target, "kernel_" + re.sub(r"[^A-Za-z0-9_]", "_", name)).text
 
 
-def emit_kernel(name: str, program: TensorProgram, target: Target, symbol: str) -> KernelText:
-    """A module whose only visible function is `symbol`. CodegenError names the program that cannot be expressed."""
+def emit_kernel(
+    name: str, program: TensorProgram, target: Target, symbol: str, *, is_guarded: bool = False
+) -> KernelText:
+    """A module whose only visible function is `symbol`; `is_guarded` as guarded.py says. CodegenError names the program
+    that cannot be expressed."""
     module = ModuleEmitter(target)
     try:
-        checks = _emit_function(module, symbol, name, program)
+        checks = _emit_function(module, symbol, name, one_by_one(program) if is_guarded else program, is_guarded)
     except CodegenError as error:
         raise CodegenError(f"program {name!r}: {error}") from error
     except Exception as error:
@@ -45,11 +49,13 @@ def emit_kernel(name: str, program: TensorProgram, target: Target, symbol: str) 
     return KernelText(module.text(), checks)
 
 
-def _emit_function(module: ModuleEmitter, symbol: str, name: str, program: TensorProgram) -> tuple[str, ...]:
+def _emit_function(
+    module: ModuleEmitter, symbol: str, name: str, program: TensorProgram, is_guarded: bool
+) -> tuple[str, ...]:
     e = Emitter(module)
     e.start("entry")
     entry = e.reserve()
-    k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get("checked")))
+    k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get("checked")), is_guarded=is_guarded)
     ahead: Any = program.attrs.get(AHEAD, ())
     k.ahead = {program.params[number]: count for number, count in ahead}
     for number, buffer in enumerate(program.params):

@@ -12,13 +12,13 @@ from relaxlite.codegen.llvm.bfloats import is_rounded
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, Kernel
 from relaxlite.codegen.llvm.dots import emit_dot_of_pairs
-from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const, lane_numbers, mangle
+from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val, int_const, lane_numbers, mangle
 from relaxlite.codegen.llvm.extern_call import emit_library_call
 from relaxlite.codegen.llvm.indices import Base
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
 from relaxlite.codegen.llvm.types import convert, memory_elem
-from relaxlite.codegen.llvm.values import emit_value
+from relaxlite.codegen.llvm.values import emit_value, guard
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import PAIRS
 from relaxlite.ir.program import (
@@ -133,6 +133,8 @@ def _stores(k: Kernel, stmts: Sequence[Store]) -> None:
     """Stores of which none reads what another one writes: values first, so that they are computed once, and nothing is
     loaded again because it might have been written meanwhile."""
     k.values.clear()
+    for stmt in stmts:
+        guard(k, stmt.buffer, stmt.indices)
     places = [memory.classify(k, stmt.buffer, stmt.indices) for stmt in stmts]
     values = [emit_value(k, stmt.value) for stmt in stmts]
     for stmt, access, value in zip(stmts, places, values, strict=True):
@@ -156,6 +158,7 @@ def _store(k: Kernel, stmt: Store) -> None:
         _stores(k, (stmt,))
         return
     k.values.clear()
+    guard(k, stmt.buffer, stmt.indices)
     access = memory.classify(k, stmt.buffer, stmt.indices)
     if not k.lanes:
         _combine(k, stmt, access)
@@ -324,15 +327,24 @@ def _allocate(k: Kernel, stmt: Allocate) -> None:
     count = as_int(elements)
     if buffer.scope == "local" and count is not None and count * itemsize <= _MAX_STACK_BYTES:
         pointer = k.stack_array(buffer.name, memory_elem(buffer.dtype), count)
+        if k.is_guarded:
+            _poison(k, pointer, int_const(count * itemsize))
         _with_base(k, buffer, pointer, stmt.body)
         return
     num_bytes = index(k, elements * itemsize)
     pointer = k.e.call("relaxlite_scratch_alloc", [num_bytes], "ptr", 0, buffer.name)
     k.fail_if(k.e.icmp("eq", pointer, Val("null", "ptr")), OUT_OF_MEMORY)
+    if k.is_guarded:
+        _poison(k, pointer, num_bytes)
     k.scratch.append(pointer)
     _with_base(k, buffer, pointer, stmt.body)
     k.scratch.pop()
     k.e.call_void("relaxlite_scratch_free", [pointer])
+
+
+def _poison(k: Kernel, pointer: Val, num_bytes: Val) -> None:
+    """NaN in every float dtype, for whoever reads what nobody wrote."""
+    k.e.call_void("llvm.memset.p0.i64", [pointer, int_const(0xFF, "i8"), num_bytes, FALSE])
 
 
 def _with_base(k: Kernel, buffer: Buffer, pointer: Val, body: Stmt) -> None:

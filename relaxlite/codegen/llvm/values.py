@@ -13,7 +13,7 @@ from relaxlite.codegen.llvm import memory, scalars
 from relaxlite.codegen.llvm.bfloats import emit_narrow, emit_pair
 from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.checked import index
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, Kernel
 from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_pairs, emit_dot_of_words, emit_word
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.extern_call import emit_found
@@ -24,6 +24,7 @@ from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, NARROW, PAIR, PAIRS, WORD, WORDS, type_error
 from relaxlite.ir.program import (
     Binary,
+    Buffer,
     Cast,
     Compare,
     IndexValue,
@@ -35,7 +36,7 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
-from relaxlite.ir.symbolic import SymExpr, as_int
+from relaxlite.ir.symbolic import SymExpr, as_int, sym
 
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _SIGNED = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge"}
@@ -54,6 +55,7 @@ def _literal(k: Kernel, value: Literal) -> Val:
 
 
 def _load(k: Kernel, value: Load) -> Val:
+    guard(k, value.buffer, value.indices)
     return memory.load(k, memory.classify(k, value.buffer, value.indices))
 
 
@@ -81,6 +83,9 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
     problem = type_error(value.name, tuple(arg.dtype for arg in value.args), value.dtype)
     if problem is not None:
         raise CodegenError(problem)
+    for arg in value.args if k.is_guarded else ():
+        if isinstance(arg, Load):  # several may become one access of memory
+            guard(k, arg.buffer, arg.indices)
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
     if value.name == WORDS:
@@ -121,6 +126,16 @@ def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
         predicate = _SIGNED[op if stride == -1 else _MIRRORED[op]]
         return k.ix.lane_mask(predicate, base, k.lanes)
     return k.e.icmp(_SIGNED[op], k.ix.value(a), k.ix.value(b))
+
+
+def guard(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> None:
+    """In a guarded program, stop unless an element is there."""
+    if not k.is_guarded:
+        return
+    for place, size in zip(indices, buffer.shape, strict=True):
+        for inside in (_compare_indices(k, "le", sym(0), place), _compare_indices(k, "lt", place, size)):
+            if inside is not TRUE:
+                k.fail_if(k.e.binary("xor", inside, TRUE, "outside"), OUT_OF_BOUNDS)
 
 
 def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:

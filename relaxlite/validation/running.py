@@ -1,0 +1,140 @@
+"""Tensor programs run for validation: few steps by the interpreter, many by machine code that is as careful.
+
+Both take a program at its word, one element after the other, and find accesses that lie outside of a buffer; the
+machine code (codegen/llvm/guarded.py) knows nothing of schedules, so that what these do is compared with what they
+stand for. Vectorized code, and what LLVM makes of it, is checked at last, when the compiled model runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from relaxlite.codegen import interpreter
+from relaxlite.codegen.llvm import machine_code
+from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, OUT_OF_MEMORY
+from relaxlite.codegen.llvm.module import emit_kernel
+from relaxlite.errors import ExecutionError, OutOfBoundsError, OutOfMemoryError
+from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, TensorProgram
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
+from relaxlite.runtime.native import NativeLibrary, load_objects
+from relaxlite.target import Target
+
+MOST_STEPS = 5000  # that the interpreter takes: it needs some 10 us for each, machine code 50 ms once
+_SYMBOL = "program"
+_Kernel = Callable[[Any, Any], int]
+
+
+def run_program(
+    program: TensorProgram,
+    inputs: Sequence[Any],
+    symbols: Mapping[SymVar, int] | Sequence[int] | None = None,
+    outputs: Sequence[Any] | None = None,
+    name: str = "program",
+) -> list[Any]:
+    """What `interpreter.run_program` does, of the same arguments and with the same errors."""
+    values = interpreter.program_symbols(program, inputs, symbols)
+    if _steps(program.body, values) <= MOST_STEPS:
+        return interpreter.run_program(program, inputs, values, outputs, name)
+    made = interpreter.program_outputs(program, inputs, values, outputs, name)
+    arrays = [np.require(array, requirements="C") for array in (*inputs, *made)]
+    kernel, checks, _ = _compiled(program)
+    pointers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+    numbers = (ctypes.c_int64 * max(len(program.symbols), 1))(*(values[s] for s in program.symbols))
+    status = kernel(pointers, numbers)
+    if status == OUT_OF_BOUNDS:
+        raise OutOfBoundsError(f"{name}: a buffer is accessed outside its bounds")
+    if status == OUT_OF_MEMORY:
+        raise OutOfMemoryError(f"{name}: there is no memory for what it allocates")
+    if status:
+        raise ExecutionError(checks[status - 1] if status > 0 else f"{name}: a size does not fit into 64 bits")
+    for array, given in zip(arrays[len(inputs) :], made, strict=True):
+        if array is not given:
+            given[...] = array
+    return list(made)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(program: TensorProgram) -> tuple[_Kernel, tuple[str, ...], NativeLibrary]:
+    target = Target.host()
+    text = emit_kernel("program", program, target, _SYMBOL, is_guarded=True)
+    library = load_objects([machine_code.to_object(text.text, target)])
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+    return prototype(library.address(_SYMBOL)), text.checks, library
+
+
+def _steps(stmt: Stmt, values: Mapping[SymVar, int]) -> int:
+    """About how many statements a run executes; loops of which data say how long they are count once."""
+    if isinstance(stmt, Seq):
+        return sum(_steps(part, values) for part in stmt.stmts)
+    if isinstance(stmt, For):
+        extent = _value(stmt.extent, values)
+        extent = 1 if extent is None else max(extent, 0)
+        return extent * _steps(stmt.body, {**values, stmt.var: extent // 2})  # an inner loop may depend on it
+    if isinstance(stmt, LetIndex):
+        value = _value(stmt.value.index, values) if isinstance(stmt.value, IndexValue) else None
+        return _steps(stmt.body, values if value is None else {**values, stmt.var: value})
+    if isinstance(stmt, Allocate):
+        return _steps(stmt.body, values)
+    if isinstance(stmt, IfThenElse):
+        return max(_steps(side, values) for side in (stmt.then, stmt.other) if side is not None)
+    return 1
+
+
+def _value(expr: SymExpr, values: Mapping[SymVar, int]) -> int | None:
+    try:
+        return evaluate(expr, values)
+    except (KeyError, ZeroDivisionError):  # a number that a program reads from its data; where nothing runs
+        return None
+
+
+class Remembering:
+    """`run_program` that knows what it ran before: most passes leave most programs, and what they are given, alone.
+
+    Results stay up to `limit` bytes. Programs that are given the memory for their results may read what is there: they
+    run each time.
+    """
+
+    def __init__(self, limit: int = 1 << 29) -> None:
+        self._limit, self._bytes = limit, 0
+        self._known: OrderedDict[tuple[Any, ...], tuple[TensorProgram, list[Any]]] = OrderedDict()
+
+    def __call__(
+        self,
+        program: TensorProgram,
+        inputs: Sequence[Any],
+        symbols: Mapping[SymVar, int] | Sequence[int] | None = None,
+        outputs: Sequence[Any] | None = None,
+        name: str = "program",
+    ) -> list[Any]:
+        if outputs is not None:
+            return run_program(program, inputs, symbols, outputs, name)
+        values = interpreter.program_symbols(program, inputs, symbols)
+        key = (id(program), *(values[s] for s in program.symbols), *map(_digest, inputs))
+        known = self._known.get(key)
+        if known is None:
+            known = program, run_program(program, inputs, values, None, name)
+            self._known[key] = known
+            self._bytes += sum(array.nbytes for array in known[1])
+            while self._bytes > self._limit:
+                _, (_, dropped) = self._known.popitem(last=False)
+                self._bytes -= sum(array.nbytes for array in dropped)
+        else:
+            self._known.move_to_end(key)
+        return [array.copy() for array in known[1]]
+
+
+def _digest(array: Any) -> tuple[Any, ...]:
+    """Stands for an array."""
+    content = np.ascontiguousarray(array)
+    return (
+        array.shape,
+        array.dtype.name,
+        hashlib.blake2b(content.reshape(-1).view(np.uint8).data, digest_size=16).digest(),
+    )
