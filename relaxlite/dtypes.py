@@ -34,6 +34,7 @@ def to_numpy(dtype: DType) -> np.dtype:
     return _bfloat16() if dtype == "bfloat16" else _NUMPY[dtype]
 
 
+@cache
 def from_numpy(dtype: np.dtype | type) -> DType | None:
     """The element type of a NumPy dtype, or None when relaxlite has none for it (strings, objects, complex)."""
     name = np.dtype(dtype).name

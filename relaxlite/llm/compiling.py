@@ -16,6 +16,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
+from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.integer_products import coarse_rotation
 from relaxlite.passes.manager import PassContext
@@ -61,7 +62,7 @@ def build(
     validate: bool = False,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one. `progress` is told each matrix
-    that is quantized. `precision`, `context`, `validate`: as in `relaxlite.compile`."""
+    that is quantized. `precision`, `context`, `validate`: as in `relaxlite.compile`, on steps of a cache."""
     return build_checkpoint(
         read_checkpoint(path),
         target,
@@ -96,7 +97,8 @@ def build_checkpoint(
     chosen = precision or (PassContext(machine) if context is None else context).precision
     has_fill = any(_is_coarse(weight, machine, chosen) for weight in checkpoint.weights.values())
     module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype, has_fill=has_fill)
-    data = build_module(module, target, context=context, precision=precision, validate=validate)
+    samples = step_samples(module) if validate else False
+    data = build_module(module, target, context=context, precision=precision, validate=samples)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
 

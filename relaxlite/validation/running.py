@@ -22,11 +22,12 @@ from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, OUT_OF_MEMORY
 from relaxlite.codegen.llvm.module import emit_kernel
 from relaxlite.errors import ExecutionError, OutOfBoundsError, OutOfMemoryError
 from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, TensorProgram
+from relaxlite.ir.program_visitor import stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
-MOST_STEPS = 5000  # that the interpreter takes: it needs some 10 us for each, machine code 50 ms once
+MOST_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
 _SYMBOL = "program"
 _Kernel = Callable[[Any, Any], int]
 
@@ -70,7 +71,7 @@ def _compiled(program: TensorProgram) -> tuple[_Kernel, tuple[str, ...], NativeL
 
 
 def _steps(stmt: Stmt, values: Mapping[SymVar, int]) -> int:
-    """About how many statements a run executes; loops of which data say how long they are count once."""
+    """About how many values a run computes; loops of which data say how long they are count once."""
     if isinstance(stmt, Seq):
         return sum(_steps(part, values) for part in stmt.stmts)
     if isinstance(stmt, For):
@@ -84,7 +85,7 @@ def _steps(stmt: Stmt, values: Mapping[SymVar, int]) -> int:
         return _steps(stmt.body, values)
     if isinstance(stmt, IfThenElse):
         return max(_steps(side, values) for side in (stmt.then, stmt.other) if side is not None)
-    return 1
+    return len({id(part) for value in stmt_values(stmt) for part in walk_values(value)}) + 1
 
 
 def _value(expr: SymExpr, values: Mapping[SymVar, int]) -> int | None:
