@@ -270,6 +270,14 @@ def test_a_model_that_always_stops_is_no_proof() -> None:
         rl.compile(in_tiles(65), validate=True)
 
 
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["silero-vad-sequence", "moonshine-tiny-encoder"])
+def test_whole_models_are_validated(name: str, model_path: Callable[[str], Path]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert rl.compile(rl.from_onnx(model_path(name)), validate=True).data.kernels
+
+
 def test_sizes_keep_bounds_and_divisors() -> None:
     bb = BlockBuilder()
     n, m = bb.symbol("n", lower=3, upper=11, divisor=2), bb.symbol("m")

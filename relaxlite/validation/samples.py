@@ -18,9 +18,9 @@ from relaxlite.records import dataclass
 Symbols = dict[SymVar, int]
 
 STYLES = ("least", "one", "odd", "larger", "same", "mixed")
-ALIGNED = ("aligned", "larger aligned")  # where no other sizes will do: networks that halve pictures, and add halves
+MORE_STYLES = ("aligned", "larger aligned", "long")  # for networks that halve pictures and add halves, or take sound
 MOST_ELEMENTS = 1 << 22  # of one input: what symbols of no bound multiply to stays below
-_ALIGNED = 32
+_ALIGNED, _LONG = 32, 2048
 _ODD = (3, 7, 5, 9, 11)
 _LARGER = (17, 19, 33, 16, 21)
 
@@ -62,6 +62,7 @@ def _value(symbol: SymVar, style: str, position: int, rng: random.Random) -> int
         "larger": _LARGER[position % len(_LARGER)],
         "aligned": _ALIGNED,
         "larger aligned": _ALIGNED * (1 + position % 3),
+        "long": _LONG if position else 1,
         "mixed": rng.choice((0, 1, 1, 2, 3, 4, 5, 7, 8, 13, 17)),
     }[style]
     return nearest_value(symbol, wanted)

@@ -30,7 +30,7 @@ from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep
 from relaxlite.validation.running import Remembering
-from relaxlite.validation.samples import ALIGNED, STYLES, Sample, Symbols, draw_sample, symbol_values
+from relaxlite.validation.samples import MORE_STYLES, STYLES, Sample, Symbols, draw_sample, symbol_values
 
 ENTRY = "main"
 MAGNITUDES = (10, 3, 2)  # of random integers
@@ -86,7 +86,7 @@ class Validator:
         else:
             found = [self._drawn(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))]
             if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in found) <= len(found):
-                sizes = symbol_values(main, random.Random(seed), ALIGNED)
+                sizes = symbol_values(main, random.Random(seed), MORE_STYLES)
                 found += [self._drawn(main, values, len(found) + k) for k, values in enumerate(sizes)]
             limit = max(MOST_SECONDS, min((seconds for *_, seconds in found), default=0.0))
             self.cases = [self._case(sample, outcome) for sample, outcome, seconds in found if seconds <= limit]

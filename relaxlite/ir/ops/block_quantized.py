@@ -513,11 +513,11 @@ class MatmulBlocks(_Blocks):
         self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, low_bits: int, rotation: int, **coding: Any
     ) -> Any:
         blocks, block, weight = len(x), x.shape[2] // (2 if low_bits else 1), Coding(**coding)
-        codes = weight.numbers(unpack_codes(words, block, weight.bits)).astype(np.int64) - weight.zero
+        codes = weight.numbers(unpack_codes(words, block, weight.bits)).astype(np.float64) - weight.zero
         quads = codes.reshape(blocks, block // (rotation * QUAD), rotation, QUAD, words.shape[1])
         codes = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2)
         codes = codes.reshape(blocks, block, words.shape[1])
-        total = np.matmul(_integers(x, block, low_bits), codes).astype(np.float64)
+        total = np.matmul(_integers(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
         scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
         found = total * scales[:, None]
         if offsets:
