@@ -60,9 +60,16 @@ def flat(result: Any) -> tuple[Any, ...]:
 
 
 def spread_of(
-    module: IRModule, args: Sequence[Any], values: tuple[Any, ...], externs: Externs, seed: int, runs: int = RUNS
+    module: IRModule,
+    args: Sequence[Any],
+    values: tuple[Any, ...],
+    externs: Externs,
+    seed: int,
+    runs: int = RUNS,
+    is_enough: Callable[[tuple[Any, ...]], bool] = lambda spread: False,
 ) -> tuple[Any, ...] | None:
-    """How far rounding moves each element of `values`; None when it changes shapes or stops the run."""
+    """How far rounding moves each element of `values`; None when it changes shapes or stops the run. `is_enough` ends
+    the runs early: more of them move elements further only."""
     spread = [np.zeros(v.shape) for v in values]
     rngs = [np.random.default_rng((seed, run)) for run in range(runs)]
     changes: list[Nudge | Widen] = [Nudge(rng, module, ties=run % TIES == TIES - 1) for run, rng in enumerate(rngs)]
@@ -76,6 +83,8 @@ def spread_of(
             return None
         for most, got, want in zip(spread, found, values, strict=True):
             np.maximum(most, distance(got, want), out=most)
+        if is_enough(tuple(spread)):
+            break
     return tuple(spread)
 
 
