@@ -30,7 +30,7 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.revalidate import rerun
 from relaxlite.target import Target
-from relaxlite.validation import running
+from relaxlite.validation import running, validator
 from relaxlite.validation.difference import compare
 from relaxlite.validation.oracle import Expected, Failed, flat, spread_of
 from relaxlite.validation.samples import symbol_values
@@ -263,6 +263,13 @@ def test_multiples_of_32_are_tried_where_no_others_will_do() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rl.compile(in_tiles(32), validate=True)
+
+
+def test_a_slow_model_is_not_validated_on_empty_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes no time, as it has no elements or stops, decided that all else took too long."""
+    monkeypatch.setattr(validator, "MOST_SECONDS", 0.0)
+    for make in (chain, checked):
+        assert Validator(make()).doubt() is None
 
 
 def test_a_model_that_always_stops_is_no_proof() -> None:

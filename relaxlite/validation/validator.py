@@ -88,7 +88,8 @@ class Validator:
             if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in found) <= len(found):
                 sizes = symbol_values(main, random.Random(seed), MORE_STYLES)
                 found += [self._drawn(main, values, len(found) + k) for k, values in enumerate(sizes)]
-            limit = max(MOST_SECONDS, min((seconds for *_, seconds in found), default=0.0))
+            quickest = min((seconds for _, outcome, seconds in found if _says_something(outcome)), default=0.0)
+            limit = max(MOST_SECONDS, quickest)
             self.cases = [self._case(sample, outcome) for sample, outcome, seconds in found if seconds <= limit]
 
     def doubt(self) -> str | None:
