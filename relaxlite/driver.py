@@ -81,9 +81,9 @@ def compile(
     constant offsets. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
     names one for every compilation. `context` receives times and notes.
-    `validate=True` interprets the module before and after each pass on random inputs of sampled sizes, and compares the
+    `validate=True` runs the module before and after each pass on random inputs of sampled sizes, and compares the
     compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
-    place of random ones. That is slow: seconds for small models, minutes for large ones.
+    place of random ones. That takes seconds for small models, minutes for large ones; only "main" is checked.
     `libraries`: what `rl.register_library` has added and OpenBLAS, where it is installed, are called where they pay;
     names of libraries or rules restrict that to them, "none" forbids it.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
@@ -118,7 +118,8 @@ def build(
     validate: bool | Sequence[Sequence[Any]] = False,
     libraries: Sequence[str] | str | None = None,
 ) -> ExecutableData:
-    """What `compile` makes, as plain data: also for a processor that is not this one, where `validate` runs no code."""
+    """What `compile` makes, as plain data: also for a processor that is not this one, where `validate` checks
+    the passes and does not run what was compiled."""
     machine = Target.parse(target) if isinstance(target, str) else target
     if not isinstance(module.get(ENTRY), Function):
         raise InvalidArgumentError(f"the module has no function {ENTRY!r}; it defines {', '.join(module) or 'nothing'}")
