@@ -10,6 +10,7 @@ import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
+from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
@@ -46,7 +47,7 @@ class CompiledEngine:
         self._run = executable
         self._fill = executable.entry(FILL) if FILL in executable.data.entries else None
         self.fills_coarsely = self._fill is not None
-        self.cache = KVCache(_layout_of(executable), max_bytes=max_bytes)
+        self.cache = KVCache(layout_of(executable.inputs, int(facts["attention_block"])), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])
         self._chunk = min(CHUNK, int(facts["step_tokens"])) if chunk is None else chunk
@@ -140,11 +141,10 @@ def _steps(ranges: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
         yield parts
 
 
-def _layout_of(executable: Executable) -> CacheLayout:
-    """Read off the signature of a step."""
-    specs = {spec.name: spec for spec in executable.inputs}
+def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
+    """Read off the signature of a step whose attention takes `block` rows at once."""
+    specs = {spec.name: spec for spec in inputs}
     keys = specs["keys_0"]
     heads, _, width, page = keys.shape
     layers = sum(name.startswith("keys_") for name in specs)
-    block = int(executable.data.metadata.provenance["attention_block"])
     return CacheLayout(layers, int(heads), int(width), int(page), keys.dtype, block)

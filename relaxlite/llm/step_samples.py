@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from relaxlite.driver import signature_of
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.symbolic import as_int
-from relaxlite.ir.types import TensorType, TupleType
+from relaxlite.llm.compiled_engine import layout_of
 from relaxlite.llm.engine import Array
-from relaxlite.runtime.kv_cache import CacheLayout, KVCache
+from relaxlite.runtime.kv_cache import KVCache
 
 # Tokens that sequences have, and that each gets: a first token; prompts; a reply, guesses and a prompt, with more rows
 # in all than few, and a context of more than a page
@@ -20,23 +20,22 @@ def step_samples(module: IRModule, seed: int = 0) -> list[tuple[Array, ...]]:
     """Some calls of "main", with tokens, keys and values that are random, as a cache describes them."""
     rng = np.random.default_rng(seed)
     main = module["main"]
-    assert isinstance(main, Function) and isinstance(main.body.result.ty, TupleType)
-    logits = main.body.result.ty.fields[0]
-    assert isinstance(logits, TensorType) and logits.shape is not None
-    vocab = as_int(logits.shape[-1]) or 1
+    assert isinstance(main, Function)
+    signature = signature_of(main)
+    vocab = int(signature.outputs[0].shape[-1])
     context, most = _fact(module, "context"), _fact(module, "step_tokens")
-    layout, found = _layout_of(module, main), []
+    layout, found = layout_of(signature.inputs, _fact(module, "attention_block")), []
     for lengths, counts in _STEPS:
         if sum(counts) > most or max(map(sum, zip(lengths, counts, strict=True))) > context:
             continue
         pages = sum(-(-(length + count) // layout.page) for length, count in zip(lengths, counts, strict=True))
         cache = KVCache(layout, max_bytes=pages * layout.page_bytes)
         sequences = [cache.new() for _ in lengths]
-        for given in (lengths, counts):
-            cache.reserve(list(zip(sequences, given, strict=True)))
-            if given is lengths:
-                cache.commit(list(zip(sequences, given, strict=True)))
-        inputs = cache.describe([(s, 0, count) for s, count in zip(sequences, counts, strict=True)])
+        there, new = (list(zip(sequences, given, strict=True)) for given in (lengths, counts))
+        cache.reserve(there)
+        cache.commit(there)
+        cache.reserve(new)
+        inputs = cache.describe([(sequence, 0, count) for sequence, count in new])
         ends = np.cumsum(counts)
         wanted = np.unique([0, *(ends - 1)])
         pools = [_random(rng, pool) for pool in cache.pools]
@@ -50,15 +49,6 @@ def _random(rng: np.random.Generator, pool: Array) -> Array:
     made = rng.standard_normal(pool.shape)
     is_scale = pool.shape[-1] == 1  # of codes
     return np.asarray(np.abs(made) / 100 if is_scale else made).astype(pool.dtype)
-
-
-def _layout_of(module: IRModule, main: Function) -> CacheLayout:
-    names = [param.name for param in main.params]
-    keys = main.params[names.index("keys_0")].ty
-    assert isinstance(keys, TensorType) and keys.shape is not None
-    heads, _, width, page = (as_int(size) or 0 for size in keys.shape)
-    layers = sum(name.startswith("keys_") for name in names)
-    return CacheLayout(layers, heads, width, page, keys.dtype, _fact(module, "attention_block"))
 
 
 def _fact(module: IRModule, name: str) -> int:
