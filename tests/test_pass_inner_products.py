@@ -20,10 +20,11 @@ from relaxlite.ir.program import IfThenElse, TensorProgram
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.types import TensorType
 from relaxlite.passes import inner_product_loops, inner_products
-from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK, MOST_ROWS, VARIANTS
+from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK, MOST_ROWS
 from relaxlite.passes.inner_products import LEAST_DEPTH
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.target import Target
 from tests.test_register_tile import inner_loops, vector_stack_references
 
@@ -292,7 +293,7 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
     module = bb.module()
     (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(VARIANTS))
     assert program.num_outputs == 3
-    assert sum(b.name.endswith("_balanced") for b in _allocated(program)) == 1
+    assert sum(b.name.endswith("_prepared") for b in _allocated(program)) == 1
     run = compiled(module)
     for shape in ((1, 64), (3, 33), (0, 5), (2, 1)):
         x = np.random.default_rng(3).standard_normal((*shape, 384)).astype(np.float32)

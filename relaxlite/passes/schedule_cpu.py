@@ -52,9 +52,7 @@ from relaxlite.passes.inner_product_loops import (
     LEAST_ROWS,
     MOST_ROWS,
     ORDINARY_ROWS,
-    ROW_UNIT,
     STEPS_AHEAD,
-    VARIANTS,
     blocks_together,
     chained_terms,
 )
@@ -102,6 +100,7 @@ from relaxlite.passes.schedule_turned import find_turned, tiled_turned
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
+from relaxlite.passes.two_ways import ROW_UNIT, VARIANTS
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 

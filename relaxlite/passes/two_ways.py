@@ -1,0 +1,288 @@
+"""Programs that multiply one matrix by constant weights in two ways: by prepared rows of it, or as they did.
+
+    for i: { scale[i], shift[i], prepared[i, :] = ... of x[i, :] }               one pass over x
+    if all rows have a scale:
+        for i, j: { e = ... prepared[i, t], w[t, j];  out[i, j] = f(... e, scale[i], shift[i], offset[j], width[j]) }
+    else:
+        for i, j: { e = sum of x[i, k] * w[k, j];  out[i, j] = f(e * width[j]) }
+
+What is prepared and summed is said by inner_product_loops.py, in floats, and word_product_loops.py, in integers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+from relaxlite.dtypes import DType
+from relaxlite.ir.expr import Attrs
+from relaxlite.ir.layout import flat_offset
+from relaxlite.ir.ops.scalars import literal
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    Check,
+    Compare,
+    For,
+    IfThenElse,
+    Literal,
+    Load,
+    Select,
+    Stmt,
+    Store,
+    TensorProgram,
+    Value,
+    seq,
+)
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
+from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute, sym
+from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs
+from relaxlite.passes.join_loops import reads_only_where_written
+from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.passes.schedule import collect, fill, less, nest
+from relaxlite.passes.schedule_reduction import Block
+from relaxlite.records import dataclass
+
+ROW_UNIT = 4  # heights of tiles are multiples of this, three of them: 1 would take 11 and twice the time to compile
+VARIANTS = "variants"  # attribute of a program: its stages stand in branches of which one runs
+PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elements are 8 steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """One stage: block of a reduction over x[i..., k] * w[k, j], where i... are functions of the rows' loops."""
+
+    stage: Stmt
+    block: Block
+    x: Load
+    w: Load
+
+    @property
+    def rows(self) -> tuple[For, ...]:
+        return self.block.spatial[:-1]
+
+    @property
+    def column(self) -> For:
+        return self.block.spatial[-1]
+
+    @property
+    def row(self) -> SymExpr:
+        """Its number."""
+        return flat_offset(self.dims, (loop.var for loop in self.rows))
+
+    @property
+    def dims(self) -> tuple[SymExpr, ...]:
+        return tuple(loop.extent for loop in self.rows)
+
+    def reads_like(self, other: Product) -> bool:
+        """Whether both have the same rows."""
+        if self.x.buffer is not other.x.buffer or self.dims != other.dims:
+            return False
+        names = {mine.var: its.var for mine, its in zip(self.rows, other.rows, strict=True)}
+        mine = tuple(substitute(index, names) for index in self.x.indices[:-1])
+        return all(a is b for a, b in zip(mine, other.x.indices[:-1], strict=True))
+
+    def with_sum(self, reduced: Stmt, finish: Value, total: Buffer) -> Stmt:
+        """The stage with other reduced loops, which add to `total`, and `finish` for its sum in what follows."""
+        after = _Finish(self.block.body.buffer, finish).stmt(seq(*self.block.stmts[2:]))
+        body: Stmt = Allocate(total, seq(Store(total, (), literal(0, total.dtype)), reduced, after))
+        return Substitute(fresh=True).stmt(nest(self.block.spatial, body))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What the pass over x makes: rows of elements up to whole tiles, and a scale and what is added for each row."""
+
+    prepared: Buffer
+    scales: Buffer  # float32; infinite for a row that takes the ordinary way
+    shifts: Buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Of one product: what is read in place of w, and of its columns what is taken off a sum and multiplied by."""
+
+    w: Buffer
+    offset: Buffer
+    width: Buffer  # float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Products(ABC):
+    """A program of nothing else, of one x."""
+
+    whole: TensorProgram
+    parts: tuple[Product, ...]
+    lanes: int
+
+    @property
+    def x(self) -> Load:
+        """An element of a row, at the loops of the first part."""
+        return self.parts[0].x
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Which inputs these are."""
+        return tuple(self.whole.inputs.index(part.w.buffer) for part in self.parts)
+
+    @property
+    def depth(self) -> int:
+        return int(self.x.buffer.shape[-1])
+
+    @property
+    def columns(self) -> int:
+        return sum(int(part.column.extent) for part in self.parts)
+
+    @property
+    def stride(self) -> int:
+        """From one prepared row to the next: zeros up to whole periods of `_pairs` and one more element, which that
+        reads, and an odd number of vectors, for rows side by side to lie in other sets of the cache."""
+        vectors = -(-self.length // (PERIOD * self.lanes)) * PERIOD + 1
+        return (vectors + 1 - vectors % 2) * self.lanes
+
+    @property
+    @abstractmethod
+    def least_rows(self) -> int:
+        """From how many rows on this is faster."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> DType:
+        """Of prepared elements and of what is summed."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """How many elements of a prepared row are no zeros for their own sake."""
+
+    @property
+    @abstractmethod
+    def weight_rows(self) -> int:
+        """How many rows the matrix has that is read in place of w."""
+
+    @abstractmethod
+    def _prepare(self, rows: Rows) -> Stmt:
+        """The pass over x."""
+
+    @abstractmethod
+    def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
+        """The stage out of prepared rows."""
+
+    @abstractmethod
+    def _plain(self, part: Product, weights: Weights) -> Stmt:
+        """The stage as it was, but for where weights come from."""
+
+    def program(self) -> TensorProgram:
+        """Still to be scheduled, but for the pass over x."""
+        count, name = product(self.parts[0].dims), self.x.buffer.name
+        shape = (count + (ROW_UNIT - 1), sym(self.stride))  # the last tile reads up to so many rows more
+        rows = Rows(
+            Buffer(f"{name}_prepared", shape, self.dtype),
+            Buffer(f"{name}_scales", (count,), "float32"),
+            Buffer(f"{name}_shifts", (count,), self.dtype),
+        )
+        weights = [self._weights(part) for part in self.parts]
+        fast = [self._fast(part, each, rows) for part, each in zip(self.parts, weights, strict=True)]
+        plain = [self._plain(part, each) for part, each in zip(self.parts, weights, strict=True)]
+        worst = Buffer("largest_scale", (), "float32", "local")
+        largest = For(at := SymVar("i", lower=0), count, Store(worst, (), rows.scales[at], "max"))
+        look = seq(self._prepare(rows), Store(worst, (), literal(0.0, "float32")), largest)
+        infinite = Literal(float("inf"), "float32")
+        body: Stmt = seq(
+            Store(worst, (), infinite),
+            IfThenElse(less(self.least_rows - 1, count), look),
+            IfThenElse(Compare("lt", worst[()], infinite), seq(*fast), seq(*plain)),
+        )
+        for buffer in (worst, rows.scales, rows.shifts, rows.prepared):
+            body = Allocate(buffer, body)
+        replaced = {part.w.buffer: each.w for part, each in zip(self.parts, weights, strict=True)}
+        beside = [buffer for each in weights for buffer in (each.offset, each.width)]
+        inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
+        attrs = Attrs({**self.whole.attrs, VARIANTS: True, IN_PLACE: self._in_place(len(beside))})
+        checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
+        return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
+
+    def _weights(self, part: Product) -> Weights:
+        old, columns = part.w.buffer, part.column.extent
+        return Weights(
+            replace(old, shape=(sym(self.weight_rows), columns), dtype=self.dtype),
+            Buffer(f"{old.name}_offset", (columns,), self.dtype),
+            Buffer(f"{old.name}_width", (columns,), "float32"),
+        )
+
+    def _in_place(self, more: int) -> Pairs:
+        """Which operands the results may still take over, behind so many more inputs: x is read before results are
+        written, or as ever."""
+        whole = self.whole
+        pairs = [
+            (x, out + more)
+            for x, out in in_place_pairs(whole)[0]
+            if reads_only_where_written(top_stages(whole), whole.params[x], whole.params[out])
+        ]
+        return tuple(pairs)
+
+    # of passes over x
+
+    def _element(self, row: SymExpr, place: SymExpr) -> Load:
+        """Of a row of x by its number."""
+        at: dict[SymVar, SymExpr] = {}
+        for loop in reversed(self.parts[0].rows[1:]):
+            at[loop.var], row = row % loop.extent, row // loop.extent
+        at[self.parts[0].rows[0].var] = row
+        return replace(self.x, indices=(*(substitute(index, at) for index in self.x.indices[:-1]), place))
+
+    def _vectors(self, prepared: Buffer, row: SymExpr, first: int, end: int, value: Callable[[SymExpr], Value]) -> Stmt:
+        part, lane = SymVar("u", lower=0), SymVar("l", lower=0, upper=self.lanes - 1)
+        place = (part + first) * self.lanes + lane
+        store = Store(prepared, (row, place), value(place))
+        return For(part, sym(end - first), For(lane, sym(self.lanes), store, "vectorized"))
+
+    def _row(self, prepared: Buffer, row: SymExpr, value: Callable[[SymExpr], Value]) -> Stmt:
+        """A row of prepared values, then zeros."""
+        full, rest = divmod(self.length, self.lanes)
+
+        def masked(place: SymExpr) -> Value:
+            return Select(less(place, self.length), value(place), literal(0, self.dtype))
+
+        last = [self._vectors(prepared, row, full, full + 1, masked)] if rest else []
+        return seq(self._vectors(prepared, row, 0, full, value), *last, self._zeros(prepared, row, full + len(last)))
+
+    def _zeros(self, prepared: Buffer, row: SymExpr, first: int) -> Stmt:
+        """Of a row from vector `first` on."""
+        return self._vectors(prepared, row, first, self.stride // self.lanes, lambda place: literal(0, self.dtype))
+
+    def _pairs(self, total: Store, value: Callable[[SymExpr, SymExpr], Value]) -> Stmt:
+        """A sum over a prepared row: `value` of a place among PERIOD vectors, and of the place in the row."""
+        step, part = SymVar("step", lower=0), SymVar("u", lower=0, upper=PERIOD - 1)
+        lane, zero = SymVar("l", lower=0, upper=self.lanes - 1), literal(0, self.dtype)
+        partial = Buffer("pairs_partial", (sym(PERIOD * self.lanes),), self.dtype, "local")
+        own = part * self.lanes + lane
+        store = Store(partial, (own,), value(own, step * (PERIOD * self.lanes) + own), "add")
+        body = For(part, sym(PERIOD), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
+        steps = For(step, sym(-(-self.length // (PERIOD * self.lanes))), body)
+        return Allocate(
+            partial, seq(fill(partial, zero, self.lanes), steps, collect(total, partial, PERIOD, self.lanes))
+        )
+
+
+class _Finish(ProgramRewriter):
+    """What reads the sum reads a function of another one."""
+
+    def __init__(self, total: Buffer, finish: Value) -> None:
+        super().__init__()
+        self._total, self._finish = total, finish
+
+    def _value(self, value: Value) -> Value:
+        return self._finish if isinstance(value, Load) and value.buffer is self._total else super()._value(value)
+
+
+class Elsewhere(ProgramRewriter):
+    """One load as another."""
+
+    def __init__(self, old: Load, new: Load) -> None:
+        super().__init__()
+        self._old, self._new = old, new
+
+    def _value(self, value: Value) -> Value:
+        return self._new if value is self._old else super()._value(value)
