@@ -14,6 +14,7 @@ import pytest
 
 from relaxlite import models
 from relaxlite.errors import FetchError
+from relaxlite.passes import lower_precision
 
 os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of every test proves its IR after each pass
 if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the cache of whoever runs them
@@ -22,6 +23,12 @@ if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the
 
 SLOW_FAILURE_SECONDS = 20.0
 """A registry that takes this long to fail does not answer: it is not asked again in the same session."""
+
+
+@pytest.fixture
+def in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`precision="bf16"` rounds to bfloat16, also where whole numbers would be faster."""
+    monkeypatch.setattr(lower_precision, "may_be_words", lambda weights, target: False)
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,7 @@ def tile_calls(program: TensorProgram) -> set[str]:
 
 
 @needs_dots
+@pytest.mark.usefixtures("in_bfloat16")
 @pytest.mark.parametrize(("k", "n"), [(32, 64), (96, 80), (384, 200), (1536, 384), (64, 1000), (33, 64), (32, 5)])
 def test_products_are_those_of_rounded_operands_at_every_number_of_rows(k: int, n: int) -> None:
     module, w = product(k, n)
@@ -97,6 +98,7 @@ def test_the_weights_of_the_next_columns_are_asked_for_once() -> None:
 
 
 @needs_dots
+@pytest.mark.usefixtures("in_bfloat16")
 def test_rows_that_are_computed_twice_are_stored_once() -> None:
     """What follows may overwrite what it reads: x + x @ w is computed in place of x + 0."""
     w = weight(96, 96)

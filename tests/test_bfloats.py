@@ -293,6 +293,10 @@ def test_attention_is_in_bfloat16_where_that_is_faster() -> None:
     assert found.attrs["rounds"] and found.ty.dtype == "bfloat16"
     casts = [c for c in calls_in(attention_module(), ZEN4) if c.callee.name == "cast"]
     assert [c.attrs["dtype"] for c in casts] == ["bfloat16"] * 4  # of x, q, k and v: the result is narrow already
+    (found,) = [c for c in calls_in(attention_module(64), ZEN4) if c.callee.name == "attention"]
+    assert found.attrs["rounds"] and found.ty.dtype == "float32"  # for a product of whole numbers, which rounds less
+    casts = [c for c in calls_in(attention_module(64), ZEN4) if c.callee.name == "cast"]
+    assert [c.attrs["dtype"] for c in casts] == ["bfloat16"] * 3  # of q, k and v
     (found,) = [c for c in calls_in(attention_module(), INTEL) if c.callee.name == "attention"]
     assert not found.attrs["rounds"] and found.ty.dtype == "float32"
     (odd,) = [c for c in calls_in(attention_module(33), ZEN4) if c.callee.name == "attention"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,7 @@ from relaxlite.codegen import scalar_functions
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, WORDS
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, HALVES, LOOKUP, NEAREST, WORDS
 from relaxlite.ir.program import (
     Binary,
     Buffer,
@@ -129,6 +130,58 @@ def test_words_in_every_form_and_width(target: Target, a: str, b: str) -> None:
                 assert kernel([*arrays, got], [n]) == 0
                 run_program(program, arrays, [n], [wanted])
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{lanes} {kind} {is_masked} {n}")
+
+
+def of_halves(lanes: int, kind: LoopKind, *, is_masked: bool) -> TensorProgram:
+    """out[j] = dot2_halves(c[j], a[j] + b[3], b[j])"""
+    a, b, c, out = (Buffer.of(name, (COLUMNS,), "int32") for name in ("a", "bb", "c", "out"))
+    value = Intrinsic(HALVES, (c[J], Binary("add", a[J], b[3]), b[J]), "int32")
+    store: Any = Store(out, (J,), value)
+    body = For(J, sym(lanes), IfThenElse(less(J, N), store) if is_masked else store, kind)
+    return TensorProgram((a, b, c, out), (N,), body)
+
+
+@pytest.mark.parametrize("target", [HOST, PORTABLE, OLD, PLAIN], ids=["host", "portable", "ssse3", "sse2"])
+def test_halves_of_words_in_every_width(target: Target) -> None:
+    if not target.runs_here:
+        pytest.skip("this processor lacks the instructions")
+    extremes = [0, -1, 1, 0x7FFF7FFF, 0x80008000 - 2**32, 0x7FFF8000, -(2**31), 2**31 - 1]
+    for lanes, kind in WIDTHS:
+        for is_masked in (False, True):
+            program = of_halves(lanes, kind, is_masked=is_masked)
+            kernel = NativeKernel(program, target)
+            arrays = [numbers(buffer) for buffer in program.inputs]
+            for k, array in enumerate(arrays):
+                array[4:36] = np.resize(np.roll(np.repeat(extremes, 1 + 3 * (k == 0)), k), 32)
+            for n in (0, 1, 6, COLUMNS):
+                got, wanted = np.zeros((2, COLUMNS), np.int32)
+                assert kernel([*arrays, got], [n]) == 0
+                run_program(program, arrays, [n], [wanted])
+                np.testing.assert_array_equal(got, wanted, err_msg=f"{lanes} {kind} {is_masked} {n}")
+
+
+@pytest.mark.parametrize("target", [HOST, PORTABLE, OLD, PLAIN], ids=["host", "portable", "ssse3", "sse2"])
+def test_the_nearest_integers_of_floats_and_what_int32_does_not_hold(target: Target) -> None:
+    if not target.runs_here:
+        pytest.skip("this processor lacks the instructions")
+    x, out = Buffer.of("x", (COLUMNS,), "float32"), Buffer.of("out", (COLUMNS,), "int32")
+    limits = [2.0**31, -(2.0**31), np.nextafter(np.float32(2.0**31), np.float32(0)), 3e9, -3e9, 1e30, np.inf, np.nan]
+    values = np.array(
+        [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, -0.0, 1e-42, *limits, -np.inf, 8388609.0], np.float32
+    )
+    values = np.resize(values, COLUMNS)
+    is_held = np.abs(values) < 2.0**31
+    wanted = np.where(is_held, np.rint(np.where(is_held, values, 0)), -(2.0**31)).astype(np.int32)
+    for lanes, kind in WIDTHS:
+        store: Any = Store(out, (J,), Intrinsic(NEAREST, (x[J],), "int32"))
+        for start in range(0, COLUMNS - lanes + 1, 7):
+            shifted = replace(store, value=Intrinsic(NEAREST, (x[J + start],), "int32"))
+            program = TensorProgram((x, out), (N,), For(J, sym(lanes), shifted, kind))
+            got, found = np.zeros((2, COLUMNS), np.int32)
+            assert NativeKernel(program, target)([values, got], [COLUMNS]) == 0
+            run_program(program, [values], [COLUMNS], [found])
+            np.testing.assert_array_equal(got[:lanes], wanted[start : start + lanes], err_msg=f"{lanes} {kind} {start}")
+            np.testing.assert_array_equal(found[:lanes], wanted[start : start + lanes])
 
 
 TABLE = np.array([7, 255, 0, 128, 1, 127, 200, 3, 9, 250, 66, 65, 64, 63, 129, 2], np.uint8)

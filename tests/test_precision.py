@@ -42,6 +42,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 @needs_dots
+@pytest.mark.usefixtures("in_bfloat16")
 @pytest.mark.parametrize(("k", "n"), [(384, 192), (32, 16), (64, 7), (130, 65), (34, 1)])
 def test_products_are_those_of_rounded_operands(k: int, n: int) -> None:
     module, w = product(k, n)

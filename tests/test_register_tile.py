@@ -232,6 +232,7 @@ def test_an_epilogue_takes_no_register_from_the_sums(depth: int, text: str) -> N
     assert [vector_stack_references(body) for body in sums] == [[]] * len(sums)
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_an_epilogue_takes_no_register_from_sums_of_dot_products() -> None:
     target = Target.parse(f"llvm {TARGETS[0]}")
     context = PassContext(target, precision="bf16")

@@ -29,7 +29,19 @@ from numpy.typing import NDArray
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, INTRINSICS, LOOKUP, NARROW, PAIR, PAIRS, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import (
+    DOT_PRODUCTS,
+    HALVES,
+    INTRINSICS,
+    LOOKUP,
+    NARROW,
+    NEAREST,
+    PAIR,
+    PAIRS,
+    WORD,
+    WORDS,
+    type_error,
+)
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -196,6 +208,9 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     if name == WORD:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
+    if name == NEAREST:
+        is_held = np.abs(args[0]) < 2.0**31
+        return np.where(is_held, np.rint(np.where(is_held, args[0], 0)), -(2.0**31)).astype(np.int32)
     if name == NARROW:
         return cast(args[0], "bfloat16")
     if name == PAIR:
@@ -204,6 +219,9 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     if name == PAIRS:
         a, b = ([_half(x, n) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_bf16", (args[0], *a, *b))
+    if name == HALVES:
+        a, b = ([(x >> np.int32(16 * n)).astype(np.int16) for n in range(2)] for x in args[1:])
+        return apply_intrinsic("dot2_i16", (args[0], *a, *b))
     if name == LOOKUP:
         table = np.concatenate([np.concatenate(_bytes_of(word.reshape(1), np.uint8)) for word in args[1:]])
         found = [

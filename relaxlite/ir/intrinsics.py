@@ -7,9 +7,11 @@
     word(b0, b1, b2, b3) = b0 | b1 << 8 | b2 << 16 | b3 << 24                int32 of the bits of four int8
     dot2_i16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                         int32 of int16; wraps
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
+    nearest_i32(a) = a                                                      int32 of float32, to nearest even
     narrow_bf16(a) = a                                                      bfloat16 of float32, to nearest even
     pair(a, b) = a | b << 16                                                int32 of the bits of two bfloat16
     dot2_pairs(c, a, b)                                                     dot2_bf16 of two such pairs
+    dot2_halves(c, a, b)                                                    dot2_i16 of the halves of two int32
 
 `most` is a literal, which no byte of the word a exceeds: processors without an instruction for such products have
 faster ones for small numbers. A table of lookup_bytes is four literals, lowest bytes first.
@@ -59,12 +61,17 @@ WORDS = "dot4_words"
 """dot4_u8s8 of numbers that come four in a word, lowest byte first: out of memory, or made by operations on words."""
 WORD = "word"
 """Four bytes, which are one load where they lie beside each other."""
+NEAREST = "nearest_i32"
+"""A rounded number as an integer; -2**31 for NaN and for what int32 does not hold, where a cast has other answers."""
 NARROW = "narrow_bf16"
 """A cast that may be one instruction."""
 PAIR = "pair"
 """Two bfloat16, which are one load where they lie beside each other."""
 PAIRS = "dot2_pairs"
 """dot2_bf16 of numbers that come two in a word, lower half first."""
+
+HALVES = "dot2_halves"
+"""dot2_i16 of numbers that come two in a word, lower half first."""
 
 LOOKUP = "lookup_bytes"
 """What codes of four bits stand for, where that is in a table."""
@@ -78,9 +85,11 @@ INTRINSICS: Mapping[str, IntrinsicType] = {
         name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
         for name, dot in DOT_PRODUCTS.items()
     },
+    NEAREST: IntrinsicType(("float32",), "int32"),
     NARROW: IntrinsicType(("float32",), "bfloat16"),
     PAIR: IntrinsicType(("bfloat16", "bfloat16"), "int32"),
     PAIRS: IntrinsicType(("float32", "int32", "int32"), "float32"),
+    HALVES: IntrinsicType(("int32", "int32", "int32"), "int32"),
 }
 
 

@@ -27,7 +27,7 @@ def balanced(weights: Constant) -> tuple[Constant, ...] | str:
     w: np.ndarray = weights.value.reshape(weights.value.shape[-2:])
     length, room = _lengths(w), np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
     scaled = room[: len(w)]
-    if (problem := _problem_of(w, length, scaled)) is not None:
+    if (problem := problem_of(w, length, scaled)) is not None:
         return problem
     power = np.exp2(-np.round(np.log2(np.maximum(length, _SHORTEST_COLUMN)))).astype(np.float32)
     np.multiply(w, power, out=scaled)
@@ -38,7 +38,9 @@ def balanced(weights: Constant) -> tuple[Constant, ...] | str:
     return (Constant.of(room, name=weights.name), *beside)
 
 
-def _problem_of(w: np.ndarray, length: np.ndarray, scratch: np.ndarray) -> str | None:
+def problem_of(w: np.ndarray, length: np.ndarray | None = None, scratch: np.ndarray | None = None) -> str | None:
+    """Why a matrix is not to be multiplied with errors relative to the lengths of its columns; None: it may be."""
+    length = _lengths(w) if length is None else length
     if not np.isfinite(length).all():
         return "has weights that are no finite numbers, or too large"
     used = length > 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.intrinsics import HALVES
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
     Allocate,
@@ -164,6 +165,9 @@ def chained_terms(block: Block) -> Allocate | None:
         return None
     total: Value = Load(update.buffer, update.indices)
     for is_added, term in terms:
+        if isinstance(term, Intrinsic) and term.name == HALVES and is_added:
+            total = replace(term, args=(total, *term.args[1:]))
+            continue
         if not isinstance(term, Binary) or term.op != "mul":
             return None
         factor = term.a if is_added else Unary("neg", term.a)

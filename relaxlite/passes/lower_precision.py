@@ -1,11 +1,13 @@
 """Narrower numbers where the user allows them: `precision="bf16"`.
 
     matmul(x, w)         =>   matmul(cast(x, bfloat16), w as bfloat16, dtype=float32)      for constant weights w (k, n)
-    attention(q, k, v)   =>   cast(attention(cast(q), cast(k), cast(v), rounds=True), float32)
+    attention(q, k, v)   =>   attention(cast(q), cast(k), cast(v), rounds=True, dtype=float32)
+
+Attention's result is rounded where it is read so, dtype=bfloat16. Products that will be of whole numbers, which is
+faster and more precise on some processors (word_products.py), stay as they are here.
 
 Products of two bfloat16 are exact in float32 and are summed in float32; only the operands are rounded, each to 8
-significant bits (relative error at most 2**-8 each), and so are attention's weights and its result. Everything else
-stays float32.
+significant bits (relative error at most 2**-8 each), and so are attention's weights. Everything else stays float32.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.expr import Call, Constant, Expr, Function, Var
+from relaxlite.ir.expr import Call, Constant, Expr, Function, Let, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.scalars import HALF
@@ -25,6 +27,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.integer_products import LOW_BITS
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.word_products import may_be_words
 
 PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
 NARROW = "bfloat16"
@@ -58,13 +61,26 @@ def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
     if context.precision != "bf16" or not context.target.has_fast_pairs:
         return module
     module = eliminate_dead(module)  # of attention that has taken over a transpose, the form before is still there
-    return map_functions(module, lambda function: _NarrowAttention(context).function(function))
+    return map_functions(module, lambda f: _NarrowAttention(context, _rounded_later(f)).function(f))
+
+
+def _rounded_later(function: Function) -> set[Var]:
+    """What is rounded where it is read, or is so once it has another shape."""
+    found: set[Var] = set()
+    for binding in reversed(list(function.body.bindings())):
+        value = binding.value if isinstance(binding, Let) else None
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not isinstance(x := value.args[0], Var):
+            continue
+        is_cast = value.callee.name == "cast" and value.attrs["dtype"] == NARROW
+        if is_cast or (value.callee.name == "reshape" and binding.var in found):
+            found.add(x)
+    return found
 
 
 class _NarrowAttention(Rewriter):
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, context: PassContext, rounded: set[Var]) -> None:
         super().__init__()
-        self._context = context
+        self._context, self._rounded = context, rounded
         self._narrow: dict[Var, Expr] = {}  # what was bfloat16 before it was widened
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
@@ -86,6 +102,8 @@ class _NarrowAttention(Rewriter):
         cast = get_op("cast")
         operands = [self.bb.emit(cast(arg, dtype=NARROW, flushes=True)) for arg in value.args[:3]]
         attrs = {**value.attrs, "rounds": True}
+        if var not in self._rounded:
+            return value.callee(*operands, *value.args[3:], **{**attrs, "dtype": "float32"}, loc=value.loc)
         made = self.bb.emit(value.callee(*operands, *value.args[3:], **attrs, loc=value.loc))
         self._narrow[var] = made
         return cast(made, dtype="float32")
@@ -133,6 +151,8 @@ class _Narrow(Rewriter):
         if w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
+            return None
+        if may_be_words(w, self._context.target):
             return None
         narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW, flushes=True))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)

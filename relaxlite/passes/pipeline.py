@@ -42,6 +42,7 @@ from relaxlite.passes.simplify_algebra import simplify_algebra
 from relaxlite.passes.sink_into_branches import sink_into_branches
 from relaxlite.passes.split_products import split_products
 from relaxlite.passes.winograd import winograd
+from relaxlite.passes.word_products import word_products
 
 
 def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
@@ -103,6 +104,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         Pass("estimate_costs", _note_costs, "lowered"),
         # D
         Pass("winograd", winograd, "lowered"),
+        Pass("word_products", word_products, "lowered", rounds=True),
         Pass("inner_products", inner_products, "lowered"),
         Pass("schedule", schedule_cpu, "lowered"),
         _pure("pack_constants", pack_constants, "lowered"),

@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smin, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.panel_requests import Asks, Requests, requests_of
 from relaxlite.passes.prologue import Instead, Stream
@@ -79,7 +79,7 @@ class RowSplit:
     @property
     def in_group(self) -> SymExpr:
         """How many blocks a group has."""
-        return ceildiv(ceildiv(self.extent, self.most), self.groups)
+        return ceildiv(ceildiv(self.extent, self.most), smax(self.groups, 1))
 
     @property
     def count(self) -> SymExpr:

@@ -107,6 +107,7 @@ from relaxlite.target import Target
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
 MOST_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
+FEW_ROWS, FEW_VECTORS = 2, 4  # of tiles of prepared rows that are too few for sums one vector wide to hide latencies
 LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
 
 
@@ -433,13 +434,21 @@ class _Rules:
         each element of x is one operand in memory: a register for it would take a place in the adders' queues."""
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
-        choice, asks = ScheduleChoice(rows=MOST_ROWS, vectors=1), Asks(STEPS_AHEAD, for_next=False, cache=2)
+        is_prepared = all(b is weights or b not in self.program.inputs for b in {x.buffer for x in block.loads()})
+        most = MOST_ROWS if is_prepared else self.choice.rows
+        choice, asks = ScheduleChoice(rows=most, vectors=1), Asks(STEPS_AHEAD, for_next=False, cache=2)
         together = blocks_together(weights, self.target)
         self.panels.update(panel_widths(block, column, lanes, registers, choice))
-        self.note("inner_product_tile", column.var.name, rows=MOST_ROWS, lanes=lanes)
+        self.note("inner_product_tile", column.var.name, rows=most, lanes=lanes)
         has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
-        rows = RowShape(LEAST_ROWS if has_all_rows else 1, ROW_UNIT, together)
-        return tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
+        least: Any = self.program.attrs[VARIANTS] if is_prepared and has_all_rows else 1
+        rows = RowShape(min(least, LEAST_ROWS), ROW_UNIT if is_prepared else 1, together)
+        usual = tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
+        row = block.row_loop(column)
+        if not is_prepared or least > FEW_ROWS or row is None:
+            return usual
+        few = tiled(block, column, lanes, registers, body, ScheduleChoice(rows=FEW_ROWS, vectors=FEW_VECTORS))
+        return with_variant(less(row.extent, FEW_ROWS + 1), few, usual)
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

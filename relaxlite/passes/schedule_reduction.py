@@ -83,8 +83,8 @@ def tiled(
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
     the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
     tiles ask for panels of the columns' operand (panel_requests.py)."""
-    shape = shape or RowShape()
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
+    shape = RowShape() if shape is None or row is None else shape
     rows = -(-rows // shape.unit) * shape.unit
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)

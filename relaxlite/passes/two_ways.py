@@ -45,7 +45,9 @@ from relaxlite.passes.schedule_reduction import Block
 from relaxlite.records import dataclass
 
 ROW_UNIT = 4  # heights of tiles are multiples of this, three of them: 1 would take 11 and twice the time to compile
-VARIANTS = "variants"  # attribute of a program: its stages stand in branches of which one runs
+VARIANTS = (
+    "variants"  # attribute of a program whose stages stand in branches: the least rows of that out of prepared ones
+)
 PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elements are 8 steps
 
 
@@ -199,7 +201,7 @@ class Products(ABC):
         replaced = {part.w.buffer: each.w for part, each in zip(self.parts, weights, strict=True)}
         beside = [buffer for each in weights for buffer in (each.offset, each.width)]
         inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
-        attrs = Attrs({**self.whole.attrs, VARIANTS: True, IN_PLACE: self._in_place(len(beside))})
+        attrs = Attrs({**self.whole.attrs, VARIANTS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
         return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
 

@@ -61,11 +61,20 @@ def emit_dot_of_pairs(
     """dot2_bf16 of operands that are words already, added to `total` where that is given."""
     c = emit_value(k, value.args[0]) if total is None else total
     a, b = (emit_value(k, x) for x in value.args[1:])
-    name = "dot2_bf16"
+    return _dot_of_halves(k, "dot2_bf16", c, a, b)
+
+
+def _dot_of_halves(k: Kernel, name: str, c: Val, a: Val, b: Val) -> Val:
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
     if width and (a.lanes or b.lanes):
         return _by_instruction(k, name, width, c, a, b)
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
+
+
+def emit_dot_of_halves(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+    """dot2_i16 of operands that are words already."""
+    c, a, b = (emit_value(k, x) for x in value.args)
+    return _dot_of_halves(k, "dot2_i16", c, a, b)
 
 
 def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:

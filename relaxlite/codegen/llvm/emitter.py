@@ -319,13 +319,19 @@ class Emitter:
         total = args[0].lanes
         if total == lanes:
             return function(*args)
-        wide, narrow = mangle(args[0].elem, total), mangle(args[0].elem, lanes)
-        result = Val("poison", args[0].elem, total)
+        result: Val | None = None
         for start in range(0, total, lanes):
-            place, name = int_const(start), f"llvm.vector.extract.{narrow}.{wide}"
-            part = function(*(self.call(name, [a, place], a.elem, lanes, "part") for a in args))
-            result = self.call(f"llvm.vector.insert.{wide}.{narrow}", [result, part, place], part.elem, total, "whole")
+            place = int_const(start)
+            part = function(*(self._part(a, lanes, place) for a in args))
+            name = f"llvm.vector.insert.{mangle(part.elem, total)}.{mangle(part.elem, lanes)}"
+            whole = Val("poison", part.elem, total) if result is None else result
+            result = self.call(name, [whole, part, place], part.elem, total, "whole")
+        assert result is not None
         return result
+
+    def _part(self, a: Val, lanes: int, place: Val) -> Val:
+        name = f"llvm.vector.extract.{mangle(a.elem, lanes)}.{mangle(a.elem, a.lanes)}"
+        return self.call(name, [a, place], a.elem, lanes, "part")
 
     # Shorthands of numeric code
 

@@ -14,14 +14,15 @@ from relaxlite.codegen.llvm.bfloats import emit_narrow, emit_pair
 from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.checked import index
 from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, Kernel
-from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_pairs, emit_dot_of_words, emit_word
+from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_halves, emit_dot_of_pairs, emit_dot_of_words, emit_word
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.extern_call import emit_found
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.lookup import emit_lookup
+from relaxlite.codegen.llvm.nearest import emit_nearest
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, LOOKUP, NARROW, PAIR, PAIRS, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import DOT_PRODUCTS, HALVES, LOOKUP, NARROW, NEAREST, PAIR, PAIRS, WORD, WORDS, type_error
 from relaxlite.ir.program import (
     Binary,
     Buffer,
@@ -94,8 +95,12 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
         return emit_word(k, value, emit_value)
     if value.name == PAIRS:
         return emit_dot_of_pairs(k, value, emit_value)
+    if value.name == HALVES:
+        return emit_dot_of_halves(k, value, emit_value)
     if value.name == PAIR:
         return emit_pair(k, value, emit_value)
+    if value.name == NEAREST:
+        return emit_nearest(k, value, emit_value)
     if value.name == NARROW:
         return emit_narrow(k, value, emit_value)
     if value.name == LOOKUP:

@@ -60,7 +60,8 @@ class Attention(Op):
     that many times fewer (grouped-query attention). A mask of bool, which broadcasts as the bias does, replaces scores
     by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0, and with
     `zero_nan` also where weights would be NaN. Half-precision floats are computed in float32; the bias may be of that,
-    too. With `rounds`, weights may be rounded to bfloat16 as q, k and v are: then blocks are multiplied in pairs.
+    too. With `rounds`, weights may be rounded to bfloat16 as q, k and v are: then blocks are multiplied in pairs. The
+    result is of `dtype` (None: as q), which is that of q or what it is computed in.
     """
 
     name = "attention"
@@ -69,7 +70,7 @@ class Attention(Op):
         "scale": Attr("float", 1.0), "q_axes": Attr("ints", None), "k_axes": Attr("ints", None),
         "v_axes": Attr("ints", None), "out_axes": Attr("ints", None), "group": Attr("int", 1),
         "masked": Attr("float", 0.0), "masked_where": Attr("bool", False),
-        "zero_nan": Attr("bool", False), "rounds": Attr("bool", False),
+        "zero_nan": Attr("bool", False), "rounds": Attr("bool", False), "dtype": Attr("dtype", None),
     }  # fmt: skip
 
     def infer(self, q: Expr, k: Expr, v: Expr, *added: Expr, **attrs: Any) -> Type:
@@ -96,8 +97,11 @@ class Attention(Op):
             for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
                 if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
                     self.fail(f"{name} {found} is not known to broadcast to the scores {format_shape(scores)}")
+        made = attrs["dtype"] or dtype
+        if made not in (dtype, accumulator(dtype)):
+            self.fail(f"the result of {dtype} is of that or of {accumulator(dtype)}, got dtype {made}")
         out = (*batch, qs[-2], vs[-1])
-        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), types[0].dtype)
+        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), made)
 
     def _views(self, shapes: list[Shape], attrs: Mapping[str, Any]) -> list[Shape]:
         """The shapes of the transposed q, k and v, each matrix of k and v counted `group` times."""
@@ -141,7 +145,7 @@ class Attention(Op):
             weights = emit_op(bb, "where", emit_op(bb, "isnan", weights), np.zeros((), dtypes.to_numpy(wide)), weights)
         made = emit_op(bb, "matmul", weights, operand(2, "v_axes"))
         turned = emit_op(bb, "transpose", made, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
-        return get_op("cast")(turned, dtype=self.tensor(call.args[0]).dtype)
+        return get_op("cast")(turned, dtype=call.attrs["dtype"] or self.tensor(call.args[0]).dtype)
 
     def lower(self, q: Buffer, k: Buffer, v: Buffer, *added: Buffer, out: Buffer, scale: float, **attrs: Any) -> Stmt:
         rank = len(q.shape)
@@ -191,7 +195,8 @@ class Attention(Op):
         if attrs.get("zero_nan"):
             weights = np.where(np.isnan(weights), weights.dtype.type(0), weights)
         made = np.matmul(weights, vs)
-        return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(q.dtype)
+        dtype = dtypes.to_numpy(axes["dtype"]) if axes.get("dtype") else q.dtype
+        return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 5), ("n", 5), ("n", 3)), {"scale": 0.3})
@@ -218,6 +223,7 @@ class Attention(Op):
             (*halves, "float32", "bool"),
             tolerance=2e-2,
         )
+        yield Sample((("m", 16), ("n", 16), ("n", 7)), {"rounds": True, "dtype": "float32"}, halves, tolerance=2e-2)
         attrs = {"masked": float("-inf"), "zero_nan": True}
         yield Sample((("m", 8), ("n", 8), ("n", 8), ("m", "n")), attrs, (*masked[:3], "bool"))
 

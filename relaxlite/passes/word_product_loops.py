@@ -1,0 +1,149 @@
+"""The loops of products of words (word_products.py): a pass over x, then tiles; beside them products of floats."""
+
+from __future__ import annotations
+
+from relaxlite.dtypes import DType
+from relaxlite.ir.intrinsics import HALVES, NEAREST
+from relaxlite.ir.ops.scalars import Scalar, literal, select
+from relaxlite.ir.program import (
+    Allocate,
+    Binary,
+    Buffer,
+    For,
+    IfThenElse,
+    IndexValue,
+    Intrinsic,
+    Literal,
+    Load,
+    Stmt,
+    Store,
+    Unary,
+    Value,
+    seq,
+)
+from relaxlite.ir.program_visitor import Substitute
+from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, sym
+from relaxlite.passes.balanced_weights import TERMS, whole_steps
+from relaxlite.passes.schedule import fill, less, split_reduction
+from relaxlite.passes.two_ways import ROW_UNIT, Product, Products, Rows, Weights
+from relaxlite.passes.word_weights import LONGEST, MOST_W, MOST_X
+from relaxlite.records import dataclass
+
+LARGEST_POWER = 50  # of two: rows whose elements add up to more, or to less than 2**-50, have no scale here
+_MASK = 0xFFFF
+_UNIT = 2.0**-16  # of a column's whole numbers as floats, whose length is then at most 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WordProducts(Products):
+    """Of rows of whole numbers, two in an int32: those at t and t + depth / 2."""
+
+    @property
+    def least_rows(self) -> int:
+        return 1
+
+    @property
+    def dtype(self) -> DType:
+        return "int32"
+
+    @property
+    def length(self) -> int:
+        return self.depth // 2
+
+    @property
+    def weight_rows(self) -> int:
+        return whole_steps(self.length)
+
+    def _plain(self, part: Product, weights: Weights) -> Stmt:
+        """Sums of x times the whole numbers of weights as floats, without rounding x."""
+        total, column, step = part.block.body.buffer, part.column.var, SymVar("t", lower=0)
+        x = [Load(part.x.buffer, (*part.x.indices[:-1], place)) for place in (step, step + self.length)]
+        pair = Scalar(weights.w[step, column])
+        halves = (pair & _MASK, pair.binary("shift_right", 16))
+        w = [(half - MOST_W).cast("float32") * _UNIT for half in halves]
+        terms = Binary("add", *(Binary("mul", a, b.value) for a, b in zip(x, w, strict=True)))
+        reduced = For(step, sym(self.length), Store(total, (), terms, "add"))
+        width = Scalar(weights.width[column]) * (1 / _UNIT)
+        return part.with_sum(reduced, (Scalar(total[()]) * width).value, total)
+
+    def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
+        total = Buffer(part.block.body.buffer.name, (), "int32", "local")
+        row, column, step = part.row, part.column.var, SymVar("t", lower=0)
+        places = [step * TERMS + n for n in range(TERMS)]
+        x1, x2, x3, x4, x5, x6 = (rows.prepared[row, k] for k in places)
+        w1, w2, w3, w4, w5, w6 = (weights.w[k, column] for k in places)
+        terms = Binary("add", _products(w3, x3), _products(_sum(w2, x1), _sum(w1, x2)))
+        terms = Binary("add", terms, _products(w6, x6))
+        terms = Binary("add", terms, _products(_sum(w5, x4), _sum(w4, x5)))
+        reduced = For(step, sym(self.weight_rows // TERMS), Store(total, (), terms, "add"))
+        e = Scalar(total[()]) - Scalar(weights.offset[column]) - Scalar(rows.shifts[row])
+        finish = e.cast("float32") * Scalar(rows.scales[row]) * Scalar(weights.width[column])
+        return part.with_sum(reduced, finish.value, total)
+
+    def _prepare(self, rows: Rows) -> Stmt:
+        """The rows of x as words, what they are multiplied by and what their pairs add, in one parallel loop over as
+        many rows as a vector has lanes, whose scales are computed side by side. A row that has no scale gets an
+        infinite one, one of zeros a scale of 0."""
+        lanes, number = self.lanes, product(self.parts[0].dims)
+        group, r = SymVar("group", lower=0), SymVar("r", lower=0, upper=lanes - 1)
+        first = group * lanes
+        count, row = smin(lanes, number - first), first + r
+        sizes, peaks, powers = (
+            Buffer(name, (sym(lanes),), "float32", "local") for name in ("sizes", "peaks", "powers")
+        )
+        shifts = Buffer("row_shifts", (sym(lanes),), "int32", "local")
+        zero, lane = literal(0.0, "float32"), SymVar("l", lower=0, upper=lanes - 1)
+        size, peak = Scalar(sizes[lane]), Scalar(peaks[lane])
+        has_scale = (size >= 2.0**-LARGEST_POWER) & (size <= 2.0**LARGEST_POWER)  # not of NaN
+        most = select(has_scale, peak, 1.0)
+        longest = (most * select(has_scale, size, 1.0)).unary("sqrt")  # the length is no greater (Hoelder)
+        undo = (most * (1 / MOST_X)).maximum(longest * (1 / LONGEST))
+        infinite = Scalar(Literal(float("inf"), "float32"))
+        scale = select(size.equals(0.0), 0.0, select(has_scale, undo, infinite))
+        stored = seq(
+            Store(rows.scales, (first + lane,), scale.value), Store(rows.shifts, (first + lane,), shifts[lane])
+        )
+        x = self._element(row, k := SymVar("k", lower=0))
+        added = For(k, sym(self.depth), Store(sizes, (r,), Unary("abs", x), "add"))
+        compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "maxnum"))
+
+        def word(place: SymExpr) -> Value:
+            low, high = (
+                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(row, at), powers[r]),), "int32")) + MOST_X
+                for at in (place, place + self.length)
+            )
+            return (low | high.binary("shift_left", 16)).value
+
+        pairs = self._pairs(
+            Store(shifts, (r,), literal(0, "int32"), "add"), lambda own, at: _shift_of(rows.prepared, row, own, at)
+        )
+        body: Stmt = seq(
+            *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (sizes, peaks, shifts)),
+            For(r, count, seq(split_reduction(added, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))),
+            For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
+            For(r, count, seq(self._row(rows.prepared, row, word), pairs)),
+            For(lane, sym(lanes), IfThenElse(less(first + lane, number), stored), "vectorized"),
+        )
+        for buffer in (shifts, powers, peaks, sizes):
+            body = Allocate(buffer, body)
+        beyond = For(r, sym(ROW_UNIT - 1), self._zeros(rows.prepared, number + r, 0))
+        groups = For(group, ceildiv(number, lanes), body, "parallel")
+        return Substitute(fresh=True).stmt(seq(beyond, groups))
+
+
+def _shift_of(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:
+    """What a word of a row adds to all of its sums: the product with its neighbour where the two are a pair, and its
+    own with what weights are too large by."""
+    word, number = Scalar(prepared[row, place]), Scalar(IndexValue(own % TERMS))
+    neighbours = Scalar(_products(prepared[row, place], prepared[row, place + 1]))
+    is_first = number.equals(0) | number.equals(TERMS // 2)
+    too_large = Scalar(_products(literal(MOST_W | MOST_W << 16, "int32"), word.value))
+    return (select(is_first, neighbours, 0) + too_large).value
+
+
+def _sum(a: Value, b: Value) -> Value:
+    return Binary("add", a, b)
+
+
+def _products(a: Value, b: Value) -> Value:
+    return Intrinsic(HALVES, (literal(0, "int32"), a, b), "int32")

@@ -1,0 +1,72 @@
+"""Products with constant weights in integers, where `precision="bf16"` allows rounding and additions cost nothing.
+
+A dot product of two words of 16 bits takes the time of one of two bfloat16, and sums in 32 bits that wrap. So rows of x
+and columns of w become whole numbers of 14 bits, relative to their largest; two of each lie in an int32, and Winograd's
+inner product (inner_products.py) is exact, for words of integers have additions,
+
+    e += dot(w2 + x1, w1 + x2);  e += dot(w3, x3);  e += dot(w5 + x4, w4 + x5);  e += dot(w6, x6)
+
+four dot products and four additions for twelve terms of a sum, in the time of four dot products where adders are idle:
+1.5 times the peak of bfloat16. Numbers are moved to start at 0, so that one addition of int32 adds two words without a
+carry from one to the other; what that adds to a sum, and what the pairs add, is one number of a row and one of a
+column, and the sum of the products themselves is below 2**31 (word_weights.py).
+
+**Rounding.** A row x moves by no more than 2**-8 of its length (2-norm), and so does a column, which is what rounding
+each element to bfloat16 may do. Usually it is far less: 14 bits of the largest element, bfloat16 has 8 of each.
+Measured on the rows that MiniLM multiplies, real text: 1.0e-4 to 3.5e-4 of a row's length, bfloat16 1.7e-3. But an
+element much smaller than the largest of its row keeps fewer digits than in bfloat16. Weights are left alone where
+columns are mostly zeros or have few large ones.
+
+**Rows that have no scale**, for they hold an infinity or NaN or their elements add up to more than 2**50 or less than
+2**-50: one of them, and all rows are multiplied in float32, unrounded, by the rounded weights. Rows and columns of
+zeros give zeros. Otherwise each row's result depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from relaxlite.ir.expr import Constant
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import IntLike, as_int
+from relaxlite.passes.constant_products import Way, take
+from relaxlite.passes.manager import PassContext
+from relaxlite.passes.two_ways import Product
+from relaxlite.passes.word_product_loops import WordProducts
+from relaxlite.passes.word_weights import MOST_DEPTH, problem_of_words, words_of
+from relaxlite.target import Target
+
+LEAST_COLUMNS: Final = 64  # over which the pass over x is spread
+LEAST_DEPTH: Final = 96  # terms of a sum
+
+
+def word_products(module: IRModule, context: PassContext) -> IRModule:
+    """Compute products with constant weights in integers where bfloat16 is precise enough and additions are free."""
+    if context.precision != "bf16" or not context.target.adds_beside_products:
+        return module
+    lanes = context.target.vector_lanes(4)
+
+    def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts | None:
+        is_fit = all(is_matrix_for_words(*part.w.buffer.shape) for part in parts)
+        return WordProducts(program, parts, lanes) if is_fit else None
+
+    return take(Way("word_products", make, words_of, "it is faster than in bfloat16"), module, context)
+
+
+def may_be_words(weights: Constant, target: Target) -> bool:
+    """Whether `word_products` will take the product of a float32 matrix by this constant."""
+    shape, dtype = weights.value.shape, weights.ty.dtype
+    if not target.adds_beside_products or dtype != "float32" or not is_matrix_for_words(*shape):
+        return False
+    return problem_of_words(weights.value) is None
+
+
+def is_matrix_for_words(*shape: IntLike) -> bool:
+    """Of known sizes (k, n): rows that go in pairs and give as much work as the pass over x takes."""
+    if len(shape) != 2:
+        return False
+    depth, columns = (as_int(size) for size in shape)
+    if depth is None or columns is None or depth % 2:
+        return False
+    return LEAST_DEPTH <= depth <= MOST_DEPTH and columns >= LEAST_COLUMNS
