@@ -103,8 +103,17 @@ def _side_by_side(columns: SymExpr, lanes: int, most: int, cores: int) -> int:
     return min(range(most, 0, -1), key=longest_share)
 
 
-# A faster way for many rows, of a number of vectors: the condition for it, and the tiles. None: there is none
-Larger: TypeAlias = "Callable[[ManyRows, int], tuple[Value, ManyRows] | None]"
+@dataclass(frozen=True, slots=True)
+class Faster:
+    """A faster way for many rows: the condition for it, its tiles, how many vectors wide, and what goes around them."""
+
+    condition: Value
+    tile: ManyRows
+    vectors: int
+    around: Callable[[Stmt], Stmt] = lambda tiles: tiles
+
+
+Larger: TypeAlias = "Callable[[ManyRows, int], Faster | None]"  # of tiles so many vectors wide; None: there is none
 
 
 def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larger | None = None) -> Stmt:
@@ -126,7 +135,7 @@ def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larg
     many = ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
     rest, best = tiles(many), None if larger is None else larger(many, found.vectors)
     if best is not None:
-        rest = IfThenElse(best[0], tiles(best[1]), rest)
+        rest = IfThenElse(best.condition, best.around(tiles(best.tile, best.vectors)), rest)
     return with_variant(less(row.extent, 2), tiles(one, found.alone), rest)
 
 

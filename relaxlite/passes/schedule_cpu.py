@@ -76,10 +76,11 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
-from relaxlite.passes.schedule_blocks import block_product, tiled_blocks
+from relaxlite.passes.schedule_blocks import Larger, block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
+from relaxlite.passes.schedule_halves import by_halves
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
 from relaxlite.passes.schedule_reduction import (
     Block,
@@ -377,7 +378,7 @@ class _Rules:
             streams = (
                 self.target.streams_of_blocks if packs else replace(self.target.streams_of_blocks, alone=0, many=0)
             )
-            return tiled_blocks(blocks, lanes, streams, by_tiles if self.target.has("amx-int8") else None)
+            return tiled_blocks(blocks, lanes, streams, self._more_rows)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
@@ -449,6 +450,13 @@ class _Rules:
             return usual
         few = tiled(block, column, lanes, registers, body, ScheduleChoice(rows=FEW_ROWS, vectors=FEW_VECTORS))
         return with_variant(less(row.extent, FEW_ROWS + 1), few, usual)
+
+    @property
+    def _more_rows(self) -> Larger | None:
+        """How many rows are multiplied with weights in blocks, where that is not as a few rows are."""
+        if self.target.has("amx-int8"):
+            return by_tiles
+        return by_halves if self.target.adds_beside_products else None
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

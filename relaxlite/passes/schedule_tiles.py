@@ -43,7 +43,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
 from relaxlite.passes.prologue import Instead
 from relaxlite.passes.register_tile import ColumnPiece
 from relaxlite.passes.schedule import GuardLoads, less, nest
-from relaxlite.passes.schedule_blocks import ManyRows, hoisted
+from relaxlite.passes.schedule_blocks import Faster, ManyRows, hoisted
 from relaxlite.passes.tile_products import MOST_DEPTH, ORIGIN, Products, find_products
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
@@ -57,15 +57,14 @@ _DOTS = ("dot", "dot_unsigned", "dot_of_unsigned", "dot_bf16")
 _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys(_DOTS, 16)}  # the others: 1
 
 
-def by_tiles(tile: ManyRows, vectors: int) -> tuple[Value, ManyRows] | None:
+def by_tiles(tile: ManyRows, vectors: int) -> Faster | None:
     """When tiles are there and have rows to fill one, and the code then; None: its sums are no products of tiles."""
     found = find_products(tile.update.value)
     if as_int(tile.steps.extent) is None or found is None or found.depth > MOST_DEPTH or tile.lanes != ROWS:
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
-    return enough, TiledRows(
-        tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead
-    )
+    made = TiledRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
+    return Faster(enough, made, vectors)
 
 
 class TiledRows(ManyRows):

@@ -41,7 +41,7 @@ class _Term:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class Sum:
     """start + the products of a block's quads with words of x."""
 
     start: Value
@@ -91,20 +91,35 @@ class Products:
         return (total if self.start is None else Scalar(self.start) + total).value
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """`value`, the integer that a block comes to: a sum, or one shifted plus another of the same quads."""
+
+    value: Value
+    sums: tuple[Sum, ...]
+    shift: int = 0
+
+
 def find_products(value: Value) -> Products | None:
     """The part of a value that tiles can compute; None: there is none, or more than one."""
-    found = _products(value)
+    found = find_sums(value)
+    return None if found is None else _laid_out(found.value, found.sums, found.shift)
+
+
+def find_sums(value: Value) -> Sums | None:
+    """The part of a value that is sums of dot products; None: there is none, or more than one."""
+    found = _sums(value)
     if found is not None:
         return found
-    parts = [part for child in value_children(value) if (part := find_products(child)) is not None]
+    parts = [part for child in value_children(value) if (part := find_sums(child)) is not None]
     return parts[0] if len(parts) == 1 else None
 
 
-def _products(value: Value) -> Products | None:
+def _sums(value: Value) -> Sums | None:
     """A sum of dot products, or such a sum shifted plus another."""
     last = _sum(value)
     if last is not None:
-        return _laid_out(value, (last,), 0)
+        return Sums(value, (last,))
     if not isinstance(value, Binary) or value.op != "add" or not isinstance(value.a, Binary):
         return None
     shifted, last = value.a, _sum(value.b)
@@ -115,10 +130,10 @@ def _products(value: Value) -> Products | None:
         return None
     if any(a is not b for a, b in zip(high.codes, last.codes, strict=True)):
         return None
-    return _laid_out(value, (high, last), int(shifted.b.value))
+    return Sums(value, (high, last), int(shifted.b.value))
 
 
-def _laid_out(value: Value, sums: tuple[_Sum, ...], shift: int) -> Products:
+def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     """Zero points that starts stand for go into the codes. Two sums are one where shifted codes are bytes, too."""
     last = sums[-1]
     zeros, greatest, codes = _zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
@@ -144,7 +159,7 @@ def _less(code: Scalar, zero: int) -> Scalar:
     return ((code | _SIGNS) - zero * _ONES).binary("xor", _SIGNS) if zero else code  # no byte borrows from the next
 
 
-def _zeros_of(summed: _Sum) -> list[int]:
+def _zeros_of(summed: Sum) -> list[int]:
     """What the start takes off each quad; nothing where that is not known."""
     zero = _zero_of(summed.start)
     if zero is not None:
@@ -190,7 +205,7 @@ def _taken(start: Value) -> tuple[int, Value] | None:
     return (int(taken.b.value), start.a) if isinstance(taken.b, Literal) else None
 
 
-def _sum(value: Value) -> _Sum | None:
+def _sum(value: Value) -> Sum | None:
     """Two chains of dot products, added."""
     if not isinstance(value, Binary) or value.op != "add":
         return None
@@ -208,7 +223,7 @@ def _sum(value: Value) -> _Sum | None:
     if [offset for offset, _ in terms] != list(range(0, 4 * len(terms), 4)):
         return None
     found = [term for _, term in terms]
-    return _Sum(start, tuple(t.code for t in found), max(t.greatest for t in found), found[0].x)
+    return Sum(start, tuple(t.code for t in found), max(t.greatest for t in found), found[0].x)
 
 
 def _chain(value: Value) -> tuple[Value, list[_Term]]:
