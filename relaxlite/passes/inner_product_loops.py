@@ -26,13 +26,13 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
-from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, sym
+from relaxlite.ir.program_visitor import ProgramRewriter
+from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.loop_pattern import perfect_nest
-from relaxlite.passes.schedule import fill, less, nest, split_reduction
+from relaxlite.passes.schedule import fill, nest, split_reduction
 from relaxlite.passes.schedule_reduction import Block
-from relaxlite.passes.two_ways import ROW_UNIT, Elsewhere, Product, Products, Rows, Weights
+from relaxlite.passes.two_ways import Elsewhere, Product, Products, Rows, Weights
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -85,17 +85,13 @@ class FloatProducts(Products):
         return part.with_sum(reduced, finish.value, total)
 
     def _prepare(self, rows: Rows) -> Stmt:
-        """The rows of x, their scales and what their pairs add, in one parallel loop over as many rows as a vector has
-        lanes, whose scales are computed side by side. A row that has no length gets an infinite scale, one of zeros a
-        scale of 0."""
-        lanes, number = self.lanes, product(self.parts[0].dims)
-        group, r = SymVar("group", lower=0), SymVar("r", lower=0, upper=lanes - 1)
-        first = group * lanes
-        count, row = smin(lanes, number - first), first + r
+        """The rows of x, their scales and what their pairs add. A row that has no length gets an infinite scale, one of
+        zeros a scale of 0."""
+        group, lanes, zero = self._group(), self.lanes, literal(0.0, "float32")
+        r, lane = group.member, group.lane
         squares, peaks, powers, pairs = (
             Buffer(name, (sym(lanes),), "float32", "local") for name in ("squares", "peaks", "powers", "pairs")
         )
-        zero, lane = literal(0.0, "float32"), SymVar("l", lower=0, upper=lanes - 1)
         length, largest, undo = Scalar(squares[lane]), Scalar(peaks[lane]), 1.0 / Scalar(powers[lane])
         has_length = (length >= 2.0**-LARGEST_POWER) & (length <= 2.0**LARGEST_POWER)
         is_zero = length.equals(0.0) & largest.equals(0.0)
@@ -103,28 +99,25 @@ class FloatProducts(Products):
         infinite = Scalar(Literal(float("inf"), "float32"))
         scale = select(is_zero, 0.0, select(has_length, undo, infinite))
         shift = select(is_zero, 0.0, -Scalar(pairs[lane]) * undo)
-        stored = seq(Store(rows.scales, (first + lane,), scale.value), Store(rows.shifts, (first + lane,), shift.value))
-        x = self._element(row, k := SymVar("k", lower=0))
+        at = (group.lane_row,)
+        results = seq(Store(rows.scales, at, scale.value), Store(rows.shifts, at, shift.value))
+        x = self._element(group.row, k := SymVar("k", lower=0))
         squared = For(k, sym(self.depth), Store(squares, (r,), _product(x, x), "add"))
         compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "max"))
         looked = seq(
             split_reduction(squared, lanes, 4, zero),
             IfThenElse(Scalar(squares[r]).equals(0.0).value, split_reduction(compared, lanes, 1, zero)),
         )
-        balanced = self._row(rows.prepared, row, lambda place: _product(self._element(row, place), powers[r]))
-        added = self._pairs(Store(pairs, (r,), zero, "add"), lambda own, place: _signed(rows.prepared, row, own, place))
-        body: Stmt = seq(
+        balanced = self._row(rows.prepared, group.row, lambda k: _product(self._element(group.row, k), powers[r]))
+        first = Store(pairs, (r,), zero, "add")
+        added = self._pairs(first, lambda own, place: _signed(rows.prepared, group.row, own, place))
+        body = (
             *(fill(buffer, zero, lanes) for buffer in (squares, peaks, pairs)),
-            For(r, count, looked),
+            For(r, group.count, looked),
             For(lane, sym(lanes), Store(powers, (lane,), (-exponent).exp2().value), "vectorized"),
-            For(r, count, seq(balanced, added)),
-            For(lane, sym(lanes), IfThenElse(less(first + lane, number), stored), "vectorized"),
+            For(r, group.count, seq(balanced, added)),
         )
-        for buffer in (pairs, powers, peaks, squares):
-            body = Allocate(buffer, body)
-        beyond = For(r, sym(ROW_UNIT - 1), self._zeros(rows.prepared, number + r, 0))
-        groups = For(group, ceildiv(number, lanes), body, "parallel")
-        return Substitute(fresh=True).stmt(seq(beyond, groups))
+        return self._over_groups(group, rows, results, body, (squares, peaks, powers, pairs))
 
 
 def _signed(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:

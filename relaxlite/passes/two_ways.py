@@ -12,7 +12,7 @@ What is prepared and summed is said by inner_product_loops.py, in floats, and wo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from relaxlite.dtypes import DType
@@ -36,7 +36,7 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
-from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, substitute, sym
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs
 from relaxlite.passes.join_loops import reads_only_where_written
 from relaxlite.passes.loop_pattern import top_stages
@@ -99,6 +99,18 @@ class Rows:
     prepared: Buffer
     scales: Buffer  # float32; infinite for a row that takes the ordinary way
     shifts: Buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """As many rows as a vector has lanes, whose scales are computed side by side, in a loop over groups."""
+
+    loop: SymVar
+    member: SymVar
+    lane: SymVar
+    count: SymExpr  # of its members: in the last group there may be less
+    row: SymExpr  # the number of the member
+    lane_row: SymExpr  # that of the lane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,6 +237,26 @@ class Products(ABC):
         return tuple(pairs)
 
     # of passes over x
+
+    def _group(self) -> Group:
+        lanes, number = self.lanes, product(self.parts[0].dims)
+        loop, member, lane = SymVar("group", lower=0), *(SymVar(name, lower=0, upper=lanes - 1) for name in "rl")
+        first = loop * lanes
+        return Group(loop, member, lane, smin(lanes, number - first), first + member, first + lane)
+
+    def _over_groups(
+        self, group: Group, rows: Rows, results: Stmt, body: Sequence[Stmt], local: Sequence[Buffer]
+    ) -> Stmt:
+        """`body` for each group, then `results` for each of its lanes that is a row, in one parallel loop. The rows
+        beyond the last, which a tile may read, are zeros."""
+        lanes, number = self.lanes, product(self.parts[0].dims)
+        kept = IfThenElse(less(group.lane_row, number), results)
+        each: Stmt = seq(*body, For(group.lane, sym(lanes), kept, "vectorized"))
+        for buffer in reversed(local):
+            each = Allocate(buffer, each)
+        beyond = For(group.member, sym(ROW_UNIT - 1), self._zeros(rows.prepared, number + group.member, 0))
+        groups = For(group.loop, ceildiv(number, lanes), each, "parallel")
+        return Substitute(fresh=True).stmt(seq(beyond, groups))
 
     def _element(self, row: SymExpr, place: SymExpr) -> Load:
         """Of a row of x by its number."""

@@ -6,11 +6,9 @@ from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import HALVES, NEAREST
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
-    Allocate,
     Binary,
     Buffer,
     For,
-    IfThenElse,
     IndexValue,
     Intrinsic,
     Literal,
@@ -21,11 +19,10 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import Substitute
-from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
-from relaxlite.passes.schedule import fill, less, split_reduction
-from relaxlite.passes.two_ways import ROW_UNIT, Product, Products, Rows, Weights
+from relaxlite.passes.schedule import fill, split_reduction
+from relaxlite.passes.two_ways import Product, Products, Rows, Weights
 from relaxlite.passes.word_weights import LONGEST, MOST_W, MOST_X
 from relaxlite.records import dataclass
 
@@ -81,18 +78,14 @@ class WordProducts(Products):
         return part.with_sum(reduced, finish.value, total)
 
     def _prepare(self, rows: Rows) -> Stmt:
-        """The rows of x as words, what they are multiplied by and what their pairs add, in one parallel loop over as
-        many rows as a vector has lanes, whose scales are computed side by side. A row that has no scale gets an
+        """The rows of x as words, what they are multiplied by and what their pairs add. A row that has no scale gets an
         infinite one, one of zeros a scale of 0."""
-        lanes, number = self.lanes, product(self.parts[0].dims)
-        group, r = SymVar("group", lower=0), SymVar("r", lower=0, upper=lanes - 1)
-        first = group * lanes
-        count, row = smin(lanes, number - first), first + r
+        group, lanes, zero = self._group(), self.lanes, literal(0.0, "float32")
+        r, lane = group.member, group.lane
         sizes, peaks, powers = (
             Buffer(name, (sym(lanes),), "float32", "local") for name in ("sizes", "peaks", "powers")
         )
         shifts = Buffer("row_shifts", (sym(lanes),), "int32", "local")
-        zero, lane = literal(0.0, "float32"), SymVar("l", lower=0, upper=lanes - 1)
         size, peak = Scalar(sizes[lane]), Scalar(peaks[lane])
         has_scale = (size >= 2.0**-LARGEST_POWER) & (size <= 2.0**LARGEST_POWER)  # not of NaN
         most = select(has_scale, peak, 1.0)
@@ -100,35 +93,29 @@ class WordProducts(Products):
         undo = (most * (1 / MOST_X)).maximum(longest * (1 / LONGEST))
         infinite = Scalar(Literal(float("inf"), "float32"))
         scale = select(size.equals(0.0), 0.0, select(has_scale, undo, infinite))
-        stored = seq(
-            Store(rows.scales, (first + lane,), scale.value), Store(rows.shifts, (first + lane,), shifts[lane])
-        )
-        x = self._element(row, k := SymVar("k", lower=0))
+        at = (group.lane_row,)
+        results = seq(Store(rows.scales, at, scale.value), Store(rows.shifts, at, shifts[lane]))
+        x = self._element(group.row, k := SymVar("k", lower=0))
         added = For(k, sym(self.depth), Store(sizes, (r,), Unary("abs", x), "add"))
         compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "maxnum"))
 
         def word(place: SymExpr) -> Value:
             low, high = (
-                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(row, at), powers[r]),), "int32")) + MOST_X
-                for at in (place, place + self.length)
+                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(group.row, k), powers[r]),), "int32")) + MOST_X
+                for k in (place, place + self.length)
             )
             return (low | high.binary("shift_left", 16)).value
 
-        pairs = self._pairs(
-            Store(shifts, (r,), literal(0, "int32"), "add"), lambda own, at: _shift_of(rows.prepared, row, own, at)
-        )
-        body: Stmt = seq(
+        first = Store(shifts, (r,), literal(0, "int32"), "add")
+        pairs = self._pairs(first, lambda own, place: _shift_of(rows.prepared, group.row, own, place))
+        looked = seq(split_reduction(added, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
+        body = (
             *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (sizes, peaks, shifts)),
-            For(r, count, seq(split_reduction(added, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))),
+            For(r, group.count, looked),
             For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
-            For(r, count, seq(self._row(rows.prepared, row, word), pairs)),
-            For(lane, sym(lanes), IfThenElse(less(first + lane, number), stored), "vectorized"),
+            For(r, group.count, seq(self._row(rows.prepared, group.row, word), pairs)),
         )
-        for buffer in (shifts, powers, peaks, sizes):
-            body = Allocate(buffer, body)
-        beyond = For(r, sym(ROW_UNIT - 1), self._zeros(rows.prepared, number + r, 0))
-        groups = For(group, ceildiv(number, lanes), body, "parallel")
-        return Substitute(fresh=True).stmt(seq(beyond, groups))
+        return self._over_groups(group, rows, results, body, (sizes, peaks, powers, shifts))
 
 
 def _shift_of(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:
