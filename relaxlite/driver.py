@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 
@@ -54,6 +54,8 @@ from relaxlite.target import Target
 from relaxlite.validation import Validator
 from relaxlite.version import __version__
 
+Validate: TypeAlias = "bool | Sequence[Sequence[Any]] | Mapping[str, Sequence[Sequence[Any]]]"
+
 
 def compile(
     module: IRModule,
@@ -65,7 +67,7 @@ def compile(
     constant_memory: bool | None = None,
     threads: int | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
-    validate: bool | Sequence[Sequence[Any]] = False,
+    validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
@@ -74,7 +76,7 @@ def compile(
     attention, to be rounded as far as bfloat16 does (8 significant bits; a row by 2**-8 of its length): faster on
     processors with such instructions (up to 1.9 times on a Zen 4, 3 on one with AMX), results within some 1 % of the
     largest. On a Zen 4 most rows are rounded to whole numbers of 14 bits instead, relative to their largest element,
-    which is faster and closer (passes/word_products.py).
+    which is faster and closer (passes/word_products.py), also in convolutions of one pixel.
     What weights in blocks of few bits are multiplied by, as in language models, is rounded to integers in blocks:
     `precision="int8"` to 8 bits, as llama.cpp does, `"int12"` to 12 (logits move by some 3e-3 of the largest),
     `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies
@@ -85,7 +87,8 @@ def compile(
     names one for every compilation. `context` receives times and notes.
     `validate=True` runs the module before and after each pass on random inputs of sampled sizes, and compares the
     compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
-    place of random ones. That takes seconds for small models, minutes for large ones; only "main" is checked.
+    place of random ones, or a mapping of such lists by the names of functions that are called from outside. That takes
+    seconds for small models, minutes for large ones.
     `libraries`: what `rl.register_library` has added and OpenBLAS, where it is installed, are called where they pay;
     names of libraries or rules restrict that to them, "none" forbids it.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
@@ -117,7 +120,7 @@ def build(
     precision: str | None = None,
     constant_memory: bool | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
-    validate: bool | Sequence[Sequence[Any]] = False,
+    validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
 ) -> ExecutableData:
     """What `compile` makes, as plain data: also for a processor that is not this one, where `validate` checks
@@ -135,13 +138,13 @@ def build(
     if libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
-    validator = _validator(module, context, validate)
+    validators = _validators(module, context, validate)
     context.kept = Kept(open_cache(), _passes_key(machine))
     try:
         lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
         context.kept.write()
     finally:
-        if validator is not None:
+        for validator in validators:
             context.observers.remove(validator.check)
     start = time.perf_counter()
     code = compile_programs(lowered.programs(), machine)
@@ -169,8 +172,8 @@ def build(
         support=compile_support(machine),
         others=others,
     )
-    if validator is not None and machine.runs_here:
-        validator.check_compiled(Executable(data), lowered)
+    for validator in validators if machine.runs_here else ():
+        validator.check_compiled(Executable(data).entry(validator.entry), lowered)
     return data
 
 
@@ -181,18 +184,22 @@ def _passes_key(target: Target) -> str:
     return "\n".join([__version__, str(sys.implementation.cache_tag), repr(target), *sources])
 
 
-def _validator(module: IRModule, context: PassContext, validate: bool | Sequence[Sequence[Any]]) -> Validator | None:
-    """The check of each pass, which the context gets as an observer."""
+def _validators(module: IRModule, context: PassContext, validate: Validate) -> list[Validator]:
+    """The checks of each pass, which the context gets as observers: one for each function that is called from outside
+    and that there are inputs for."""
     if validate is False:
-        return None
-    inputs = None if validate is True else validate
-    validator = Validator(
-        module, inputs=inputs, externs=registered_functions(), folder=str(context.dump_dir or "") or None
-    )
-    context.observers.append(validator.check)
-    if doubt := validator.doubt():
-        warnings.warn(doubt, RuntimeWarning, stacklevel=2)
-    return validator
+        return []
+    if isinstance(validate, Mapping):
+        given: Mapping[str, Sequence[Sequence[Any]] | None] = validate
+    else:
+        given = dict.fromkeys(entries(module)) if validate is True else {ENTRY: validate}
+    externs, folder = registered_functions(), str(context.dump_dir or "") or None
+    found = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
+    for validator in found:
+        context.observers.append(validator.check)
+        if doubt := validator.doubt():
+            warnings.warn(doubt, RuntimeWarning, stacklevel=3)
+    return found
 
 
 def signature_of(function: Function) -> Signature:

@@ -17,16 +17,17 @@ from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import PASSES
 from relaxlite.target import Target
 from relaxlite.validation.record import open_record
-from relaxlite.validation.validator import Validator
+from relaxlite.validation.validator import ENTRY, Validator
 
 
 def rerun(path: str) -> str | None:
     """What differs, or None."""
     what, before, after, args = open_record(path)
-    validator = Validator(before, inputs=[args], folder=str(Path(path).parent))
+    what, _, entry = what.partition(" in ")
+    validator = Validator(before, inputs=[args], folder=str(Path(path).parent), entry=entry or ENTRY)
     try:
         if not what.startswith("pass "):
-            validator.check_compiled(compile_module(before), after)
+            validator.check_compiled(compile_module(before).entry(validator.entry), after)
             return None
         name = what.removeprefix("pass ")
         step = PASSES.get(name) or Pass(name, lambda module, _: _present(after), "graph")

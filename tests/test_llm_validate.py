@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,25 +19,30 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.llm.compiling import build_checkpoint, module_of
 from relaxlite.llm.step_samples import step_samples
-from relaxlite.passes.manager import Pass
+from relaxlite.passes.manager import Pass, PassContext
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.revalidate import rerun
+from relaxlite.target import Target
 from tests.llm_models import small_checkpoint
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_samples_are_steps_of_a_cache(cache_dtype: str) -> None:
-    found = step_samples(module_of(small_checkpoint("llama"), cache_dtype=cache_dtype))
+    module = module_of(small_checkpoint("llama"), cache_dtype=cache_dtype, has_fill=True)
+    found, fills = step_samples(module).values()
     assert [len(tokens) for tokens, *_ in found] == [1, 10, 25]
     for tokens, positions, slots, table, blocks, wanted, *pools in found:
         assert len(tokens) == len(positions) == len(np.unique(slots)) and wanted.max() == len(tokens) - 1
         assert blocks[:, 2].sum() == len(tokens) and table.max() < pools[0].shape[1]
         assert all(np.any(pool) for pool in pools)
+    for with_wanted, without in zip(found, fills, strict=True):
+        assert all(a is b for a, b in zip((*with_wanted[:5], *with_wanted[6:]), without, strict=True))
 
 
 def test_samples_fit_into_the_context() -> None:
     def most(context: int) -> list[int]:
         samples = step_samples(module_of(small_checkpoint("llama"), max_context=context))
-        return [int(positions.max()) for _, positions, *_ in samples]
+        return [int(positions.max()) for _, positions, *_ in samples["main"]]
 
     assert most(96) == [0, 6, 70]
     assert most(64) == [0, 6]
@@ -74,10 +82,35 @@ def test_a_pass_that_changes_a_step_is_found() -> None:
 def test_the_compiler_of_checkpoints_validates_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def noted(module: IRModule) -> list[tuple[np.ndarray, ...]]:
+    def noted(module: IRModule) -> dict[str, list[tuple[np.ndarray, ...]]]:
         asked.append(1)
-        return step_samples(module)[:1]
+        return {name: samples[:1] for name, samples in step_samples(module).items()}
 
     monkeypatch.setattr("relaxlite.llm.compiling.step_samples", noted)
     monkeypatch.setattr("relaxlite.llm.compiling.attachments_of", lambda *_: {})
     assert build_checkpoint(small_checkpoint("llama"), validate=True).kernels and asked == [1]
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q5_1"])
+def test_steps_that_only_fill_the_cache_are_validated(kind: str) -> None:
+    module = module_of(quantize_checkpoint(small_checkpoint("llama"), kind), has_fill=True)
+    samples = step_samples(module)
+    assert set(samples) == {"main", "fill"}
+    assert build(module, validate=samples).kernels
+
+
+def test_a_pass_that_changes_what_fills_the_cache_is_found(tmp_path: Path) -> None:
+    """And in no other function. What is kept of it runs again."""
+
+    def broken(module: IRModule, _: object) -> IRModule:
+        return module.updated({"fill": _LargerNorms().function(module["fill"])})
+
+    steps = list(default_pipeline())
+    at = next(k for k, step in enumerate(steps) if step.name == "decompose")
+    steps.insert(at, Pass("broken", broken, "graph"))
+    module = module_of(quantize_checkpoint(small_checkpoint("llama"), "q4_0"), has_fill=True)
+    context = PassContext(Target.host(), dump_dir=tmp_path)
+    with pytest.raises(ValidationError, match=r"^pass broken in fill changes what the module computes, at n=1, ") as e:
+        build(module, passes=steps, context=context, validate=step_samples(module))
+    (path,) = re.findall(r"revalidate (\S+)`", str(e.value))
+    assert "pass broken in fill changes" in (rerun(path) or "")

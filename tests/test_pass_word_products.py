@@ -291,3 +291,18 @@ def test_validation_finds_nothing_to_object_to() -> None:
     if not ZEN4.runs_here:
         pytest.skip("needs the instructions of a Zen 4")
     rl.compile(linear(weights(96, 64)), target=str(ZEN4), precision="bf16", validate=True)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolutions_of_one_pixel_are_such_products(stride: int) -> None:
+    bb = BlockBuilder()
+    n, h, w = (bb.symbol(name) for name in "nhw")
+    filters = np.ascontiguousarray(weights(128, 96).T.reshape(96, 128, 1, 1))
+    with bb.function("main", x=TensorType.of((n, 128, h, w), "float32")) as (x,):
+        conv = bb.emit(get_op("conv")(x, Constant.of(filters), (0, 0, 0, 0), strides=(stride, stride)))
+        bb.result(bb.emit(get_op("relu")(conv)))
+    run = compiled(bb.module())
+    for shape in ((1, 20, 30), (2, 7, 9), (3, 1, 1)):
+        x = np.random.default_rng(2).standard_normal((shape[0], 128, *shape[1:])).astype(np.float32)
+        exact = np.einsum("nchw,oc->nohw", x[:, :, ::stride, ::stride].astype(np.float64), filters[:, :, 0, 0])
+        np.testing.assert_allclose(np.asarray(run(x)), np.maximum(exact, 0), atol=4e-3)

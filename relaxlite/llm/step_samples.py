@@ -9,6 +9,8 @@ from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.compiled_engine import layout_of
 from relaxlite.llm.engine import Array
+from relaxlite.passes.reachable import entries
+from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
 
 # Tokens that sequences have, and that each gets: a first token; prompts; a reply, guesses and a prompt, with more rows
@@ -16,8 +18,24 @@ from relaxlite.runtime.kv_cache import KVCache
 _STEPS = (((0,), (1,)), ((0, 0), (7, 3)), ((70, 9, 20), (1, 4, 20)))
 
 
-def step_samples(module: IRModule, seed: int = 0) -> list[tuple[Array, ...]]:
-    """Some calls of "main", with tokens, keys and values that are random, as a cache describes them."""
+def step_samples(module: IRModule, seed: int = 0) -> dict[str, list[tuple[Array, ...]]]:
+    """Some calls of each function, with tokens, keys and values that are random, as a cache describes them."""
+    calls = _calls(module, seed)
+    found = {"main": [call.arguments(True) for call in calls]}
+    return found | {name: [call.arguments(False) for call in calls] for name in entries(module)[1:]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    inputs: tuple[Array, ...]  # tokens and where they belong
+    wanted: Array  # tokens whose logits "main" gives
+    pools: tuple[Array, ...]
+
+    def arguments(self, has_wanted: bool) -> tuple[Array, ...]:
+        return (*self.inputs, *((self.wanted,) if has_wanted else ()), *self.pools)
+
+
+def _calls(module: IRModule, seed: int) -> list[_Call]:
     rng = np.random.default_rng(seed)
     main = module["main"]
     assert isinstance(main, Function)
@@ -38,8 +56,8 @@ def step_samples(module: IRModule, seed: int = 0) -> list[tuple[Array, ...]]:
         inputs = cache.describe([(sequence, 0, count) for sequence, count in new])
         ends = np.cumsum(counts)
         wanted = np.unique([0, *(ends - 1)])
-        pools = [_random(rng, pool) for pool in cache.pools]
-        found.append((rng.integers(0, vocab, ends[-1]), *inputs, wanted, *pools))
+        pools = tuple(_random(rng, pool) for pool in cache.pools)
+        found.append(_Call((rng.integers(0, vocab, ends[-1]), *inputs), wanted, pools))
     return found
 
 

@@ -69,10 +69,11 @@ def _rounded_later(function: Function) -> set[Var]:
     found: set[Var] = set()
     for binding in reversed(list(function.body.bindings())):
         value = binding.value if isinstance(binding, Let) else None
-        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not isinstance(x := value.args[0], Var):
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or not value.args:
             continue
+        x = value.args[0]
         is_cast = value.callee.name == "cast" and value.attrs["dtype"] == NARROW
-        if is_cast or (value.callee.name == "reshape" and binding.var in found):
+        if isinstance(x, Var) and (is_cast or (value.callee.name == "reshape" and binding.var in found)):
             found.add(x)
     return found
 

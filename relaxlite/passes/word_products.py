@@ -63,10 +63,9 @@ def may_be_words(weights: Constant, target: Target) -> bool:
 
 
 def is_matrix_for_words(*shape: IntLike) -> bool:
-    """Of known sizes (k, n): rows that go in pairs and give as much work as the pass over x takes."""
-    if len(shape) != 2:
-        return False
-    depth, columns = (as_int(size) for size in shape)
-    if depth is None or columns is None or depth % 2:
+    """Of known sizes (..., k, n), the others ones, as filters of one pixel are: rows that go in pairs and give as much
+    work as the pass over x takes."""
+    *ones, depth, columns = (as_int(size) for size in shape)
+    if any(size != 1 for size in ones) or depth is None or columns is None or depth % 2:
         return False
     return LEAST_DEPTH <= depth <= MOST_DEPTH and columns >= LEAST_COLUMNS

@@ -66,17 +66,18 @@ def spread_of(
     externs: Externs,
     seed: int,
     runs: int = RUNS,
+    entry: str = "main",
     is_enough: Callable[[tuple[Any, ...]], bool] = lambda spread: False,
 ) -> tuple[Any, ...] | None:
-    """How far rounding moves each element of `values`; None when it changes shapes or stops the run. `is_enough` ends
-    the runs early: more of them move elements further only."""
+    """How far rounding moves each element of `values`, which function `entry` gives for `args`; None when it changes
+    shapes or stops the run. `is_enough` ends the runs early: more of them move elements further only."""
     spread = [np.zeros(v.shape) for v in values]
     rngs = [np.random.default_rng((seed, run)) for run in range(runs)]
     changes: list[Nudge | Widen] = [Nudge(rng, module, ties=run % TIES == TIES - 1) for run, rng in enumerate(rngs)]
     for change in (*changes, Widen()):
         interpreter = Interpreter(module, externs, around_call=change.call, program_runner=change.run_program)
         try:
-            found = flat(interpreter.run("main", *map(change.value, args)))
+            found = flat(interpreter.run(entry, *map(change.value, args)))
         except (RelaxliteError, ValueError, IndexError, ArithmeticError):  # which hangs on the last digit of a number
             return None
         if any(a.shape != b.shape for a, b in zip(found, values, strict=True)):

@@ -36,7 +36,8 @@ def keep(
 
 
 def open_record(path: str) -> tuple[str, IRModule, IRModule | None, tuple[Any, ...]]:
-    """What `keep` wrote: what failed ("pass fuse_ops"), the modules before and after, and the arguments."""
+    """What `keep` wrote: what failed ("pass fuse_ops", or "pass fuse_ops in fill"), the modules before and after, and
+    the arguments."""
     first = Path(path)
     stem = first.name.removesuffix(".before.py")
     text, after = first.read_text(), first.with_name(f"{stem}.after.py")

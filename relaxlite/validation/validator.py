@@ -56,7 +56,8 @@ class Case:
 class Validator:
     """Checks the passes that a module goes through, and the compiled model, by running all of them on samples.
 
-    `inputs`: example arguments of "main", each a sequence in its order; random ones at sizes of all kinds without them.
+    `inputs`: example arguments of function `entry`, each a sequence in its order; random ones at sizes of all kinds
+    without them.
     `externs`: Python functions of the library routines that the module calls, by symbol. `program_runner` runs tensor
     programs in place of running.py. A mismatch is kept as text in `folder`. `styles`: of the sizes (samples.py).
     """
@@ -71,10 +72,12 @@ class Validator:
         folder: str | None = None,
         styles: Sequence[str] = STYLES,
         seed: int = 0,
+        entry: str = ENTRY,
     ) -> None:
-        main = module.get(ENTRY)
+        main = module.get(entry)
         if not isinstance(main, Function):
-            raise InvalidArgumentError(f"the module has no function {ENTRY!r}")
+            raise InvalidArgumentError(f"the module has no function {entry!r}")
+        self.entry = entry
         self._externs, self._runner = dict(externs or {}), program_runner or Remembering()
         self._folder, self._seed = folder, seed
         self._original = module
@@ -82,7 +85,7 @@ class Validator:
         self._donated = tuple(main.params.index(param) for param in given)
         self._results = len(result_types(main.body.result.ty))
         if inputs is not None:
-            self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(main, inputs)]
+            self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(entry, main, inputs)]
         else:
             found = [self._drawn(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))]
             if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in found) <= len(found):
@@ -99,8 +102,9 @@ class Validator:
             return None
         failed = next((outcome for outcome in found if isinstance(outcome, Failed)), None)
         reason = f"stops ({_told(failed.error)})" if failed is not None else "gives no elements"
+        subject = "the model" if self.entry == ENTRY else repr(self.entry)
         return (
-            f"the model {reason} at all sizes that were tried, so validation compares hardly anything; give example "
+            f"{subject} {reason} at all sizes that were tried, so validation compares hardly anything; give example "
             "inputs, `validate=[(array, ...)]`, or bounds that the model needs"
         )
 
@@ -160,12 +164,12 @@ class Validator:
     def _case(self, sample: Sample, found: tuple[Any, ...] | Failed) -> Case:
         if isinstance(found, Failed):
             return Case(sample, found, found)
-        spread = spread_of(self._original, sample.args, found, self._externs, self._seed)
+        spread = spread_of(self._original, sample.args, found, self._externs, self._seed, entry=self.entry)
         return Case(sample, _UNSTABLE if spread is None else Expected(found, spread), found)
 
     def _run(self, module: IRModule, args: Sequence[Any]) -> tuple[Any, ...] | Failed:
         interpreter = Interpreter(module, self._externs, program_runner=self._runner)
-        return self._outcome(partial(interpreter.run, ENTRY), args)
+        return self._outcome(partial(interpreter.run, self.entry), args)
 
     def _outcome(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | Failed:
         """What a run gives, the new contents of donated arguments last: as results, or in their arrays."""
@@ -206,7 +210,7 @@ class Validator:
             return Expected(values, tuple(map(np.maximum, known, spread)))
 
         spread = spread_of(
-            self._original, case.sample.args, values, self._externs, self._seed + 1, SURE_RUNS,
+            self._original, case.sample.args, values, self._externs, self._seed + 1, SURE_RUNS, self.entry,
             is_enough=lambda spread: compare(found, allowing(spread)) is None,
         )  # fmt: skip
         case.outcome = _UNSTABLE if spread is None else allowing(spread)
@@ -223,6 +227,7 @@ class Validator:
         return all(isinstance(outcome, Failed) and outcome.is_check for outcome in found)
 
     def _fail(self, what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
+        what = what if self.entry == ENTRY else f"{what} in {self.entry}"
         path = keep(what, sample, problem, before, after, self._folder)
         raise ValidationError(
             f"{what} changes what the module computes, at {sample}: {problem}\n"
@@ -248,12 +253,12 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _given(main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
+def _given(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
     found = []
     for args in inputs:
         if len(args) != len(main.params):
             raise InvalidArgumentError(
-                f"{ENTRY!r} takes {len(main.params)} arguments, got {len(args)} to validate with"
+                f"{entry!r} takes {len(main.params)} arguments, got {len(args)} to validate with"
             )
         symbols: Symbols = {}
         arrays = tuple(a if isinstance(a, tuple) else np.asarray(a, order="C") for a in args)
