@@ -112,6 +112,10 @@ def test_other_processors_multiply_in_bfloat16(cpu: str) -> None:
     assert not takes(linear(weights(384, 128)), Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu"))
 
 
+def test_tiles_of_bfloat16_are_faster_still() -> None:
+    assert not takes(linear(weights(384, 128)), Target.parse(f"{ZEN4} -mattr=+amx-tile,+amx-bf16"))
+
+
 @pytest.mark.parametrize("precision", ["auto", "float32", "int8"])
 def test_no_other_precision_rounds_to_words(precision: str) -> None:
     context = PassContext(target=ZEN4, precision=precision)

@@ -43,7 +43,7 @@ LEAST_DEPTH: Final = 96  # terms of a sum
 
 def word_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights in integers where bfloat16 is precise enough and additions are free."""
-    if context.precision != "bf16" or not context.target.adds_beside_products:
+    if context.precision != "bf16" or not _is_faster(context.target):
         return module
     lanes = context.target.vector_lanes(4)
 
@@ -57,9 +57,14 @@ def word_products(module: IRModule, context: PassContext) -> IRModule:
 def may_be_words(weights: Constant, target: Target) -> bool:
     """Whether `word_products` will take the product of a float32 matrix by this constant."""
     shape, dtype = weights.value.shape, weights.ty.dtype
-    if not target.adds_beside_products or dtype != "float32" or not is_matrix_for_words(*shape):
+    if not _is_faster(target) or dtype != "float32" or not is_matrix_for_words(*shape):
         return False
     return problem_of_words(weights.value) is None
+
+
+def _is_faster(target: Target) -> bool:
+    """Than dot products of bfloat16, or tiles of it."""
+    return target.adds_beside_products and not target.has("amx-bf16")
 
 
 def is_matrix_for_words(*shape: IntLike) -> bool:
