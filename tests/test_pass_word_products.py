@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,17 +15,24 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.codegen.llvm import emit_assembly
+from relaxlite.driver import build
+from relaxlite.errors import ValidationError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
+from relaxlite.ir.program import Binary, Literal, Load, Value
+from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import map_programs
 from relaxlite.passes import word_products
-from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.passes.word_weights import LONGEST, MOST_DEPTH, MOST_W, MOST_X, words_of
 from relaxlite.target import Target
+from relaxlite.validation.oracle import Expected
+from relaxlite.validation.validator import Validator
 from tests.test_pass_inner_products import ZEN4, linear, rows, weights
 from tests.test_register_tile import inner_loops, vector_stack_references
 
@@ -290,11 +299,38 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
             np.testing.assert_allclose(np.asarray(got), wanted, atol=4e-3)
 
 
-def test_validation_finds_nothing_to_object_to() -> None:
+def test_validation_holds_later_passes_to_what_words_round_to() -> None:
     """What words round, the pass may; all passes after it have to keep."""
+    module, _ = decided(linear(weights(96, 64)))
+    cases = Validator(module).cases
+    assert len(cases) > 2 and all(isinstance(case.outcome, Expected) for case in cases)
+    for case in cases:
+        (result,), (spread,) = case.outcome.values, case.outcome.spread  # type: ignore[union-attr]
+        assert np.all(spread <= 1e-2 * np.abs(result).max(initial=1))
+
+
+class _LessTaken(ProgramRewriter):
+    """Takes something else off the sums."""
+
+    def _value(self, value: Value) -> Value:
+        found = super()._value(value)
+        is_offset = isinstance(found, Load) and found.buffer.name.endswith("_offset")
+        return Binary("add", found, Literal(1 << 22, "int32")) if is_offset else found
+
+
+def test_a_wrong_pass_behind_the_rounding_is_found(tmp_path: Path) -> None:
     if not ZEN4.runs_here:
         pytest.skip("needs the instructions of a Zen 4")
-    rl.compile(linear(weights(96, 64)), target=str(ZEN4), precision="bf16", validate=True)
+    context = PassContext(target=ZEN4, precision="bf16", dump_dir=tmp_path)
+    rl.compile(linear(weights(96, 64)), str(ZEN4), precision="bf16", validate=True)
+
+    def broken(module: IRModule, _: object) -> IRModule:
+        return map_programs(module, lambda p: replace(p, body=_LessTaken().stmt(p.body)))
+
+    steps = list(default_pipeline())
+    steps.insert(_NAMES.index("word_products") + 1, Pass("broken", broken, "lowered"))
+    with pytest.raises(ValidationError, match=r"^pass broken changes what the module computes"):
+        build(linear(weights(96, 64)), passes=steps, context=context, validate=True)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

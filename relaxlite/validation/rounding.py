@@ -16,12 +16,12 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, GlobalVar
-from relaxlite.ir.intrinsics import INTRINSICS, PAIR, PAIRS
+from relaxlite.ir.intrinsics import INTRINSICS, NEAREST, PAIR, PAIRS
 from relaxlite.ir.intrinsics import NARROW as ROUNDED
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.ops.scalars import HALF
-from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, TensorProgram, Value
+from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, TensorProgram, Unary, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
@@ -286,6 +286,8 @@ class _WidenProgram(ProgramRewriter):
             return Cast(made, "float64") if value.dtype in NARROW else made
         if isinstance(value, Intrinsic) and value.name == ROUNDED:
             return value.args[0]
+        if isinstance(value, Intrinsic) and value.name == NEAREST:
+            return Cast(Unary("round", value.args[0]), "int32")
         if isinstance(value, Literal) and value.dtype in NARROW:
             return Literal(float(dtypes.to_numpy(value.dtype).type(value.value)), "float64")
         if isinstance(value, Cast | IndexValue | Intrinsic) and value.dtype in NARROW:
