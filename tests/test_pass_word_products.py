@@ -86,8 +86,8 @@ def interpreted(module: IRModule) -> Run:
 def numbers(x: np.ndarray, most: int) -> np.ndarray:
     """The rows of x as what their whole numbers stand for, in float64."""
     wide = np.abs(x.astype(np.float64))
-    peak, size = wide.max(-1, keepdims=True, initial=0), wide.sum(-1, keepdims=True)
-    step = np.maximum(peak / most, np.sqrt(peak * size) / LONGEST)
+    peak, length = wide.max(-1, keepdims=True, initial=0), np.linalg.norm(wide, axis=-1, keepdims=True)
+    step = np.maximum(peak / most, length / LONGEST)
     step[step == 0] = 1
     return np.asarray(np.rint(x / step) * step)
 
@@ -219,6 +219,22 @@ def test_errors_are_less_than_those_of_bfloat16(kind: str) -> None:
     exact = x.astype(np.float64) @ w.astype(np.float64)
     off, usual = np.asarray(compiled(linear(w))(x)) - exact, rounded(x) @ rounded(w) - exact
     assert np.sqrt((off**2).mean()) < np.sqrt((usual**2).mean())
+
+
+def test_no_row_moves_further_than_rounding_to_bfloat16_may_move_it() -> None:
+    """Of the longest sums: one large element among many, and rows of one size, whose step their length decides."""
+    w = weights(MOST_DEPTH, 64)
+    rng = np.random.default_rng(5)
+    large = np.array([1, 10, 85, 1e3, 1e5], np.float32)[:, None]
+    x = rng.uniform(0.5, 1.5, (5, MOST_DEPTH)).astype(np.float32)
+    x[:, 7:8] *= large
+    run = compiled(linear(w))
+    whole = (
+        np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MOST_W, np.linalg.norm(w, axis=0) / LONGEST))) * step
+    )
+    moved = np.asarray(run(x)) - x.astype(np.float64) @ whole
+    assert np.all(np.abs(moved) <= 2.0**-8 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(whole, axis=0))
+    assert np.all(np.linalg.norm(numbers(x, MOST_X) - x, axis=1) <= 2.0**-8 * np.linalg.norm(x, axis=1))
 
 
 def test_rows_and_columns_of_any_size_keep_their_digits() -> None:

@@ -25,7 +25,7 @@ def balanced(weights: Constant) -> tuple[Constant, ...] | str:
     two that makes its length near 1; what pairs of a column add to a sum (n); and what undoes the powers (n),
     which is 0 for a column of zeros. Or why these weights are none for this."""
     w: np.ndarray = weights.value.reshape(weights.value.shape[-2:])
-    length, room = _lengths(w), np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
+    length, room = lengths_of(w), np.empty((whole_steps(len(w)), w.shape[1]), np.float32)
     scaled = room[: len(w)]
     if (problem := problem_of(w, length, scaled)) is not None:
         return problem
@@ -38,9 +38,8 @@ def balanced(weights: Constant) -> tuple[Constant, ...] | str:
     return (Constant.of(room, name=weights.name), *beside)
 
 
-def problem_of(w: np.ndarray, length: np.ndarray | None = None, scratch: np.ndarray | None = None) -> str | None:
+def problem_of(w: np.ndarray, length: np.ndarray, scratch: np.ndarray | None = None) -> str | None:
     """Why a matrix is not to be multiplied with errors relative to the lengths of its columns; None: it may be."""
-    length = _lengths(w) if length is None else length
     if not np.isfinite(length).all():
         return "has weights that are no finite numbers, or too large"
     used = length > 0
@@ -55,7 +54,7 @@ def problem_of(w: np.ndarray, length: np.ndarray | None = None, scratch: np.ndar
     return None
 
 
-def _lengths(w: np.ndarray) -> np.ndarray:
+def lengths_of(w: np.ndarray) -> np.ndarray:
     """Of columns: float64[n]. Not finite where squares exceed float32's range."""
     squares = np.einsum("kj,kj->j", w, w).astype(np.float64)
     (small,) = np.nonzero(squares < _SMALL_SQUARES)

@@ -21,12 +21,12 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
+from relaxlite.passes.inner_product_loops import LARGEST_POWER
 from relaxlite.passes.schedule import fill, split_reduction
 from relaxlite.passes.two_ways import Product, Products, Rows, Weights
 from relaxlite.passes.word_weights import LONGEST, MOST_W, MOST_X
 from relaxlite.records import dataclass
 
-LARGEST_POWER = 50  # of two: rows whose elements add up to more, or to less than 2**-50, have no scale here
 _MASK = 0xFFFF
 _UNIT = 2.0**-16  # of a column's whole numbers as floats, whose length is then at most 1
 
@@ -82,21 +82,21 @@ class WordProducts(Products):
         infinite one, one of zeros a scale of 0."""
         group, lanes, zero = self._group(), self.lanes, literal(0.0, "float32")
         r, lane = group.member, group.lane
-        sizes, peaks, powers = (
-            Buffer(name, (sym(lanes),), "float32", "local") for name in ("sizes", "peaks", "powers")
+        squares, peaks, powers = (
+            Buffer(name, (sym(lanes),), "float32", "local") for name in ("squares", "peaks", "powers")
         )
         shifts = Buffer("row_shifts", (sym(lanes),), "int32", "local")
-        size, peak = Scalar(sizes[lane]), Scalar(peaks[lane])
-        has_scale = (size >= 2.0**-LARGEST_POWER) & (size <= 2.0**LARGEST_POWER)  # not of NaN
-        most = select(has_scale, peak, 1.0)
-        longest = (most * select(has_scale, size, 1.0)).unary("sqrt")  # the length is no greater (Hoelder)
-        undo = (most * (1 / MOST_X)).maximum(longest * (1 / LONGEST))
+        square, peak = Scalar(squares[lane]), Scalar(peaks[lane])
+        has_scale = (square >= 2.0**-LARGEST_POWER) & (square <= 2.0**LARGEST_POWER)  # not of NaN
+        is_zero = square.equals(0.0) & peak.equals(0.0)
+        most, length = select(has_scale, peak, 1.0), select(has_scale, square, 1.0).unary("sqrt")
+        undo = (most * (1 / MOST_X)).maximum(length * (1 / LONGEST))
         infinite = Scalar(Literal(float("inf"), "float32"))
-        scale = select(size.equals(0.0), 0.0, select(has_scale, undo, infinite))
+        scale = select(is_zero, 0.0, select(has_scale, undo, infinite))
         at = (group.lane_row,)
         results = seq(Store(rows.scales, at, scale.value), Store(rows.shifts, at, shifts[lane]))
         x = self._element(group.row, k := SymVar("k", lower=0))
-        added = For(k, sym(self.depth), Store(sizes, (r,), Unary("abs", x), "add"))
+        squared = For(k, sym(self.depth), Store(squares, (r,), Binary("mul", x, x), "add"))
         compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "maxnum"))
 
         def word(place: SymExpr) -> Value:
@@ -108,14 +108,14 @@ class WordProducts(Products):
 
         first = Store(shifts, (r,), literal(0, "int32"), "add")
         pairs = self._pairs(first, lambda own, place: _shift_of(rows.prepared, group.row, own, place))
-        looked = seq(split_reduction(added, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
+        looked = seq(split_reduction(squared, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
         body = (
-            *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (sizes, peaks, shifts)),
+            *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
             For(r, group.count, looked),
             For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
             For(r, group.count, seq(self._row(rows.prepared, group.row, word), pairs)),
         )
-        return self._over_groups(group, rows, results, body, (sizes, peaks, powers, shifts))
+        return self._over_groups(group, rows, results, body, (squares, peaks, powers, shifts))
 
 
 def _shift_of(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:

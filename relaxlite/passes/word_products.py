@@ -17,8 +17,8 @@ Measured on the rows that MiniLM multiplies, real text: 1.0e-4 to 3.5e-4 of a ro
 element much smaller than the largest of its row keeps fewer digits than in bfloat16. Weights are left alone where
 columns are mostly zeros or have few large ones.
 
-**Rows that have no scale**, for they hold an infinity or NaN or their elements add up to more than 2**50 or less than
-2**-50: one of them, and all rows are multiplied in float32, unrounded, by the rounded weights. Rows and columns of
+**Rows that have no scale**, for they hold an infinity or NaN or their squares add up to more than 2**80 or less than
+2**-80: one of them, and all rows are multiplied in float32, unrounded, by the rounded weights. Rows and columns of
 zeros give zeros. Otherwise each row's result depends on that row alone.
 """
 
@@ -34,7 +34,7 @@ from relaxlite.passes.constant_products import Way, take
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.two_ways import Product
 from relaxlite.passes.word_product_loops import WordProducts
-from relaxlite.passes.word_weights import MOST_DEPTH, problem_of_words, words_of
+from relaxlite.passes.word_weights import MOST_DEPTH, steps_of, words_of
 from relaxlite.target import Target
 
 LEAST_COLUMNS: Final = 64  # over which the pass over x is spread
@@ -59,7 +59,7 @@ def may_be_words(weights: Constant, target: Target) -> bool:
     shape, dtype = weights.value.shape, weights.ty.dtype
     if not _is_faster(target) or dtype != "float32" or not is_matrix_for_words(*shape):
         return False
-    return problem_of_words(weights.value) is None
+    return not isinstance(steps_of(weights.value), str)
 
 
 def _is_faster(target: Target) -> bool:

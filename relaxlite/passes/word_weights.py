@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from relaxlite.ir.expr import Constant
-from relaxlite.passes.balanced_weights import TERMS, problem_of, whole_steps
+from relaxlite.passes.balanced_weights import TERMS, lengths_of, problem_of, whole_steps
 
 MOST_X, MOST_W = 10922, 5461
 """The largest whole numbers of rows and columns. From 0 on, x + MOST_X and w + MOST_W, their sum is below 2**15: words
@@ -31,13 +31,13 @@ def words_of(weights: Constant) -> tuple[Constant, ...] | str:
     words each, those of rows t and t + k / 2; what is taken off the sums of a column (n); and what a column's whole
     numbers are multiplied by (n). Or why these weights are none for this."""
     w: np.ndarray = weights.value.reshape(weights.value.shape[-2:])
-    if (problem := problem_of_words(w)) is not None:
-        return problem
+    step = steps_of(w)
+    if isinstance(step, str):
+        return step
     depth, columns = w.shape
-    peak, length = np.abs(w).max(axis=0), np.sqrt(np.einsum("kj,kj->j", w, w, dtype=np.float64))
-    is_zero = peak < _SMALLEST
-    power = np.minimum(MOST_W / np.where(is_zero, 1, peak), LONGEST / np.where(is_zero, 1, length))
-    scaled = w * power.astype(np.float32)
+    is_zero = step == 0
+    scaled = w * (1 / np.where(is_zero, 1, step)).astype(np.float32)
+    scaled[:, is_zero] = 0
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     numbers += MOST_W
     low, high = numbers[: depth // 2], numbers[depth // 2 :]
@@ -48,18 +48,18 @@ def words_of(weights: Constant) -> tuple[Constant, ...] | str:
         for first in (0, TERMS // 2):
             second = part[first + 1 :: TERMS]
             taken += np.einsum("kj,kj->j", part[first::TERMS][: len(second)], second, dtype=np.int64)
-    width = np.where(is_zero, 0, 1 / power).astype(np.float32)
     offset = taken.astype(np.uint32).view(np.int32)  # sums wrap, too
-    return (Constant.of(room, name=weights.name), Constant.of(offset), Constant.of(width))
+    return (Constant.of(room, name=weights.name), Constant.of(offset), Constant.of(step.astype(np.float32)))
 
 
-def problem_of_words(w: np.ndarray) -> str | None:
-    """Why a matrix of weights is not to be rounded to words; None: it may be."""
-    if (problem := problem_of(w)) is not None:
+def steps_of(w: np.ndarray) -> np.ndarray | str:
+    """What each column's whole numbers are multiples of, float64[n], 0 for a column of zeros; or why a matrix of
+    weights is not to be rounded to words."""
+    length = lengths_of(w)
+    if (problem := problem_of(w, length)) is not None:
         return problem
-    with np.errstate(all="ignore"):
-        length = np.sqrt(np.einsum("kj,kj->j", w, w, dtype=np.float64))
-        error = math.sqrt(len(w)) * 0.5 * np.maximum(np.abs(w).max(axis=0) / MOST_W, length / LONGEST)
-    if (error > _ERROR * length).any():
+    peak = np.abs(w).max(axis=0)
+    step = np.where(peak < _SMALLEST, 0, np.maximum(peak / MOST_W, length / LONGEST))
+    if (math.sqrt(len(w)) * step / 2 > _ERROR * length).any():
         return "has a column that would lose more than in bfloat16"
-    return None
+    return step
