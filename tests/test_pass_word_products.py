@@ -21,8 +21,8 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
-from relaxlite.ir.program import Binary, Literal, Load, Value
-from relaxlite.ir.program_visitor import ProgramRewriter
+from relaxlite.ir.program import Binary, Intrinsic, Literal, Load, Value
+from relaxlite.ir.program_visitor import ProgramRewriter, all_values
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes import word_products
@@ -147,6 +147,20 @@ def test_weights_that_would_lose_too_much_are_multiplied_in_bfloat16() -> None:
         x = rows(33, 384)
         got = rl.compile(module, target=str(ZEN4), precision="bf16")(x)
         np.testing.assert_allclose(got, rounded(x) @ rounded(w), rtol=1e-4, atol=1e-5)
+
+
+def test_large_weights_of_two_products_are_multiplied_in_bfloat16_and_not_in_float32() -> None:
+    """One copy of them serves both."""
+    w = Constant.of(weights(512, 512))
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 512), "float32")) as (x,):
+        y = bb.emit(get_op("tanh")(bb.emit(get_op("matmul")(x, w))))
+        bb.result(bb.emit(get_op("softmax")(bb.emit(get_op("matmul")(y, w)), axis=-1)))
+    context = PassContext(target=ZEN4, precision="bf16")
+    made = run_passes(bb.module(), default_pipeline(), context)
+    values = [v for p in made.programs().values() for v in all_values(p.body)]
+    names = {v.name for v in values if isinstance(v, Intrinsic)}
+    assert "dot2_bf16" in names and "dot2_halves" not in names
 
 
 # Weights

@@ -12,7 +12,7 @@ significant bits (relative error at most 2**-8 each), and so are attention's wei
 
 from __future__ import annotations
 
-from functools import partial
+from collections import Counter
 from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
@@ -27,6 +27,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.integer_products import LOW_BITS
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.pack_constants import SHARED_BYTES
 from relaxlite.passes.word_products import may_be_words
 
 PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
@@ -45,11 +46,16 @@ def lower_precision(module: IRModule, context: PassContext) -> IRModule:
             f"precision='bf16' needs a processor with bfloat16 dot products (avx512bf16), which {context.target.cpu} "
             "has not; compile with precision='float32'"
         )
-    return map_functions(module, partial(_rewritten, context=context))
+    shared = _shared(module)
+    return map_functions(module, lambda function: _Narrow(context, shared).function(function))
 
 
-def _rewritten(function: Function, context: PassContext) -> Function:
-    return _Narrow(context).function(function)
+def _shared(module: IRModule) -> set[int]:
+    """The ids of large weights that several calls read: who makes other weights of them may need two copies."""
+    calls = [b.value for f in module.functions().values() for b in f.body.bindings() if isinstance(b, Let)]
+    args = [arg for call in calls if isinstance(call, Call) for arg in call.args]
+    large = [id(arg.value) for arg in args if isinstance(arg, Constant) and arg.value.nbytes >= SHARED_BYTES]
+    return {key for key, count in Counter(large).items() if count > 1}
 
 
 def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
@@ -127,9 +133,9 @@ def _problem_of(attention: Call) -> str | None:
 
 
 class _Narrow(Rewriter):
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, context: PassContext, shared: set[int]) -> None:
         super().__init__()
-        self._context = context
+        self._context, self._shared = context, shared
         self._weights: dict[int, tuple[Constant, Constant]] = {}  # by the array: each is rounded once
         self._widened: dict[Var, Constant] = {}  # by what widens them: weights of half precision
 
@@ -153,7 +159,7 @@ class _Narrow(Rewriter):
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
             return None
-        if may_be_words(w, self._context.target):
+        if id(w.value) not in self._shared and may_be_words(w, self._context.target):
             return None
         narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW, flushes=True))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)
