@@ -20,10 +20,11 @@ from relaxlite.errors import ValidationError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Body, Call, Expr, Function, MatchShape, ShapeValue, Tuple, TupleGetItem, Var
+from relaxlite.ir.intrinsics import INTRINSICS, LOOKUP, WORDS
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import Check, Load, Seq, Stmt, Store, Value
+from relaxlite.ir.program import Buffer, Check, For, Intrinsic, Literal, Load, Seq, Stmt, Store, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
-from relaxlite.ir.symbolic import smax, sym
+from relaxlite.ir.symbolic import SymVar, smax, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions, map_programs
 from relaxlite.passes.manager import Pass, PassContext
@@ -33,6 +34,8 @@ from relaxlite.target import Target
 from relaxlite.validation import running, validator
 from relaxlite.validation.difference import compare
 from relaxlite.validation.oracle import Expected, Failed, flat, spread_of
+from relaxlite.validation.rounding import Widen
+from relaxlite.validation.running import run_program
 from relaxlite.validation.samples import symbol_values
 from relaxlite.validation.validator import SURE_RUNS, Validator
 
@@ -453,3 +456,21 @@ def test_the_command_line_validates() -> None:
     parse = make_parser().parse_args
     assert parse(["compile", "model.onnx", "--validate"]).validate is True
     assert parse(["compile", "model.onnx"]).validate is False
+
+
+@pytest.mark.parametrize("name", INTRINSICS)
+def test_the_oracle_runs_programs_of_every_intrinsic(name: str) -> None:
+    """One that it cannot run in float64 would leave nothing to compare with, and nobody would be told."""
+    known, j = INTRINSICS[name], SymVar("j")
+    columns = [Buffer.of(f"x{k}", (8,), dtype or "float32") for k, dtype in enumerate(known.args)]
+    parts: list[Value] = [column[j] for column in columns]
+    if name in (LOOKUP, WORDS):  # tables and bounds are literals
+        parts[-4 if name == LOOKUP else -1 :] = [Literal(255, "int32")] * (4 if name == LOOKUP else 1)
+    inputs = columns[: sum(isinstance(part, Load) for part in parts)]
+    out = Buffer.of("out", (8,), known.result or "float32")
+    body = For(j, sym(8), Store(out, (j,), Intrinsic(name, tuple(parts), out.dtype)))
+    program = TensorProgram((*inputs, out), (), body)
+    rng = np.random.default_rng(0)
+    args = [np.asarray(rng.integers(0, 9, 8), dtypes.to_numpy(b.dtype)) for b in inputs]
+    (plain,), (wide,) = (run(program, args, []) for run in (run_program, Widen().run_program))
+    np.testing.assert_array_equal(np.asarray(wide, np.float64), np.asarray(plain, np.float64))

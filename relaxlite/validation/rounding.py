@@ -16,12 +16,12 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, GlobalVar
-from relaxlite.ir.intrinsics import INTRINSICS, NEAREST, PAIR, PAIRS
+from relaxlite.ir.intrinsics import INTRINSICS
 from relaxlite.ir.intrinsics import NARROW as ROUNDED
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.ops.scalars import HALF
-from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, TensorProgram, Unary, Value
+from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
@@ -280,14 +280,12 @@ class _WidenProgram(ProgramRewriter):
 
     def value(self, value: Value) -> Value:
         value = super().value(value)
-        if isinstance(value, Intrinsic) and value.name in (PAIR, PAIRS):  # of bits, which are as they were
+        if isinstance(value, Intrinsic) and value.name == ROUNDED:
+            return value.args[0]
+        if isinstance(value, Intrinsic) and INTRINSICS[value.name].result is not None:  # of just these dtypes
             args = zip(value.args, INTRINSICS[value.name].args, strict=True)
             made = replace(value, args=tuple(x if x.dtype == dtype else Cast(x, str(dtype)) for x, dtype in args))
             return Cast(made, "float64") if value.dtype in NARROW else made
-        if isinstance(value, Intrinsic) and value.name == ROUNDED:
-            return value.args[0]
-        if isinstance(value, Intrinsic) and value.name == NEAREST:
-            return Cast(Unary("round", value.args[0]), "int32")
         if isinstance(value, Literal) and value.dtype in NARROW:
             return Literal(float(dtypes.to_numpy(value.dtype).type(value.value)), "float64")
         if isinstance(value, Cast | IndexValue | Intrinsic) and value.dtype in NARROW:
