@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ ZEN4 = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
 EPS = float(np.finfo(np.float32).eps)
 Run = Callable[..., Any]
 _NAMES = [step.name for step in default_pipeline()]
-_UNTIL_PACKED = default_pipeline()[: _NAMES.index("pack_constants") + 1]
+UNTIL_PACKED = default_pipeline()[: _NAMES.index("pack_constants") + 1]
 
 
 def weights(depth: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -52,23 +53,47 @@ def linear(w: np.ndarray, most_rows: int | None = None) -> IRModule:
     return bb.module()
 
 
-def decided(module: IRModule, target: Target = ZEN4) -> tuple[IRModule, list[tuple[bool, str]]]:
-    """The module after the pass, and what it decided."""
-    context = PassContext(target=target)
-    found = run_passes(module, default_pipeline()[: _NAMES.index("inner_products") + 1], context)
-    return found, [(d.taken, d.reason) for d in context.decisions if d.step == "inner_products"]
+@dataclass(frozen=True)
+class Way:
+    """A pass that gives products another way, and the precision that allows it (test_pass_word_products.py, too)."""
+
+    step: str
+    precision: str
+
+    def decided(self, module: IRModule, target: Target = ZEN4) -> tuple[IRModule, list[tuple[bool, str]]]:
+        """The module after the pass, and what it decided."""
+        context = PassContext(target=target, precision=self.precision)
+        found = run_passes(module, default_pipeline()[: _NAMES.index(self.step) + 1], context)
+        return found, [(d.taken, d.reason) for d in context.decisions if d.step == self.step]
+
+    def takes(self, module: IRModule, target: Target = ZEN4) -> bool:
+        return any(p.attrs.get(VARIANTS) for p in self.decided(module, target)[0].programs().values())
+
+    def compiled(self, module: IRModule) -> Run:
+        """As a Zen 4 runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
+        assert self.takes(module)
+        if not ZEN4.runs_here:
+            pytest.skip("needs the instructions of a Zen 4")
+        return rl.compile(module, target=str(ZEN4), precision=self.precision)
+
+    def interpreted(self, module: IRModule) -> Run:
+        """As the interpreter runs what the pass has made, before and after loops are scheduled."""
+        made, _ = self.decided(module)
+        assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
+        context = PassContext(target=ZEN4, precision=self.precision)
+        first, second = Interpreter(made), Interpreter(run_passes(module, UNTIL_PACKED, context))
+
+        def run(*args: np.ndarray) -> Any:
+            results = first.run("main", *args), second.run("main", *args)
+            flat = [np.concatenate([np.ravel(each) for each in (r if isinstance(r, tuple) else (r,))]) for r in results]
+            np.testing.assert_allclose(*flat, rtol=1e-4, atol=1e-6)
+            return results[1]
+
+        return run
 
 
-def takes(module: IRModule, target: Target = ZEN4) -> bool:
-    return any(p.attrs.get(VARIANTS) for p in decided(module, target)[0].programs().values())
-
-
-def compiled(module: IRModule) -> Run:
-    """As a Zen 4 runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
-    assert takes(module)
-    if not ZEN4.runs_here:
-        pytest.skip("needs the instructions of a Zen 4")
-    return rl.compile(module, target=str(ZEN4))
+_FLOATS = Way("inner_products", "auto")
+decided, takes, compiled, interpreted = _FLOATS.decided, _FLOATS.takes, _FLOATS.compiled, _FLOATS.interpreted
 
 
 @pytest.fixture
@@ -77,22 +102,6 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inner_product_loops, "LEAST_WORK", 1)
     for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
         monkeypatch.setattr(inner_products, name, 1)
-
-
-def interpreted(module: IRModule) -> Run:
-    """As the interpreter runs what the pass has made, before and after loops are scheduled."""
-    made, _ = decided(module)
-    assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
-    scheduled = run_passes(module, _UNTIL_PACKED, PassContext(target=ZEN4))
-    first, second = Interpreter(made), Interpreter(scheduled)
-
-    def run(*args: np.ndarray) -> Any:
-        results = first.run("main", *args), second.run("main", *args)
-        flat = [np.concatenate([np.ravel(each) for each in (r if isinstance(r, tuple) else (r,))]) for r in results]
-        np.testing.assert_allclose(*flat, rtol=1e-4, atol=1e-6)
-        return results[1]
-
-    return run
 
 
 def bound(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -269,7 +278,7 @@ def test_a_known_number_of_rows_fits_its_tiles(count: int) -> None:
 
 @pytest.mark.parametrize("columns", [384, 100])
 def test_sums_stay_in_registers_and_elements_in_memory(columns: int) -> None:
-    module = run_passes(linear(weights(384, columns)), _UNTIL_PACKED, PassContext(target=ZEN4))
+    module = run_passes(linear(weights(384, columns)), UNTIL_PACKED, PassContext(target=ZEN4))
     text = emit_assembly({"p": next(iter(module.programs().values()))}, ZEN4)
     sums = [body for body in inner_loops(text) if body.count("vaddps") > 8 and "vfmadd" in body]
     assert len(sums) == 3 * (1 if columns % 16 == 0 else 2)  # of 12, 16 and 20 rows; masked ones are apart

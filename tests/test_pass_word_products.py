@@ -6,14 +6,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import relaxlite as rl
-from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.codegen.llvm import emit_assembly
 from relaxlite.driver import build
 from relaxlite.errors import ValidationError
@@ -33,32 +31,15 @@ from relaxlite.passes.word_weights import LONGEST, MOST_DEPTH, MOST_W, MOST_X, w
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
-from tests.test_pass_inner_products import ZEN4, linear, rows, weights
+from tests.test_pass_inner_products import UNTIL_PACKED, ZEN4, Run, Way, linear, rows, weights
 from tests.test_register_tile import inner_loops, vector_stack_references
 
-Run = Callable[..., Any]
 _NAMES = [step.name for step in default_pipeline()]
-_UNTIL_PACKED = default_pipeline()[: _NAMES.index("pack_constants") + 1]
 ROWS = (0, 1, 2, 3, 4, 5, 11, 16, 17, 20, 21, 47, 64, 129)
 
 
-def decided(module: IRModule, target: Target = ZEN4) -> tuple[IRModule, list[tuple[bool, str]]]:
-    """The module after the pass, and what it decided."""
-    context = PassContext(target=target, precision="bf16")
-    found = run_passes(module, default_pipeline()[: _NAMES.index("word_products") + 1], context)
-    return found, [(d.taken, d.reason) for d in context.decisions if d.step == "word_products"]
-
-
-def takes(module: IRModule, target: Target = ZEN4) -> bool:
-    return any(p.attrs.get(VARIANTS) for p in decided(module, target)[0].programs().values())
-
-
-def compiled(module: IRModule) -> Run:
-    """As a Zen 4 runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
-    assert takes(module)
-    if not ZEN4.runs_here:
-        pytest.skip("needs the instructions of a Zen 4")
-    return rl.compile(module, target=str(ZEN4), precision="bf16")
+_WORDS = Way("word_products", "bf16")
+decided, takes, compiled, interpreted = _WORDS.decided, _WORDS.takes, _WORDS.compiled, _WORDS.interpreted
 
 
 @pytest.fixture
@@ -66,21 +47,6 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
     for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
         monkeypatch.setattr(word_products, name, 1)
-
-
-def interpreted(module: IRModule) -> Run:
-    """As the interpreter runs what the pass has made, before and after loops are scheduled."""
-    made, _ = decided(module)
-    assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
-    scheduled = run_passes(module, _UNTIL_PACKED, PassContext(target=ZEN4, precision="bf16"))
-    first, second = Interpreter(made), Interpreter(scheduled)
-
-    def run(*args: np.ndarray) -> Any:
-        results = first.run("main", *args), second.run("main", *args)
-        np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
-        return results[1]
-
-    return run
 
 
 def numbers(x: np.ndarray, most: int) -> np.ndarray:
@@ -300,7 +266,7 @@ def test_a_known_number_of_rows_fits_its_tiles(count: int) -> None:
 
 def test_sums_stay_in_registers_and_elements_in_memory() -> None:
     context = PassContext(target=ZEN4, precision="bf16")
-    module = run_passes(linear(weights(384, 384)), _UNTIL_PACKED, context)
+    module = run_passes(linear(weights(384, 384)), UNTIL_PACKED, context)
     text = emit_assembly({"p": next(iter(module.programs().values()))}, ZEN4)
     sums = [body for body in inner_loops(text) if body.count("vpdpwssd") > 8 and "prefetcht1" in body]
     assert {body.count("vpdpwssd") // 4 for body in sums} >= {8, 12, 16, 20}  # rows
