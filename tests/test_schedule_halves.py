@@ -7,10 +7,13 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.intrinsics import HALVES
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Allocate, Intrinsic, TensorProgram
 from relaxlite.ir.program_visitor import all_values, walk_stmts
+from relaxlite.ir.types import TensorType
 from relaxlite.passes import schedule_halves
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -90,6 +93,25 @@ def test_rows_come_out_alike_among_any_number_of_others(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_follows_products_sees_the_same_rows(name: str) -> None:
     test_block_products.test_what_follows_products_sees_the_same_rows(name)
+
+
+@needs_zen4
+@pytest.mark.usefixtures("of_any_width")
+def test_a_term_of_each_batch_keeps_its_rows_apart() -> None:
+    """A bias for each batch: the loops over batches and rows cannot be fused."""
+    weight = block_weight(192, 80)
+    bb = BlockBuilder()
+    b, n = bb.symbol("b"), bb.symbol("n")
+    types = {"x": TensorType.of((b, n, 192), "float32"), "y": TensorType.of((b, 1, 80), "float32")}
+    with bb.function("main", **types) as (x, y):
+        made = bb.emit(ops.matmul(x, weight.emit(bb)))
+        bb.result(bb.emit(ops.add(made, y)))
+    assert has_halves(lowered(bb.module()))
+    exe = rl.compile(bb.module(), str(ZEN4), precision="int12")
+    for shape in ((2, 16), (3, 5), (1, 40), (20, 1)):
+        x, y = some_rows(shape[0] * shape[1], 192).reshape(*shape, 192), some_rows(shape[0], 80).reshape(-1, 1, 80)
+        alone = np.stack([exe(x[k : k + 1, i : i + 1], y[k : k + 1])[0, 0] for k, i in np.ndindex(*shape)])
+        np.testing.assert_array_equal(exe(x, y), alone.reshape(*shape, 80))
 
 
 @pytest.mark.usefixtures("of_any_width")

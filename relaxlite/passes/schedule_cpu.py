@@ -435,7 +435,7 @@ class _Rules:
         each element of x is one operand in memory: a register for it would take a place in the adders' queues."""
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
-        is_prepared = all(b is weights or b not in self.program.inputs for b in {x.buffer for x in block.loads()})
+        is_prepared = {load.buffer for load in block.loads()} & set(self.program.inputs) <= {weights}
         most = MOST_ROWS if is_prepared else self.choice.rows
         choice, asks = ScheduleChoice(rows=most, vectors=1), Asks(STEPS_AHEAD, for_next=False, cache=2)
         together = blocks_together(weights, self.target)

@@ -46,6 +46,9 @@ def by_halves(tile: ManyRows, vectors: int) -> Faster | None:
         return None
     if (as_int(tile.column.extent) or LEAST_COLUMNS) < LEAST_COLUMNS:
         return None
+    moving = {v for part in found.sums for index in part.x.indices for v in index.free_vars()}
+    if not moving <= {tile.steps.var, tile.row.var}:  # the pass goes over blocks and rows
+        return None
     rows = _Rows(tile, found)
     block = Instead({id(found.value): rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)

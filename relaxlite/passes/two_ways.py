@@ -45,9 +45,9 @@ from relaxlite.passes.schedule_reduction import Block
 from relaxlite.records import dataclass
 
 ROW_UNIT = 4  # heights of tiles are multiples of this, three of them: 1 would take 11 and twice the time to compile
-VARIANTS = (
-    "variants"  # attribute of a program whose stages stand in branches: the least rows of that out of prepared ones
-)
+VARIANTS = "variants"
+"""Attribute of a program whose stages stand in branches of which one runs: the least rows of the one out of prepared
+rows."""
 PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elements are 8 steps
 
 
@@ -168,7 +168,7 @@ class Products(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many elements of a prepared row are no zeros for their own sake."""
+        """How many elements of a prepared row stand for elements of x; zeros follow."""
 
     @property
     @abstractmethod
