@@ -13,7 +13,7 @@ column, and the sum of the products themselves is below 2**31 (word_weights.py).
 
 **Rounding.** A row x moves by no more than 2**-8 of its length (2-norm), and so does a column, which is what rounding
 each element to bfloat16 may do. Usually it is far less: 14 bits of the largest element, bfloat16 has 8 of each.
-Measured on the rows that MiniLM multiplies, real text: 1.0e-4 to 3.5e-4 of a row's length, bfloat16 1.7e-3. But an
+Measured on the rows that MiniLM multiplies, real text: 1.2e-4 to 3.5e-4 of a row's length, bfloat16 1.7e-3. But an
 element much smaller than the largest of its row keeps fewer digits than in bfloat16. Weights are left alone where
 columns are mostly zeros or have few large ones.
 
