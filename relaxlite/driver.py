@@ -174,6 +174,8 @@ def build(
     )
     for validator in validators if machine.runs_here else ():
         validator.check_compiled(Executable(data).entry(validator.entry), lowered)
+    for doubt in filter(None, (validator.doubt() for validator in validators)):
+        warnings.warn(doubt, RuntimeWarning, stacklevel=2)
     return data
 
 
@@ -197,8 +199,6 @@ def _validators(module: IRModule, context: PassContext, validate: Validate) -> l
     found = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
     for validator in found:
         context.observers.append(validator.check)
-        if doubt := validator.doubt():
-            warnings.warn(doubt, RuntimeWarning, stacklevel=3)
     return found
 
 

@@ -46,7 +46,7 @@ class Expected:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The module stops with an error: of its own run-time checks, or (`is_check` false) because the interpreter has no
-    meaning for what it does."""
+    meaning for what it does. In place of what is expected: nothing is, as other roundings stop the run."""
 
     error: Exception
     is_check: bool
@@ -68,8 +68,8 @@ def spread_of(
     runs: int = RUNS,
     entry: str = "main",
     is_enough: Callable[[tuple[Any, ...]], bool] = lambda spread: False,
-) -> tuple[Any, ...] | None:
-    """How far rounding moves each element of `values`, which function `entry` gives for `args`; None when it changes
+) -> tuple[Any, ...] | Failed:
+    """How far rounding moves each element of `values`, which function `entry` gives for `args`; Failed when it changes
     shapes or stops the run. `is_enough` ends the runs early: more of them move elements further only."""
     spread = [np.zeros(v.shape) for v in values]
     rngs = [np.random.default_rng((seed, run)) for run in range(runs)]
@@ -78,10 +78,12 @@ def spread_of(
         interpreter = Interpreter(module, externs, around_call=change.call, program_runner=change.run_program)
         try:
             found = flat(interpreter.run(entry, *map(change.value, args)))
-        except (RelaxliteError, ValueError, IndexError, ArithmeticError):  # which hangs on the last digit of a number
-            return None
-        if any(a.shape != b.shape for a, b in zip(found, values, strict=True)):
-            return None
+        except (RelaxliteError, ValueError, IndexError, ArithmeticError) as error:
+            return Failed(error, is_check=False)
+        for k, (got, want) in enumerate(zip(found, values, strict=True)):
+            if got.shape != want.shape:
+                problem = f"result {k} is of shape {want.shape}, and of {got.shape} if rounded otherwise"
+                return Failed(RelaxliteError(problem), is_check=False)
         for most, got, want in zip(spread, found, values, strict=True):
             np.maximum(most, distance(got, want), out=most)
         if is_enough(tuple(spread)):
