@@ -88,7 +88,7 @@ def compile(
     `validate=True` runs the module before and after each pass on random inputs of sampled sizes, and compares the
     compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
     place of random ones, or a mapping of such lists by the names of functions that are called from outside. That takes
-    seconds for small models, minutes for large ones.
+    seconds for small models, minutes for large ones; where it can compare hardly anything, a RuntimeWarning says why.
     `libraries`: what `rl.register_library` has added and OpenBLAS, where it is installed, are called where they pay;
     names of libraries or rules restrict that to them, "none" forbids it.
     Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,

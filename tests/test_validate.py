@@ -281,16 +281,29 @@ def test_a_model_that_always_stops_is_no_proof() -> None:
         rl.compile(in_tiles(65), validate=True)
 
 
+def no_float64(*_: Any) -> None:
+    raise InvalidArgumentError("no such program in float64")
+
+
 def test_an_oracle_that_fails_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compared nothing then, and nobody was told."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise InvalidArgumentError("no such program in float64")
-
-    monkeypatch.setattr(Widen, "call", fail)
+    monkeypatch.setattr(Widen, "call", no_float64)
     reason = r"the model stops, if numbers are rounded otherwise, \(InvalidArgumentError: no such program in float64\)"
     with pytest.warns(RuntimeWarning, match=f"{reason} at all sizes that were tried"):
         rl.compile(chain(), validate=True)
+
+
+def test_passes_before_a_rounding_that_nothing_was_compared_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle that failed for them starts anew behind a pass that rounds."""
+
+    def mend(module: IRModule) -> IRModule:
+        monkeypatch.undo()
+        return on_functions(HalfPrecision)(module)
+
+    monkeypatch.setattr(Widen, "call", no_float64)
+    passes = [replace(s, rounds=s.rounds or s.name == "mend") for s in pipeline_with("mend", mend, "simplify_algebra")]
+    with pytest.warns(RuntimeWarning, match="no such program in float64"):
+        rl.compile(chain(), passes=passes, validate=True)
 
 
 @pytest.mark.models

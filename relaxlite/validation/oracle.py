@@ -46,7 +46,7 @@ class Expected:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The module stops with an error: of its own run-time checks, or (`is_check` false) because the interpreter has no
-    meaning for what it does. In place of what is expected: nothing is, as other roundings stop the run."""
+    meaning for what it does. As what is expected: nothing is, as other roundings stop the run or change shapes."""
 
     error: Exception
     is_check: bool

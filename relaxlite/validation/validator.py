@@ -80,6 +80,7 @@ class Validator:
         self._externs, self._runner = dict(externs or {}), program_runner or Remembering()
         self._folder, self._seed = folder, seed
         self._original = module
+        self._earlier_doubt: str | None = None
         given = donated_params(main)
         self._donated = tuple(main.params.index(param) for param in given)
         self._results = len(result_types(main.body.result.ty))
@@ -96,6 +97,8 @@ class Validator:
 
     def doubt(self) -> str | None:
         """Why the check says little, if it does: the module gives nothing to compare, or nothing to compare it with."""
+        if self._earlier_doubt is not None:
+            return self._earlier_doubt
         given = [case for case in self.cases if _says_something(case.before)]
         if any(isinstance(case.outcome, Expected) for case in given):
             return None
@@ -135,6 +138,7 @@ class Validator:
             problem = self._problem(case, case.before, now, before)
             if problem is not None:
                 self._fail(f"pass {step.name}", case.sample, problem, before, after)
+        self._earlier_doubt = self.doubt()  # of the passes up to here
         self._original = after
         self.cases = [self._case(case.sample, now) for case, now in zip(self.cases, found, strict=True)]
 
