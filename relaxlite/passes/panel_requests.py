@@ -22,6 +22,7 @@ above: a request that misses the first cache takes one of the few places that lo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal as OneOf
@@ -64,7 +65,7 @@ def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width:
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class Requests(ABC):
     """What the tiles of one column of tiles ask for."""
 
     column: SymVar
@@ -91,13 +92,13 @@ class Requests:
         requests = self._requests(operands[0].buffer, rows, steps.var)
         return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
 
+    @abstractmethod
     def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
         """What the symbols are in row block `block` of so many."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
         """Those of step `step`. `rows`: where a step reads the operand, but for the column."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

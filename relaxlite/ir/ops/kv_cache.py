@@ -17,6 +17,7 @@ with a range of the pages, whose results a second loop combines (Dao et al., "Fl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -281,7 +282,7 @@ def _tasks(parts: _Parts, make: type[_Block]) -> Stmt:
     return For(t, parts.blocks.shape[0] * heads, body, "parallel")
 
 
-class _Block:
+class _Block(ABC):
     """What both loops know of block `w` of queries and head `h` of keys; rows are queries times heads that share it."""
 
     def __init__(self, parts: _Parts, w: SymExpr, h: SymExpr) -> None:
@@ -297,8 +298,8 @@ class _Block:
         self.position, self.part, self.parted = (SymVar(n, lower=None) for n in ("position", "part", "parted"))
         self.is_parted = smin(smax(self.parted - 1, sym(0)), sym(1))  # 1 or 0
 
-    def stmt(self) -> Stmt:
-        raise NotImplementedError
+    @abstractmethod
+    def stmt(self) -> Stmt: ...
 
     def _with_fields(self, body: Stmt) -> Stmt:
         fields = (self.sequence, self.first, self.queried, self.position, self.part, self.parted)
