@@ -5,7 +5,7 @@ is imported when its command is given, and the compiler only where a model is co
 answered at once and `relaxlite run model.rlx` needs the runtime alone: hence this package imports inside functions.
 
 Exit codes: 0 success; 1 a model, file or input is at fault, and stderr says what; 2 wrong usage; 130 interrupted.
-Results go to stdout; times, progress and errors to stderr.
+Results go to stdout; times, progress, warnings and errors to stderr.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from relaxlite.cli.parser import make_parser
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
@@ -50,7 +52,8 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        importlib.import_module(f"relaxlite.cli.{args.command}").execute(args)
+        with _warnings_in_a_line(args.command):
+            importlib.import_module(f"relaxlite.cli.{args.command}").execute(args)
         return 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -62,6 +65,18 @@ def _run(argv: Sequence[str] | None) -> int:
             traceback.print_exc()
         print(f"relaxlite {args.command}: error: {_explain(error)}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError) else 1
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line(command: str) -> Iterator[None]:
+    """Warnings are shown as errors are, without the place in the source that they come from."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"relaxlite {command}: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _explain(error: Exception) -> str:

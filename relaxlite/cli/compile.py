@@ -21,6 +21,7 @@ def execute(args: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
     if not is_language_model and (given := checkpoint_options(args)):
         raise InvalidArgumentError(f"{given} of a language model, and {args.model!r} is none")
+    _check_inputs(args, is_language_model)
     output = _output(args)
     if is_language_model:
         from relaxlite.cli.compiling_llm import compile_checkpoint
@@ -35,6 +36,17 @@ def execute(args: argparse.Namespace) -> None:
             print(f"{title}  {spec}")
     kernels = f"{len(data.kernels)} kernels for {data.target.cpu}"
     print(f"{output}: {kernels}, {bytes_text(output.stat().st_size)}, compiled in {seconds:.1f} s")
+
+
+def _check_inputs(args: argparse.Namespace, is_language_model: bool) -> None:
+    """Refuse inputs that nothing would be run on."""
+    given = [f"--{name}" for name in ("input", "shape", "range") if getattr(args, name)]
+    if given and not args.validate:
+        raise InvalidArgumentError(f"{given[0]} describes inputs to validate with: add --validate")
+    if given and is_language_model:
+        raise InvalidArgumentError(
+            f"{given[0]} needs an ONNX file: a language model, as {args.model!r} is, is validated on steps of its own"
+        )
 
 
 def _output(args: argparse.Namespace) -> Path:

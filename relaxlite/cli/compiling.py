@@ -10,18 +10,21 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
+from relaxlite.cli.inputs import make_inputs
 from relaxlite.cli.opening import is_checkpoint
-from relaxlite.driver import build
+from relaxlite.driver import build, signature_of
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.onnx import from_onnx
+from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.library import names_of, rules_for
 from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext
 from relaxlite.passes.pipeline import PASSES, default_pipeline
 from relaxlite.passes.tuning import Tuning
-from relaxlite.runtime.executable import ExecutableData
+from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.target import Target
 
 
@@ -53,12 +56,24 @@ def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
 def compile_model(args: argparse.Namespace, context: PassContext | None = None) -> ExecutableData:
     """With a progress bar, where stderr is a terminal, if each pass is validated."""
     context = context or make_context(args)
-    validate = getattr(args, "validate", False)
+    is_validated = getattr(args, "validate", False)
     title = f"validating {Path(args.model).name}"
-    with following_passes(title, context) if validate else nullcontext():
-        data = build(import_model(args, context), context.target, context=context, validate=validate)
+    with following_passes(title, context) if is_validated else nullcontext():
+        module = import_model(args, context)
+        validate = is_validated and (_example_inputs(args, module) or True)
+        data = build(module, context.target, context=context, validate=validate)
     show_timings(args, context.timings)
     return data
+
+
+def _example_inputs(args: argparse.Namespace, module: IRModule) -> list[tuple[np.ndarray, ...]]:
+    """The one set of inputs that the options describe, or none if they describe no input."""
+    if not (args.input or args.shape or args.range):
+        return []
+    main = module[ENTRY]
+    assert isinstance(main, Function)
+    specs = signature_of(main).inputs
+    return [tuple(make_inputs(specs, files=args.input, shapes=args.shape, ranges=args.range, seed=0).values())]
 
 
 @contextmanager

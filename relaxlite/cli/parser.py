@@ -86,16 +86,13 @@ def _compile(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the model before and after each pass, and compare it with the compiled code (takes minutes)",
     )
+    _add_inputs(parser)
     _add_import_options(parser)
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a file made by `relaxlite compile`, or an ONNX file, compiled once and kept")
-    parser.add_argument("--input", action=Named, parse=str, split="first", metavar="NAME=FILE", help="a .npy file")
-    parser.add_argument(
-        "--shape", action=Named, parse=shape, metavar="NAME=1x128", help="random values of this shape (scalar: NAME=)"
-    )
-    _add_range(parser)
+    _add_inputs(parser)
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of random values (default 0)")
     parser.add_argument("--output-dir", metavar="DIR", help="write each output to DIR/NAME.npy")
     _add_threads(parser)
@@ -241,7 +238,12 @@ tokenizer and chat template; --quantize keeps its weights in fewer bits.
   relaxlite compile SmolLM2.gguf -o smollm2.rlx                     also a folder with config.json and safetensors
   relaxlite compile folder --quantize q4_0 -o smollm2.rlx
   relaxlite compile model.onnx --dynamic-shape images=batch,3,?,? --bound batch=1..64
-  relaxlite compile model.onnx --target "llvm -mcpu=x86-64-v3"      for any such processor, not just this one""",
+  relaxlite compile model.onnx --target "llvm -mcpu=x86-64-v3"      for any such processor, not just this one
+
+--validate runs the model at random inputs of all sizes that it allows. Inputs that are given take their place, for
+models that only make something of some inputs; those that are not given are random, of the shapes that follow.
+
+  relaxlite compile detector.onnx --validate --input image=image.npy --range threshold=0..1""",
         _compile,
     ),
     "run": Command(
@@ -460,6 +462,14 @@ def _add_import_options(parser: argparse.ArgumentParser, *, tuning: bool = True)
 
 def _add_target(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--target", help="as 'llvm -mcpu=x86-64-v3' (default: this machine)")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", action=Named, parse=str, split="first", metavar="NAME=FILE", help="a .npy file")
+    parser.add_argument(
+        "--shape", action=Named, parse=shape, metavar="NAME=1x128", help="random values of this shape (scalar: NAME=)"
+    )
+    _add_range(parser)
 
 
 def _add_range(parser: argparse.ArgumentParser) -> None:

@@ -110,7 +110,7 @@ class Validator:
             reason = f"stops{', if numbers are rounded otherwise,' if given else ''} ({_told(failed.error)})"
         return (
             f"{subject} {reason} at all sizes that were tried, so validation compares hardly anything; give example "
-            "inputs, `validate=[(array, ...)]`, or bounds that the model needs"
+            "inputs, `validate=[(array, ...)]` or `--validate --input NAME=FILE`, or bounds that the model needs"
         )
 
     def check(self, step: Pass, before: IRModule, after: IRModule, seconds: float = 0.0) -> None:
@@ -270,5 +270,7 @@ def _given(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[
         arrays = tuple(a if isinstance(a, tuple) else np.asarray(a, order="C") for a in args)
         for param, array in zip(main.params, arrays, strict=True):
             bind(param.ty, array, symbols, f"argument '{param.name}'", define_only=True)
+        for param, array in zip(main.params, arrays, strict=True):  # sizes that symbols of later ones may be part of
+            bind(param.ty, array, symbols, f"argument '{param.name}'")
         found.append(Sample(symbols, arrays))
     return found
