@@ -25,6 +25,7 @@ from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, T
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
+from relaxlite.validation.long_sums import terms_of_sums
 from relaxlite.validation.running import run_program
 
 NUDGE = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
@@ -32,6 +33,10 @@ NARROW = ("float16", "bfloat16", "float32")
 _ROUNDED_ONCE = frozenset((
     "add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod", "floor", "ceil", "round", "sign",
 ))  # fmt: skip
+_EXACT: Mapping[str, Callable[..., Any]] = {
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "cast": np.positive,
+    "floor": np.floor, "ceil": np.ceil, "round": np.rint, "sign": np.sign,
+}  # fmt: skip
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
     "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
     "l2_norm": np.square, "log_sum_exp": lambda rows: np.exp(rows - _finite_top(rows)),
@@ -42,12 +47,7 @@ _OF_TOTAL: Mapping[str, Callable[[Any, Any], Any]] = {
     "log_sum_exp": lambda total, rows: np.log(total) + _finite_top(rows)[:, 0],
 }  # fmt: skip
 
-# Of many terms too, in an order that is the compiler's: 1/16 of a unit for each of some equal ones (measured)
-_LONG_SUMS = frozenset((
-    "conv", "conv_transpose", "einsum", "attention", "softmax", "log_softmax", "lp_normalize", "layer_norm", "rms_norm",
-    "instance_norm", "group_norm", "mean_variance_normalize", "lrn", "avg_pool", "lp_pool", "cumsum", "dft", "stft",
-))  # fmt: skip
-_UNITS_PER_TERM = 1 / 16
+_UNITS_PER_TERM = 1 / 16  # of a sum in an order that is the compiler's: what some equal terms take (measured)
 _MOVES = frozenset(("gather", "reshape", "transpose"))  # elements of whole weights: not looked at one by one
 _SOME = 8
 _BETWEEN = frozenset(("resize", "grid_sample", "roi_align"))  # elements: which ones, a rounding of the place decides
@@ -85,9 +85,10 @@ class Nudge:
         if name in _MOVES or (not _adds(call, args, result) and _only_moves(nudged, moved)):
             return result
         results = result if isinstance(result, tuple) else (result,)
-        floor, scale = _magnitude([*args, *results]), 1 + _UNITS_PER_TERM * _terms(call, args)
+        floor, scale = _magnitude([*args, *results]), 1 + _UNITS_PER_TERM * terms_of_sums(call, args, result)
         if name in _ROUNDED_ONCE:
-            return self._moved(result, floor if self._ties else 0.0)
+            counts = _is_count(name, args, result, is_close=self._ties)
+            return np.where(counts, result, self._moved(result, floor if self._ties else 0.0))
         if not isinstance(result, tuple):
             return self._moved(moved, floor, scale)
         return tuple(self._moved(m, floor, scale) if _float_dtype(r) else r for m, r in zip(moved, result, strict=True))
@@ -177,6 +178,20 @@ def _float_dtype(value: Any) -> str | None:
     return dtype if dtype is not None and dtypes.is_float(dtype) else None
 
 
+def _is_count(name: str, args: Sequence[Any], result: Any, *, is_close: bool) -> Any:
+    """Where a float is a whole number that no rounding made so, as sizes and numbers of steps are: a nudge would make
+    500 of 501 where they are cast to integers. Zeros are none: they have two signs. `is_close`: nor are sums of
+    fractions, which others may be equal to but for the rounding of their terms."""
+    if name not in _EXACT:
+        return np.zeros((), bool)
+    number, *terms = (np.asarray(value, np.float64) for value in (result, *args))
+    with np.errstate(all="ignore"):
+        found = np.isfinite(number) & (number != 0) & (np.rint(number) == number) & (_EXACT[name](*terms) == number)
+        if len(terms) > 1 and (result.dtype == np.float64 or (is_close and name in ("add", "subtract"))):
+            found &= np.logical_and.reduce([np.rint(x) == x for x in np.broadcast_arrays(*terms)])
+    return found
+
+
 def _magnitude(values: Sequence[Any]) -> float:
     """The largest finite magnitude of the floats, up to 1."""
     found = 0.0
@@ -241,14 +256,6 @@ def _nan_around(value: Any) -> Any:
         after[first] |= wrong[last]
         wrong = before | after
     return np.where(wrong, value.dtype.type(np.nan), value)
-
-
-def _terms(call: Call, args: list[Any]) -> int:
-    """How many terms an op's sums have, at most."""
-    if not isinstance(call.callee, Op) or call.callee.name not in _LONG_SUMS:
-        return 0
-    arrays = [arg for arg in args if isinstance(arg, np.ndarray) and arg.ndim and arg.size]
-    return max((max(*array.shape, array.size // array.shape[0]) for array in arrays), default=0)
 
 
 def _adds(call: Call, args: list[Any], result: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -94,6 +95,14 @@ class Einsum(Op):
                     self.fail(f"index {name!r} has size {found[label]} in one term and {dim} in operand {k}")
                 found[label] = size
         return found
+
+    def terms(self, equation: str, shapes: Sequence[Sequence[int]]) -> int:
+        """How many terms each element of the result is the sum of, where operands are of these shapes."""
+        parsed, sizes = _parse(self, equation, [len(shape) for shape in shapes]), dict[str, int]()
+        for labels, shape in zip(parsed.inputs, shapes, strict=True):
+            for label, size in zip(labels, shape, strict=True):
+                sizes[label] = max(sizes.get(label, 1), size)
+        return math.prod(sizes[label] for label in parsed.summed)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         xs = call.args
