@@ -86,7 +86,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the model before and after each pass, and compare it with the compiled code (takes minutes)",
     )
-    _add_inputs(parser)
+    _add_inputs(parser.add_argument_group("what --validate runs an ONNX model on (default: inputs of random sizes)"))
     _add_import_options(parser)
 
 
@@ -464,7 +464,7 @@ def _add_target(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--target", help="as 'llvm -mcpu=x86-64-v3' (default: this machine)")
 
 
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
+def _add_inputs(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--input", action=Named, parse=str, split="first", metavar="NAME=FILE", help="a .npy file")
     parser.add_argument(
         "--shape", action=Named, parse=shape, metavar="NAME=1x128", help="random values of this shape (scalar: NAME=)"
@@ -472,7 +472,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     _add_range(parser)
 
 
-def _add_range(parser: argparse.ArgumentParser) -> None:
+def _add_range(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--range",
         action=Named,
