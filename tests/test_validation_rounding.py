@@ -80,3 +80,13 @@ def test_what_is_truncated_of_a_rounded_number_is_not_determined() -> None:
         bb.result(bb.emit(ops.cast(bb.emit(ops.multiply(x, np.float32(30))), dtype="int64")))
     spread = spread_of(bb.module(), (np.float32([0.1]),), (np.array([3]),), {}, seed=0, runs=SURE_RUNS)
     assert not isinstance(spread, Failed) and np.isinf(spread[0])
+
+
+def test_the_square_of_a_negative_number_is_determined() -> None:
+    """Exporters write x ** 2 in norms: a power of 2.0000002 would be NaN."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((3,), "float32")) as (x,):
+        bb.result(bb.emit(ops.power(x, np.float32(2))))
+    x_value = np.float32([-1.7, -0.1, 3])
+    spread = spread_of(bb.module(), (x_value,), (x_value**2,), {}, seed=0)
+    assert not isinstance(spread, Failed) and (spread[0] < 2e-5).all()
