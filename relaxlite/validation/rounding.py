@@ -37,6 +37,7 @@ _EXACT: Mapping[str, Callable[..., Any]] = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "cast": np.positive,
     "floor": np.floor, "ceil": np.ceil, "round": np.rint, "sign": np.sign,
 }  # fmt: skip
+_UNCOUNTED = 1 << 24  # from here on float32 leaves out whole numbers
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
     "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
     "l2_norm": np.square, "log_sum_exp": lambda rows: np.exp(rows - _finite_top(rows)),
@@ -188,7 +189,8 @@ def _is_count(name: str, args: Sequence[Any], result: Any, *, is_close: bool) ->
         return np.zeros((), bool)
     number, *terms = (np.asarray(value, np.float64) for value in (result, *args))
     with np.errstate(all="ignore"):
-        found = np.isfinite(number) & (number != 0) & (np.rint(number) == number) & (_EXACT[name](*terms) == number)
+        found = (number != 0) & (np.abs(number) < _UNCOUNTED) & (np.rint(number) == number)
+        found &= _EXACT[name](*terms) == number
         if len(terms) > 1 and (result.dtype == np.float64 or (is_close and name in ("add", "subtract"))):
             found &= np.logical_and.reduce([np.rint(x) == x for x in np.broadcast_arrays(*terms)])
     return found
