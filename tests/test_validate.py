@@ -285,6 +285,15 @@ def test_a_model_that_always_stops_is_no_proof() -> None:
     assert told[0].filename == __file__  # where it was asked for
 
 
+def test_a_model_of_which_rounding_decides_everything_is_told() -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((4,), "float32")) as (x,):
+        lost = bb.emit(ops.subtract(bb.emit(ops.add(x, np.float32(1e9))), np.float32(1e9)))
+        bb.result(bb.emit(ops.reciprocal(lost)))
+    with pytest.warns(RuntimeWarning, match="gives nothing but what rounding decides at all sizes that were tried"):
+        rl.compile(bb.module(), validate=True)
+
+
 def no_float64(*_: Any) -> None:
     raise InvalidArgumentError("no such program in float64")
 

@@ -42,6 +42,11 @@ class Expected:
     values: tuple[Any, ...]
     spread: tuple[Any, ...]  # float64, of the shapes of `values`
 
+    @property
+    def is_determined(self) -> bool:
+        """Whether there is an element that may not be anything."""
+        return any(np.isfinite(spread).any() for spread in self.spread)
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:

@@ -100,12 +100,12 @@ class Validator:
         if self._earlier_doubt is not None:
             return self._earlier_doubt
         given = [case for case in self.cases if _says_something(case.before)]
-        if any(isinstance(case.outcome, Expected) for case in given):
+        if any(isinstance(case.outcome, Expected) and case.outcome.is_determined for case in given):
             return None
         failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
         subject = "the model" if self.entry == ENTRY else repr(self.entry)
         if failed is None:
-            reason = "gives no elements"
+            reason = "gives nothing but what rounding decides" if given else "gives no elements"
         else:
             reason = f"stops{', if numbers are rounded otherwise,' if given else ''} ({_told(failed.error)})"
         return (
@@ -130,6 +130,7 @@ class Validator:
     def _check_rounding(self, step: Pass, before: IRModule, after: IRModule) -> None:
         """Numbers may change as the precision allows, but no shape, type or check. From here on the module is what it
         is now."""
+        self._earlier_doubt = self.doubt()  # of the passes up to here
         found = [self._run(after, case.sample.args) for case in self.cases]
         for case, now in zip(self.cases, found, strict=True):
             if isinstance(case.outcome, Expected):
@@ -138,7 +139,6 @@ class Validator:
             problem = self._problem(case, case.before, now, before)
             if problem is not None:
                 self._fail(f"pass {step.name}", case.sample, problem, before, after)
-        self._earlier_doubt = self.doubt()  # of the passes up to here
         self._original = after
         self.cases = [self._case(case.sample, now) for case, now in zip(self.cases, found, strict=True)]
 
