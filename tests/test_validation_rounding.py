@@ -33,6 +33,14 @@ def long_sums() -> Iterator[tuple[str, tuple[tuple[int, ...], ...], dict[str, An
     yield "einsum", (text, (1, 4, 128, 32)), {"equation": "bhqd,bhkd->bhqk"}, 32
     yield "einsum", (text, text), {"equation": "...qd,...qd->..."}, 256 * 32
     yield "cumsum", (text,), {"axis": 3}, 32
+    yield "conv", (picture, (8, 2, 3, 3)), {"pads": (1, 1, 1, 1), "groups": 4}, 18
+    yield "conv", ((1, 96, 96, 8), (3, 3, 8, 8)), {"pads": (1, 1, 1, 1), "layout": "last"}, 72
+    yield "attention", (text, (1, 4, 32, 256), text), {"k_axes": (0, 1, 3, 2)}, 256 + 32
+    yield "lp_pool", (picture,), {"pads": (0, 0, 0, 0), "kernel": (3, 3)}, 9
+    yield "mean_variance_normalize", (picture,), {"axes": (0, 2, 3)}, 96 * 96
+    yield "log_softmax", (text,), {"axis": -1}, 32
+    yield "rms_norm", (text, (32,)), {"axis": -1}, 32
+    yield "lp_normalize", (text,), {"axis": -1}, 32
 
 
 @pytest.mark.parametrize(("name", "shapes", "attrs", "terms"), list(long_sums()))
