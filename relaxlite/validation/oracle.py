@@ -6,9 +6,10 @@ gives another result altogether. So the bound is measured. The module runs again
 in, and every float that an operator computes, nudged at random by a few units in its last place (Monte Carlo
 arithmetic: Parker, "Monte Carlo Arithmetic", 1997). How far that moves an element is how little it is determined; an
 integer, a shape or a NaN that it changes is not determined at all. An op of several roundings (a norm, a product) gets
-nudged operands too, for the roundings inside; a sum is added up in another order. What only moves elements (reshape,
-gather, relu) is not nudged, so that equal elements stay equal. In some runs of many, numbers move onto a grid instead,
-where those that are nearly equal meet.
+nudged operands too, for the roundings inside; a sum is added up in another order, or moves by the more the more terms
+it has (long_sums.py). What only moves elements (reshape, gather, relu) is not nudged, so that equal elements stay
+equal, nor are whole numbers that no rounding made so: they count something. In some runs of many, numbers move onto a
+grid instead, where those that are nearly equal meet.
 
 A nudge brings back no digits that a rounding dropped altogether: erf(-4) in float32 is -1, so that 1 + erf(-4) is 0,
 and a pass that makes one op (gelu) of the chain computes what was lost, rightly. So the module also runs once with
@@ -44,7 +45,7 @@ class Expected:
 
     @property
     def is_determined(self) -> bool:
-        """Whether there is an element that may not be anything."""
+        """Whether rounding leaves any element a bound."""
         return any(np.isfinite(spread).any() for spread in self.spread)
 
 
