@@ -41,12 +41,12 @@ def execute(args: argparse.Namespace) -> None:
 def _check_inputs(args: argparse.Namespace, is_language_model: bool) -> None:
     """Refuse inputs that nothing would be run on."""
     given = [f"--{name}" for name in ("input", "shape", "range") if getattr(args, name)]
-    if given and not args.validate:
-        raise InvalidArgumentError(f"{given[0]} describes inputs to validate with: add --validate")
     if given and is_language_model:
         raise InvalidArgumentError(
             f"{given[0]} needs an ONNX file: a language model, as {args.model!r} is, is validated on steps of its own"
         )
+    if given and not args.validate:
+        raise InvalidArgumentError(f"{given[0]} describes inputs to validate with: add --validate")
 
 
 def _output(args: argparse.Namespace) -> Path:

@@ -80,11 +80,11 @@ class Nudge:
             return result  # of ops that are nudged one by one
         if not any(map(_float_dtype, result if isinstance(result, tuple) else (result,))):
             return result
+        name = call.callee.name if isinstance(call.callee, Op) else ""
         nudged = [self.value(arg) for arg in args]
-        if isinstance(call.callee, Op) and call.callee.name == "power":  # of a negative number only a whole one is one
+        if name == "power":  # negative numbers have none with exponents that are not whole
             nudged[1] = np.where(np.rint(args[1]) == args[1], args[1], nudged[1])
         moved = _added_one_by_one(call, nudged, run(nudged))
-        name = call.callee.name if isinstance(call.callee, Op) else ""
         if name in _MOVES or (not _adds(call, args, result) and _only_moves(nudged, moved)):
             return result
         results = result if isinstance(result, tuple) else (result,)
