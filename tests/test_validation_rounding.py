@@ -11,7 +11,7 @@ import pytest
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Expr, Var
+from relaxlite.ir.expr import Expr, Tuple, Var
 from relaxlite.ir.op import get_op, shape_value
 from relaxlite.ir.types import TensorType
 from relaxlite.validation.oracle import Failed, flat, spread_of
@@ -79,6 +79,23 @@ def test_counts_that_are_held_in_floats_are_determined(runs: int) -> None:
     assert values[0] == 251
     spread = spread_of(bb.module(), args, values, {}, seed=0, runs=runs)
     assert not isinstance(spread, Failed) and spread[0] == 0
+
+
+@pytest.mark.parametrize("runs", [2, SURE_RUNS])
+@pytest.mark.parametrize("total", [lambda x: ops.sum(x, axes=(1,)), lambda x: ops.cumsum(x, axis=1)])
+def test_totals_of_counts_that_are_held_in_floats_are_determined(total: Callable[[Expr], Expr], runs: int) -> None:
+    """A speech model adds up how many frames each sound lasts, in floats, and makes as many."""
+    bb = BlockBuilder()
+    with bb.function("main", lengths=TensorType.of((2, 40), "float32")) as (lengths,):
+        frames = bb.emit(ops.ceil(lengths))
+        whole = bb.emit(ops.cast(bb.emit(total(frames)), dtype="int64"))
+        bb.result(Tuple([whole, bb.emit(total(lengths))]))
+    lengths = np.random.default_rng(0).uniform(-0.9, 7, (2, 40)).astype(np.float32)
+    values = flat(Interpreter(bb.module()).run("main", lengths))
+    spread = spread_of(bb.module(), (lengths,), values, {}, seed=0, runs=runs)
+    assert not isinstance(spread, Failed)
+    assert spread[0].max() == 0
+    assert 0 < spread[1].max() < 1e-3
 
 
 def test_what_is_truncated_of_a_rounded_number_is_not_determined() -> None:

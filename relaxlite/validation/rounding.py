@@ -37,6 +37,7 @@ _EXACT: Mapping[str, Callable[..., Any]] = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "cast": np.positive,
     "floor": np.floor, "ceil": np.ceil, "round": np.rint, "sign": np.sign,
 }  # fmt: skip
+_TOTALS = frozenset(("sum", "cumsum"))
 _UNCOUNTED = 1 << 24  # from here on float32 leaves out whole numbers
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
     "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
@@ -91,7 +92,10 @@ class Nudge:
         floor, scale = _magnitude([*args, *results]), 1 + _UNITS_PER_TERM * terms_of_sums(call, args, result)
         if name in _ROUNDED_ONCE:
             counts = _is_count(name, args, result, is_close=self._ties)
-            return np.where(counts, result, self._moved(result, floor if self._ties else 0.0))
+            changed = self._moved(result, floor if self._ties else 0.0)
+            return np.where(counts, np.where(result == 0, np.copysign(result, changed), result), changed)
+        if name in _TOTALS and _is_total_of_counts(args[0], result):
+            return np.where(result == 0, np.copysign(result, self._moved(moved, floor, scale)), result)
         if not isinstance(result, tuple):
             return self._moved(moved, floor, scale)
         return tuple(self._moved(m, floor, scale) if _float_dtype(r) else r for m, r in zip(moved, result, strict=True))
@@ -183,17 +187,24 @@ def _float_dtype(value: Any) -> str | None:
 
 def _is_count(name: str, args: Sequence[Any], result: Any, *, is_close: bool) -> Any:
     """Where a float is a whole number that no rounding made so, as sizes and numbers of steps are: a nudge would make
-    500 of 501 where they are cast to integers. Zeros are none: they have two signs. `is_close`: nor are sums of
-    fractions, which others may be equal to but for the rounding of their terms."""
+    500 of 501 where they are cast to integers. `is_close`: sums of fractions are none, which others may be equal to but
+    for the rounding of their terms."""
     if name not in _EXACT:
         return np.zeros((), bool)
     number, *terms = (np.asarray(value, np.float64) for value in (result, *args))
     with np.errstate(all="ignore"):
-        found = (number != 0) & (np.abs(number) < _UNCOUNTED) & (np.rint(number) == number)
+        found = (np.abs(number) < _UNCOUNTED) & (np.rint(number) == number)
         found &= _EXACT[name](*terms) == number
         if len(terms) > 1 and (result.dtype == np.float64 or (is_close and name in ("add", "subtract"))):
             found &= np.logical_and.reduce([np.rint(x) == x for x in np.broadcast_arrays(*terms)])
     return found
+
+
+def _is_total_of_counts(terms: Any, total: Any) -> bool:
+    """Whether no order of adding up such terms rounds: all are whole, and their sum is never one that is left out."""
+    limit = min(2 / epsilon(_float_dtype(total) or "float64"), _UNCOUNTED)
+    wide = np.asarray(terms, np.float64)
+    return bool(np.abs(wide).sum() < limit and (np.rint(wide) == wide).all())
 
 
 def _magnitude(values: Sequence[Any]) -> float:
