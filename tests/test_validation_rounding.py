@@ -98,6 +98,21 @@ def test_totals_of_counts_that_are_held_in_floats_are_determined(total: Callable
     assert 0 < spread[1].max() < 1e-3
 
 
+@pytest.mark.parametrize("runs", [2, SURE_RUNS])
+def test_numbers_from_0_on_that_are_held_in_floats_are_determined(runs: int) -> None:
+    """A speech model asks of each frame, by its number, which sound it belongs to."""
+    bb = BlockBuilder()
+    with bb.function("main", count=TensorType.of((1,), "float32")) as (count,):
+        numbers = bb.emit(ops.arange(np.float32(0), np.float32(1), shape_value((40,))))
+        bb.result(bb.emit(ops.less(numbers, count)))
+    args = (np.array([17], np.float32),)
+    values = flat(Interpreter(bb.module()).run("main", *args))
+    assert values[0].sum() == 17
+    spread = spread_of(bb.module(), args, values, {}, seed=0, runs=runs)
+    assert not isinstance(spread, Failed)
+    assert np.flatnonzero(spread[0]).tolist() in ([], [17])  # 17 is given, and may be another number
+
+
 def test_what_is_truncated_of_a_rounded_number_is_not_determined() -> None:
     """0.1 * 30 may be less than 3."""
     bb = BlockBuilder()

@@ -37,7 +37,9 @@ _EXACT: Mapping[str, Callable[..., Any]] = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "cast": np.positive,
     "floor": np.floor, "ceil": np.ceil, "round": np.rint, "sign": np.sign,
 }  # fmt: skip
-_TOTALS = frozenset(("sum", "cumsum"))
+_TERMS_OF_TOTALS: Mapping[str, Callable[[Any], Any]] = {
+    "sum": lambda args: args[:1], "cumsum": lambda args: args[:1], "arange": lambda args: args[:2],
+}  # fmt: skip
 _UNCOUNTED = 1 << 24  # from here on float32 leaves out whole numbers
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
     "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
@@ -94,7 +96,7 @@ class Nudge:
             counts = _is_count(name, args, result, is_close=self._ties)
             changed = self._moved(result, floor if self._ties else 0.0)
             return np.where(counts, np.where(result == 0, np.copysign(result, changed), result), changed)
-        if name in _TOTALS and _is_total_of_counts(args[0], result):
+        if name in _TERMS_OF_TOTALS and _adds_counts(_TERMS_OF_TOTALS[name](args), result):
             return np.where(result == 0, np.copysign(result, self._moved(moved, floor, scale)), result)
         if not isinstance(result, tuple):
             return self._moved(moved, floor, scale)
@@ -200,11 +202,12 @@ def _is_count(name: str, args: Sequence[Any], result: Any, *, is_close: bool) ->
     return found
 
 
-def _is_total_of_counts(terms: Any, total: Any) -> bool:
-    """Whether no order of adding up such terms rounds: all are whole, and their sum is never one that is left out."""
+def _adds_counts(terms: Sequence[Any], total: Any) -> bool:
+    """Whether no order of adding up such terms rounds: all are whole, and no sum of some is so large as to be left
+    out."""
     limit = min(2 / epsilon(_float_dtype(total) or "float64"), _UNCOUNTED)
-    wide = np.asarray(terms, np.float64)
-    return bool(np.abs(wide).sum() < limit and (np.rint(wide) == wide).all())
+    wide = [np.abs(np.asarray(x, np.float64)) for x in (*terms, total)]
+    return max(wide[0].sum(), wide[-1].max(initial=0)) < limit and all((np.rint(x) == x).all() for x in wide)
 
 
 def _magnitude(values: Sequence[Any]) -> float:
