@@ -174,6 +174,7 @@ def build(
     )
     for validator in validators if machine.runs_here else ():
         validator.check_compiled(Executable(data).entry(validator.entry), lowered)
+    context.validations.extend(str(validator.coverage()) for validator in validators)
     for doubt in filter(None, (validator.doubt() for validator in validators)):
         warnings.warn(doubt, RuntimeWarning, stacklevel=4)  # where `compile` was called
     return data

@@ -54,10 +54,13 @@ def test_random_inputs_that_stop_a_model_are_told(model: Path, capsys: pytest.Ca
     "options",
     [("--input", "ids={folder}/ids.npy"), ("--shape", "ids=5x8", "--range", f"ids={FIRST}..{FIRST + ROWS - 1}")],
 )
-def test_inputs_that_are_given_take_their_place(model: Path, options: tuple[str, ...]) -> None:
+def test_inputs_that_are_given_take_their_place(
+    model: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiled(model, "--validate", *(option.format(folder=model.parent) for option in options)) == 0
+    assert "validated main at 1 samples: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

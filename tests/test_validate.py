@@ -294,6 +294,41 @@ def test_a_model_of_which_rounding_decides_everything_is_told() -> None:
         rl.compile(bb.module(), validate=True)
 
 
+def test_a_model_most_of_which_rounding_decides_is_told() -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((4,), "float32"), y=TensorType.of((3,), "float32")) as (x, y):
+        lost = bb.emit(ops.subtract(bb.emit(ops.add(x, np.float32(1e9))), np.float32(1e9)))
+        bb.result(Tuple((bb.emit(ops.reciprocal(lost)), bb.emit(ops.exp(y)))))
+    with pytest.warns(
+        RuntimeWarning, match="rounding decides 57% of what the model gives, so validation compares hardly"
+    ):
+        rl.compile(bb.module(), validate=True)
+
+
+def test_how_much_was_compared_is_counted() -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((4,), "float32"), y=TensorType.of((6,), "float32")) as (x, y):
+        lost = bb.emit(ops.subtract(bb.emit(ops.add(x, np.float32(1e9))), np.float32(1e9)))
+        bb.result(Tuple((bb.emit(ops.reciprocal(lost)), bb.emit(ops.exp(y)))))
+    inputs = (np.ones(4, np.float32), np.arange(6, dtype=np.float32))
+    found = Validator(bb.module(), inputs=[inputs, inputs]).coverage()
+    assert (found.samples, found.stopped, found.unstable, found.elements, found.undetermined) == (2, 0, 0, 20, 8)
+    assert found.median is not None and 1e-7 < found.median < 1e-5
+    context = PassContext(Target.parse("llvm"))
+    rl.compile(bb.module(), context=context, validate=[inputs, inputs])
+    (told,) = context.validations
+    assert told.startswith("main at 2 samples: 12 elements compared, half of them within ")
+    assert told.endswith(" of the largest, 8 others (40.0%) are what rounding decides")
+
+
+def test_samples_that_stop_a_model_are_counted() -> None:
+    places = [np.array([0, 2, 1, 0]), np.array([0, 9, 1, 0])]
+    x, y = np.ones((3, 3), np.float32), np.ones((3, 3), np.float32)
+    found = Validator(checked(), inputs=[(x, y, place) for place in places]).coverage()
+    assert (found.samples, found.stopped, found.unstable) == (2, 1, 0)
+    assert str(found).endswith(", samples that stop the model, as they should: 1")
+
+
 def no_float64(*_: Any) -> None:
     raise InvalidArgumentError("no such program in float64")
 

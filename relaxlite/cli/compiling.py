@@ -62,6 +62,7 @@ def compile_model(args: argparse.Namespace, context: PassContext | None = None) 
         module = import_model(args, context)
         validate = is_validated and (_example_inputs(args, module) or True)
         data = build(module, context.target, context=context, validate=validate)
+    show_validations(context)
     show_timings(args, context.timings)
     return data
 
@@ -99,6 +100,11 @@ def find_pass(name: str) -> Pass:
     if name not in PASSES:
         raise InvalidArgumentError(f"there is no pass {name!r}; there are {', '.join(PASSES)}")
     return PASSES[name]
+
+
+def show_validations(context: PassContext) -> None:
+    for text in context.validations:
+        print(f"validated {text}")
 
 
 def show_timings(args: argparse.Namespace, timings: Iterable[tuple[str, float]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from relaxlite.cli.compiling import following_passes, make_context, show_timings
+from relaxlite.cli.compiling import following_passes, make_context, show_timings, show_validations
 from relaxlite.cli.opening import check_not_onnx
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import CACHE_DTYPES
@@ -29,6 +29,7 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
             context=context,
             validate=getattr(args, "validate", False),
         )
+    show_validations(context)
     show_timings(args, context.timings)
     return data
 

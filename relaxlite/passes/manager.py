@@ -29,8 +29,8 @@ DEFAULT_PRECISION = "auto"
 @dataclass(slots=True)
 class PassContext:
     """What passes may ask (`target`, `precision`, `constant_memory`, `tuning`, and `libraries`, whose routines may be
-    called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` by name, and
-    for other processes what is `kept`."""
+    called) and what they leave: `timings` in seconds, `decisions`, `costs` of programs and `memory_plans` by name,
+    for other processes what is `kept`, and how much of each function `validations` compared."""
 
     target: Target
     precision: str = DEFAULT_PRECISION  # one of lower_precision.PRECISIONS
@@ -46,6 +46,7 @@ class PassContext:
     costs: dict[str, Cost] = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
     memory_plans: dict[str, MemoryPlan] = field(default_factory=dict)
+    validations: list[str] = field(default_factory=list)
 
     def decide(self, step: str, subject: str, taken: bool, reason: str, **figures: SymExpr) -> None:
         """Keep a decision; names of figures take spaces for underscores."""

@@ -43,11 +43,6 @@ class Expected:
     values: tuple[Any, ...]
     spread: tuple[Any, ...]  # float64, of the shapes of `values`
 
-    @property
-    def is_determined(self) -> bool:
-        """Whether rounding leaves any element a bound."""
-        return any(np.isfinite(spread).any() for spread in self.spread)
-
 
 @dataclass(frozen=True, slots=True)
 class Failed:

@@ -26,6 +26,7 @@ from relaxlite.passes.eliminate import eliminate_dead
 from relaxlite.passes.fold_shapes import fold_shapes
 from relaxlite.passes.manager import Pass
 from relaxlite.records import dataclass
+from relaxlite.validation.coverage import MOST_UNDETERMINED, Coverage, coverage_of
 from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep
@@ -37,6 +38,10 @@ MAGNITUDES = (10, 3, 2)  # of random integers
 MOST_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
 SURE_RUNS = 24  # more runs of the oracle before a difference is believed
 
+_WAYS_OUT = (
+    "validation compares hardly anything; give example inputs, `validate=[(array, ...)]` or `--validate --input "
+    "NAME=FILE`, or bounds that the model needs"
+)
 _CHECK_OF_ELEMENTS = re.compile(r"index -?\d* ?is out of (range|bounds) for axis|lies outside of")
 _CHECK_OF_NUMPY = re.compile(r"could not be broadcast|out of bounds for axis \d+ with size [1-9]")  # 0: nothing is read
 
@@ -99,19 +104,22 @@ class Validator:
         """Why the check says little, if it does: the module gives nothing to compare, or nothing to compare it with."""
         if self._earlier_doubt is not None:
             return self._earlier_doubt
-        given = [case for case in self.cases if _says_something(case.before)]
-        if any(isinstance(case.outcome, Expected) and case.outcome.is_determined for case in given):
-            return None
-        failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
+        coverage, given = self.coverage(), [case for case in self.cases if _says_something(case.before)]
         subject = "the model" if self.entry == ENTRY else repr(self.entry)
+        if coverage.undetermined < coverage.elements:
+            share = coverage.share_undetermined
+            is_most = share > MOST_UNDETERMINED
+            return f"rounding decides {share:.0%} of what {subject} gives, so {_WAYS_OUT}" if is_most else None
+        failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
         if failed is None:
             reason = "gives nothing but what rounding decides" if given else "gives no elements"
         else:
             reason = f"stops{', if numbers are rounded otherwise,' if given else ''} ({_told(failed.error)})"
-        return (
-            f"{subject} {reason} at all sizes that were tried, so validation compares hardly anything; give example "
-            "inputs, `validate=[(array, ...)]` or `--validate --input NAME=FILE`, or bounds that the model needs"
-        )
+        return f"{subject} {reason} at all sizes that were tried, so {_WAYS_OUT}"
+
+    def coverage(self) -> Coverage:
+        """How much was compared; of the passes after the last that rounds, if one does."""
+        return coverage_of(self.entry, [(case.before, case.outcome) for case in self.cases])
 
     def check(self, step: Pass, before: IRModule, after: IRModule, seconds: float = 0.0) -> None:
         """Raise ValidationError, which names the pass and the sizes, unless both modules compute the same."""
