@@ -130,3 +130,15 @@ def test_the_square_of_a_negative_number_is_determined() -> None:
     x_value = np.float32([-1.7, -0.1, 3])
     spread = spread_of(bb.module(), (x_value,), (x_value**2,), {}, seed=0)
     assert not isinstance(spread, Failed) and (spread[0] < 2e-5).all()
+
+
+def test_the_scale_of_a_dynamic_quantization_is_determined_to_its_last_digits() -> None:
+    """Moved by digits of the numbers that it is the 255th part of, it gave more codes another value."""
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((4, 32), "float32")) as (x,):
+        bb.result(bb.emit(ops.dynamic_quantize_linear(x)))
+    x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    values = flat(Interpreter(bb.module()).run("main", x))
+    spread = spread_of(bb.module(), (x,), values, {}, seed=0)
+    assert not isinstance(spread, Failed)
+    assert 0 < float(spread[1]) < 16 * 2.0**-23 * float(values[1])

@@ -40,6 +40,7 @@ _EXACT: Mapping[str, Callable[..., Any]] = {
 _TERMS_OF_TOTALS: Mapping[str, Callable[[Any], Any]] = {
     "sum": lambda args: args[:1], "cumsum": lambda args: args[:1], "arange": lambda args: args[:2],
 }  # fmt: skip
+_RELATIVE = frozenset(("dynamic_quantize_linear",))  # the scale: of a difference of numbers of two signs, divided once
 _UNCOUNTED = 1 << 24  # from here on float32 leaves out whole numbers
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
     "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
@@ -91,7 +92,8 @@ class Nudge:
         if name in _MOVES or (not _adds(call, args, result) and _only_moves(nudged, moved)):
             return result
         results = result if isinstance(result, tuple) else (result,)
-        floor, scale = _magnitude([*args, *results]), 1 + _UNITS_PER_TERM * terms_of_sums(call, args, result)
+        floor = 0.0 if name in _RELATIVE else _magnitude([*args, *results])
+        scale = 1 + _UNITS_PER_TERM * terms_of_sums(call, args, result)
         if name in _ROUNDED_ONCE:
             counts = _is_count(name, args, result, is_close=self._ties)
             changed = self._moved(result, floor if self._ties else 0.0)
