@@ -41,7 +41,12 @@ _ROOM = 0.8  # of the limit is left full when files are removed
 _COARSE_NS = 2 * 10**9  # file systems may give equal times to writes that are less apart (FAT; most: 10 ms)
 MODEL, LANGUAGE_MODEL = "model", "language model"  # what a source compiles to: without a tokenizer, or with one
 
-_FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a Hugging Face folder
+_FOLDER_FILES = (
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.safetensors",
+)  # what is read of a Hugging Face folder
 _MADE_OF = "made_of"  # where a kept model's metadata says what it was made of
 _CHUNK = 1 << 22
 

@@ -268,7 +268,12 @@ def test_guesses_may_come_from_another_model_or_from_nobody(run: Run, folder: Pa
     [
         (["generate", "none.rlx", "x"], 1, "there is no file 'none.rlx'"),
         (["generate", ".", "x"], 1, "is a folder"),
-        (["generate", "tiny.model/config.json", "x"], 1, "is no language model: give a file made by"),
+        (["generate", "tiny.model/tokenizer.json", "x"], 1, "is no language model: give a file made by"),
+        (
+            ["compile", "tiny.model/config.json"],
+            1,
+            "is one file of a Hugging Face folder; give the folder, 'tiny.model'",
+        ),
         (
             ["generate", "tiny.rlx", "x", "--max-context", "9"],
             2,

@@ -81,7 +81,13 @@ def is_compiled(path: str) -> bool:
     if is_checkpoint(path):
         return False
     if found.is_dir():
-        raise RelaxliteError(f"{path!r} is a folder; give the path of a model in it")
+        is_adapter = (found / "adapter_config.json").exists()
+        hint = (
+            "merge the adapter (LoRA) that it holds into its model" if is_adapter else "give the path of a model in it"
+        )
+        raise RelaxliteError(f"{path!r} is a folder; {hint}")
+    if found.suffix == ".safetensors" or found.name == "config.json":
+        raise RelaxliteError(f"{path!r} is one file of a Hugging Face folder; give the folder, {str(found.parent)!r}")
     if found.suffix == ".rlx" or not found.is_file():  # what is read from a pipe cannot be read again
         return found.suffix == ".rlx"
     with open(found, "rb") as file:

@@ -156,6 +156,7 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
         stop=tuple(token for token in tokenizer.stop if 0 <= token < config.vocab),  # config.json's default may be more
         special_tokens=dict(tokenizer.special_tokens),
         chat_template=tokenizer.chat_template,
+        other_templates=dict(tokenizer.other_templates),
         generation=dict(checkpoint.generation),
         provenance=dict(checkpoint.provenance),
         row_cost=_row_cost(checkpoint),

@@ -16,9 +16,10 @@ DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`context`: tokens that a sequence holds at most. `stop`: tokens that end a reply. `special_tokens`: for the chat
-    template, by name ("bos_token"). `generation`: the checkpoint's defaults. `provenance`: source, licence. `row_cost`:
-    the time of one more token in a step of one, which reads the same weights, in such steps."""
+    """`context`: tokens that a sequence holds at most. `stop`: tokens that end a reply. `special_tokens`: for chat
+    templates, by name ("bos_token"). `other_templates`: by name ("tool_use"), beside the usual one. `generation`: the
+    checkpoint's defaults. `provenance`: source, licence. `row_cost`: the time of one more token in a step of one, which
+    reads the same weights, in such steps."""
 
     architecture: str
     vocab: int
@@ -30,6 +31,7 @@ class Description:
     chat_template: str | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
+    other_templates: Mapping[str, str] = field(default_factory=dict)
     row_cost: float = ROW_COST
 
     @property
@@ -71,6 +73,7 @@ _KINDS: dict[str, Any] = {
     "chat_template": str | None,
     "generation": dict,
     "provenance": dict,
+    "other_templates": dict,
     "row_cost": float,
 }
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "str | Sequence[int]"
 
 MAX_NEW_TOKENS = 256  # where the caller says nothing
+FOR_TOOLS = "tool_use"  # the name of the chat template that is meant where tools are given
 LOOKUP = "lookup"  # guesses that need no other model
 OVERFLOW = ("error", "slide")  # what happens where a reply does not fit into the context
 
@@ -187,10 +188,14 @@ class LanguageModel:
         )
 
     def encode_chat(self, messages: Sequence[Message], *, template: str | None = None, **options: Any) -> list[int]:
-        """The tokens of a chat, up to where the reply begins."""
+        """The tokens of a chat, up to where the reply begins. `template`: text, or the name of one of the model's;
+        without it the one for tools, if `tools` are given and there is one, or the usual one."""
         from relaxlite.llm.templates import render_chat  # with Jinja2, which no plain text needs
 
-        template = template or self.description.chat_template
+        named = self.description.other_templates
+        if template is None and options.get("tools") is not None:
+            template = named.get(FOR_TOOLS)
+        template = named.get(template or "", template) or self.description.chat_template
         if not template:
             raise InvalidArgumentError(
                 f"{self.description.name} has no chat template: give one (`template=`), or use `generate`"

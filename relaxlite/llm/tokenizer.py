@@ -36,6 +36,8 @@ class Tokenizer:
             found = Library.from_buffer(self._json.encode() if isinstance(self._json, str) else self._json)
         except Exception as error:  # the library raises Exception itself
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
+        found.no_truncation()  # a file may say how a training cut its texts, or filled them up
+        found.no_padding()
         trim_heap()
         return found
 

@@ -89,6 +89,7 @@ class TokenizerData:
     stop: tuple[int, ...] = ()
     adds_bos: bool = False
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like, for the template
+    other_templates: Mapping[str, str] = field(default_factory=dict)  # by name: "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,8 @@ def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: 
     unknown = [name for name in weights if name not in expected]
     if missing:
         instead = f"; {_some(unknown)} there and unknown" if unknown else ""
+        if missing == ["head"]:
+            instead += "; if the embedding is used for it, config.json says so by tie_word_embeddings"
         raise ImportModelError(
             f"{source}: {_some(missing)} missing; a {config.architecture} of {config.layers} layers has "
             f"{len(expected)} weights, the file {len(weights)}{instead}"

@@ -13,7 +13,6 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.foreign_files import ENOUGH_BYTES, describe_foreign
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import (
     HUGGING_FACE_LAYER,
@@ -21,13 +20,19 @@ from relaxlite.frontend.llm.architectures.base import (
     Architecture,
     layer_names,
 )
-from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, check_weights, in_halves, split_fused
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig
+from relaxlite.frontend.llm.hf_generation import generation_defaults
+from relaxlite.frontend.llm.hf_json import foreign, read_json
+from relaxlite.frontend.llm.hf_tokenizer import read_tokenizer
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack", "*.gguf")
 _BYTES = ("_blocks", "_scales")  # of MXFP4
 _QUANTIZED = (("gpt_oss", "mxfp4"),)  # architectures with what quantized them, as far as that is read
+_OTHER_PARTS = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+)  # fmt: skip
 _IGNORED = (
     "rotary_emb.inv_freq",
     ".masked_bias",
@@ -42,7 +47,7 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     ImportModelError: no config.json, an unknown architecture or number format, weights missing or of another shape.
     """
     folder = Path(path)
-    raw = _json(folder / "config.json", needed=True)
+    raw = read_json(folder / "config.json", needed=True)
     source = str(folder)
     config, architecture = describe(raw, source)
     tensors = _tensors(folder)
@@ -51,9 +56,9 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     if architecture.is_interleaved_in_folders:
         weights = in_halves(weights, config)
     provenance = {"source": folder.resolve().name, **_model_card(folder)}
-    generation = _json(folder / "generation_config.json")
-    defaults = {name: generation[name] for name in _GENERATION if generation.get(name) is not None}
-    return Checkpoint(config, weights, _tokenizer(folder, raw, generation), provenance, defaults)
+    generation = read_json(folder / "generation_config.json")
+    defaults = generation_defaults(generation, str(folder / "generation_config.json"))
+    return Checkpoint(config, weights, read_tokenizer(folder, raw, generation), provenance, defaults)
 
 
 def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Architecture]:
@@ -67,39 +72,36 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
             f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
         )
     architecture = find_architecture(str(raw.get("model_type", "")), source)
+    if raw.get("hidden_act") == "swish":
+        raw["hidden_act"] = "silu"  # its other name
     raw = {**architecture.defaults, **{architecture.keys.get(key, key): value for key, value in raw.items()}}
     return architecture.describe(Hyperparameters(source, raw, False)), architecture
 
 
-def _json(path: Path, *, needed: bool = False) -> dict[str, Any]:
-    if not path.exists():
-        if needed:
-            raise ImportModelError(f"{path.parent}: no {path.name}; a Hugging Face folder has one")
-        return {}
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ImportModelError(f"{path}: cannot be read: {_foreign(path) or error}") from error
-    if not isinstance(found, dict):
-        raise ImportModelError(f"{path}: no JSON object")
-    return found
-
-
 def _tensors(folder: Path) -> dict[str, Weight]:
-    index = _json(folder / "model.safetensors.index.json")
-    shards = index.get("weight_map") or {"": "model.safetensors"}
+    whole = {"": "model.safetensors"}  # before an index, which another version may have left beside it
+    index = {} if (folder / whole[""]).is_file() else read_json(folder / "model.safetensors.index.json")
+    shards = index.get("weight_map") or whole
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ImportModelError(f"{folder}: weight_map of model.safetensors.index.json names no files")
     names = sorted(set(shards.values()))
     found: dict[str, Weight] = {}
     for name in names:
         if not (folder / name).is_file():
-            hint = (
-                "; weights in other formats are not read" if len(names) == 1 else f" of {len(names)} files of weights"
-            )
+            hint = f" of {len(names)} files of weights" if shards is not whole else _instead(folder)
             raise ImportModelError(f"{folder}: {name} is missing{hint}")
         found |= read_safetensors(folder / name)
     return found
+
+
+def _instead(folder: Path) -> str:
+    others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
+    if not others:
+        return "; weights in other formats are not read"
+    return (
+        f"; {others[0]} is of another format, which is not read: load the folder with transformers, and save it with "
+        "`save_pretrained`, or take a GGUF file"
+    )
 
 
 def read_safetensors(path: Path) -> dict[str, Weight]:
@@ -114,30 +116,26 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         return {
-            name: _weight(entry, data[8 + size :], name)
+            name: _weight(entry, data[8 + size :], name, path)
             for name, entry in header.items()
-            if name != "__metadata__" and not name.endswith(_IGNORED)
+            if name != "__metadata__" and not name.endswith(_IGNORED) and not name.startswith(_OTHER_PARTS)
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"a damaged or truncated safetensors file: {error}"
-        raise ImportModelError(f"{path}: {_foreign(path) or what}") from error
+        raise ImportModelError(f"{path}: {foreign(path) or what}") from error
 
 
-def _foreign(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            return describe_foreign(file.read(ENOUGH_BYTES))
-    except OSError:
-        return None
-
-
-def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str) -> Weight:
+def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str, path: Path) -> Weight:
     begin, end = entry["data_offsets"]
     shape, kind = tuple(entry["shape"]), entry["dtype"]
     if kind == "U8" and name.endswith(_BYTES):
         return Weight(data[begin:end].reshape(shape), shape)
     if kind not in _FLOATS:
-        raise ImportModelError(f"tensor {name!r} is of type {kind}, which is not read; known are {', '.join(_FLOATS)}")
+        known = ", ".join(_FLOATS)
+        raise ImportModelError(
+            f"{path}: tensor {name!r} is of type {kind}, which is not read; known are {known}. If the checkpoint is "
+            "quantized, take the float one, or a GGUF file"
+        )
     if not 0 <= begin <= end <= data.size:
         raise ValueError(f"tensor {name!r} lies at {begin} to {end} of {data.size} bytes")
     return Weight(data[begin:end].view(dtypes.to_numpy(_FLOATS[kind])).reshape(shape), shape)
@@ -157,8 +155,8 @@ def _renamed(
         name = theirs.removeprefix("language_model.").removeprefix("transformer.")
         if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
             name = "model." + name.removeprefix("model.language_model.")
-        ours = names.get(name, name)
-        if (ours == "head" and config.is_tied) or name.startswith(_OTHER_PARTS):
+        ours = names.get(name, names.get(f"model.{name}", name))  # as the model without its head is saved
+        if ours == "head" and config.is_tied:
             continue
         if ours.endswith("norm"):
             weight = _offset(weight, architecture.norm_offset)
@@ -170,62 +168,8 @@ def _renamed(
     return found if architecture.from_folder is None else architecture.from_folder(found, config, source)
 
 
-_OTHER_PARTS = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
-)  # fmt: skip
-
-
 def _offset(weight: Weight, offset: float) -> Weight:
     return Weight(weight.data.astype(np.float32) + np.float32(offset), weight.shape) if offset else weight
-
-
-def _tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> TokenizerData | None:
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    made, said = _json(path), _json(folder / "tokenizer_config.json")
-    special = {name: _text(said[name]) for name in ("bos_token", "eos_token", "unk_token") if said.get(name)}
-    places = {token.get("content"): token.get("id") for token in made.get("added_tokens") or ()}
-    bos = places.get(special.get("bos_token"), raw.get("bos_token_id"))
-    stop = generation.get("eos_token_id", raw.get("eos_token_id"))
-    stops = [*(stop if isinstance(stop, list) else [stop]), places.get(special.get("eos_token"))]
-    adds_bos = said.get("add_bos_token")
-    if adds_bos is None:
-        adds_bos = _first_of_template(made.get("post_processor")) == special.get("bos_token", "")
-    return TokenizerData(
-        path.read_text("utf-8"),
-        _chat_template(folder, said),
-        bos,
-        tuple(dict.fromkeys(token for token in stops if token is not None)),
-        bool(adds_bos) and bos is not None,
-        special,
-    )
-
-
-def _chat_template(folder: Path, said: Mapping[str, Any]) -> str | None:
-    """In a file of its own, or in tokenizer_config.json, there perhaps several by name."""
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text("utf-8")
-    template = said.get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
-        template = named.get("default", next(iter(named.values()), None))
-    return template if isinstance(template, str) and template else None
-
-
-def _first_of_template(processor: Any) -> str | None:
-    """The special token that a post-processor of tokenizer.json puts before a text."""
-    if not isinstance(processor, Mapping):
-        return None
-    for step in processor.get("processors", [processor]):
-        pieces = step.get("single") or ()
-        if pieces and "SpecialToken" in pieces[0]:
-            return str(pieces[0]["SpecialToken"]["id"])
-    return None
-
-
-def _text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, Mapping) else token)
 
 
 def _model_card(folder: Path) -> dict[str, str]:

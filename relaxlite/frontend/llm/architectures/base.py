@@ -123,9 +123,7 @@ class Hyperparameters:
         if self.is_gguf:
             base = self.number("rope_base", default_base)
             return Rope(base, self._turned(self.integer("rope_width", width), width), self._gguf_scaling())
-        said: Mapping[str, Any] = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(said, Mapping):
-            raise ImportModelError(f"{self.source}: rope_parameters are {_short(said)}, no object")
+        said = self._rope_parameters()
         if section is not None and isinstance(said.get(section), Mapping):
             said = said[section]
         base = said.get("rope_theta", self.get("rope_base", default_base))
@@ -133,6 +131,20 @@ class Hyperparameters:
         if not _is_positive(base) or not _is_positive(share):
             raise ImportModelError(f"{self.source}: a rotary base of {_short(base)} over {_short(share)} of each head")
         return Rope(float(base), self._turned(int(width * share), width), self._scaling(said))
+
+    def _rope_parameters(self) -> Mapping[str, Any]:
+        """As transformers writes them since version 5, with what is added as cards of models say to: `rope_scaling`."""
+        named = {key: self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
+        for key, said in named.items():
+            if not isinstance(said, Mapping):
+                raise ImportModelError(f"{self.source}: {key} are {_short(said)}, no object")
+        usual, added = named.values()
+        if added and any(isinstance(value, Mapping) for value in usual.values()):
+            raise ImportModelError(
+                f"{self.source}: rope_scaling beside rope_parameters for several kinds of layers; put it into these"
+            )
+        kind = ("rope_type", "type") if added else ()  # the same under two names
+        return {key: value for key, value in usual.items() if key not in kind} | dict(added)
 
     def _turned(self, count: int, width: int) -> int:
         if count % 2 or not 0 < count <= width:
@@ -288,6 +300,8 @@ class Hyperparameters:
                     f"{len(scaling.long)}"
                 )
             found["usual_context"] = min(scaling.original_context, found["context"])
+        if scaling is not None and scaling.kind == "yarn" and found["context"] <= scaling.original_context:
+            found["context"] = int(scaling.original_context * scaling.factor)  # added as cards of models say to
         return DecoderConfig(architecture, **found)
 
 

@@ -3,21 +3,34 @@ keys instead. Both also with mixtures of experts, Qwen2's with one more that all
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig, Experts
 
 
-def _window(h: Hyperparameters) -> dict[str, object]:
-    """Layers from `max_window_layers` on see a window, where a checkpoint switches that on."""
+def _behind(layer: int, limit: int) -> bool:
+    return layer >= limit
+
+
+def _others_before(layer: int, limit: int) -> bool:
+    return layer % 2 == 0 and layer < limit
+
+
+def _window(h: Hyperparameters, is_local: Callable[[int, int], bool] | None = _behind) -> dict[str, object]:
+    """Where a checkpoint switches that on, the layers that `is_local`, a function of their number and
+    `max_window_layers`, picks see a window, as transformers has it; None: all."""
     if h.is_gguf or not h.raw.get("use_sliding_window", False) or h.get("window") is None:
         return {}
-    types = h.layer_types()
-    if types is None:
-        first, layers = h.raw.get("max_window_layers", 0), h.integer("layers")
-        if not isinstance(first, int):
-            raise ImportModelError(f"{h.source}: max_window_layers is {first!r}, no integer")
-        types = tuple(k >= first for k in range(layers))
+    layers, types = range(h.integer("layers")), h.layer_types()
+    if is_local is None:
+        types = tuple(True for k in layers)
+    elif types is None:
+        limit = h.raw.get("max_window_layers")
+        if not isinstance(limit, int):
+            raise ImportModelError(f"{h.source}: max_window_layers is {limit!r}, no integer")
+        types = tuple(is_local(k, limit) for k in layers)
     return {"window": h.integer("window"), "is_local": types}
 
 
@@ -29,26 +42,28 @@ def _qwen2(h: Hyperparameters) -> DecoderConfig:
 def _qwen2_moe(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", qkv_bias=True)
     experts = h.experts(is_normed=False, has_shared_gate=True)
-    return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h))
+    return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h, _others_before))
 
 
 def _qwen3(h: Hyperparameters) -> DecoderConfig:
-    return _with_qk_norm(h, "qwen3", None)
+    return _with_qk_norm(h, "qwen3", None, **_window(h))
 
 
 def _qwen3_moe(h: Hyperparameters) -> DecoderConfig:
-    return _with_qk_norm(h, "qwen3_moe", h.experts(is_normed=h.is_gguf))
+    return _with_qk_norm(h, "qwen3_moe", h.experts(is_normed=h.is_gguf), **_window(h, None))
 
 
-def _with_qk_norm(h: Hyperparameters, name: str, experts: Experts | None) -> DecoderConfig:
+def _with_qk_norm(h: Hyperparameters, name: str, experts: Experts | None, **window: object) -> DecoderConfig:
     h.refuse(hidden_act="silu")
     width = h.integer("head_width", 128)
     biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias")}
     rope = h.rope(width)
-    return h.decoder(name, head_width=width, rope=rope, has_qk_norm=True, experts=experts, **biases, **_window(h))
+    return h.decoder(name, head_width=width, rope=rope, has_qk_norm=True, experts=experts, **biases, **window)
 
 
-_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28
+}  # fmt: skip
 QWEN2 = Architecture(("qwen2",), _qwen2, defaults=_DEFAULTS)
 QWEN3 = Architecture(("qwen3",), _qwen3, defaults=_DEFAULTS)
 QWEN2_MOE = Architecture(

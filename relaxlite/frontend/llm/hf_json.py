@@ -1,0 +1,41 @@
+"""The JSON files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.foreign_files import ENOUGH_BYTES, describe_foreign
+
+
+def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
+    """The object in a file; an empty one without the file. ImportModelError: it is `needed` and missing, or holds no
+    object."""
+    if not path.exists():
+        if needed:
+            raise ImportModelError(f"{path.parent}: no {path.name}; {_instead(path.parent)}")
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, OSError) as error:
+        raise ImportModelError(f"{path}: cannot be read: {foreign(path) or error}") from error
+    if not isinstance(found, dict):
+        raise ImportModelError(f"{path}: no JSON object")
+    return found
+
+
+def _instead(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return "it holds an adapter (LoRA); merge it into its model, and take the folder of that"
+    return "a Hugging Face folder has one"
+
+
+def foreign(path: Path) -> str | None:
+    """What a file is that is none of the kind it should be, if that is known."""
+    try:
+        with path.open("rb") as file:
+            return describe_foreign(file.read(ENOUGH_BYTES))
+    except OSError:
+        return None
