@@ -11,10 +11,11 @@ from types import FrameType
 from typing import Any
 
 from relaxlite.cli.generate import stats_text
-from relaxlite.cli.language import generation_options, open_language_model
+from relaxlite.cli.language import check_stdin, generation_options, open_language_model
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
 from relaxlite.llm.model import LanguageModel
+from relaxlite.records import dataclass
 
 HELP = """\
 /stats   tokens and speed of the last reply, and how full the context is
@@ -27,6 +28,7 @@ REPLY_ROOM = 256  # tokens of the context that are left to a reply, where there 
 
 def execute(args: argparse.Namespace) -> None:
     llm = open_language_model(args)
+    check_stdin("chat")
     if not llm.description.chat_template:
         raise InvalidArgumentError(f"{llm.description.name} has no chat template; `relaxlite generate` needs none")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -78,7 +80,7 @@ class Conversation:
             if self._last is None:
                 return "There is no reply yet."
             usage = self._last.usage
-            used = usage.prompt_tokens + usage.new_tokens
+            used = usage.prompt_tokens + usage.new_tokens - usage.forgotten_tokens
             return f"{stats_text(self._last)}\ncontext: {used} of {self._llm.context} tokens"
         return HELP if text == "/help" else f"There is no command {text.split()[0]}.\n{HELP}"
 
@@ -87,17 +89,23 @@ class Conversation:
         before = list(self._messages)
         self._messages.append({"role": "user", "content": text})
         try:
-            self._make_room()
-            stream = self._llm.chat(self._messages, stream=True, **self._options)
-            with _interruptible() as interrupted:
+            with _interruptible() as interruption:
+                self._make_room()
+                stream = self._llm.chat(self._messages, stream=True, **self._options)
                 for piece in stream:
+                    interruption.waits = True
                     print(piece, end="", flush=True)
-                    if interrupted:
+                    if interruption.came:
                         break
+        except KeyboardInterrupt:  # nothing was said yet, or a second one
+            self._messages = before
+            print("\n(stopped)", flush=True)
+            return
         except RelaxliteError as error:
             self._messages = before
             print(f"relaxlite chat: {error}", file=sys.stderr, flush=True)
             return
+        interrupted = interruption.came
         stream.close()
         print("\n(stopped)" if interrupted else "", flush=True)
         self._last = stream.result()
@@ -116,18 +124,25 @@ class Conversation:
             print(f"(the context is full: the {gone} oldest messages are forgotten)", file=sys.stderr, flush=True)
 
 
+@dataclass(slots=True)
+class _Interruption:
+    """Ctrl-C. It interrupts at once, unless it `waits`: then its first press only says that it `came`."""
+
+    waits: bool = False
+    came: bool = False
+
+
 @contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C; a second Ctrl-C interrupts at once."""
-    seen: list[int] = []
+def _interruptible() -> Iterator[_Interruption]:
+    found = _Interruption()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if seen:
+        if found.came or not found.waits:
             raise KeyboardInterrupt
-        seen.append(number)
+        found.came = True
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield seen
+        yield found
     finally:
         signal.signal(signal.SIGINT, before)

@@ -55,6 +55,8 @@ def _output(args: argparse.Namespace) -> Path:
     output = Path(args.output or f"{model.name if model.is_dir() else model.stem}.rlx")
     if output.is_dir():
         raise RelaxliteError(f"cannot write {str(output)!r}: it is a folder; name a file in it")
+    if output.exists() and not output.is_file():
+        raise RelaxliteError(f"cannot write {str(output)!r}: it is a device or a pipe, no file that could be replaced")
     if not output.parent.is_dir():
         raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}")
     if not os.access(output.parent, os.W_OK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -39,7 +40,8 @@ def execute(args: argparse.Namespace) -> None:
         )  # fmt: skip
     if args.json:
         given = {name: getattr(args, name) for name in ("model", "against", "quantize", "cache_dtype", "precision")}
-        print(json.dumps({**given, **asdict(found)}))
+        figures = {name: None if value == math.inf else value for name, value in asdict(found).items()}
+        print(json.dumps({**given, **figures}, allow_nan=False))
     else:
         _show(args, found)
     print(f"{found.tokens} tokens in {time.perf_counter() - start:.1f} s", file=sys.stderr)

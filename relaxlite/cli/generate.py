@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from relaxlite.cli.language import generation_options, open_language_model
+from relaxlite.cli.language import check_stdin, generation_options, open_language_model
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.llm.generation import Result
 
 
 def execute(args: argparse.Namespace) -> None:
-    prompts = args.prompt or [sys.stdin.read()]
+    prompts = args.prompt or [_piped()]
     if args.chat and len(prompts) > 1:
         raise InvalidArgumentError("--chat takes one prompt")
     llm = open_language_model(args)
@@ -32,6 +32,11 @@ def execute(args: argparse.Namespace) -> None:
     if args.stats:
         for result in results:
             print(stats_text(result), file=sys.stderr)
+
+
+def _piped() -> str:
+    check_stdin("generate")
+    return sys.stdin.read()
 
 
 def stats_text(result: Result) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,14 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
     if given := checkpoint_options(args, "target", "precision"):
         raise InvalidArgumentError(f"{given}, and {args.model!r} is compiled already")
     return load(args.model)
+
+
+def check_stdin(command: str) -> None:
+    """InvalidArgumentError without a standard input. What is no text in it is refused where it is used."""
+    if sys.stdin is None:
+        raise InvalidArgumentError(f"there is no standard input; `relaxlite {command}` reads what it is not given")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _compile(args: argparse.Namespace) -> ExecutableData:

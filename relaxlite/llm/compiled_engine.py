@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ class CompiledEngine:
 
     Where the executable has a function that only fills the cache, and rounds more coarsely for that, it takes all of a
     prompt but the tokens whose logits are wanted and those EXACT - 1 before, which matter most to them. Which tokens
-    it takes depends on the sequence alone, not on the batch or on chunks.
+    it takes depends on the sequence alone, not on the batch or on chunks. Threads take turns.
 
     `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most. When the cache is
     full, `forward` raises CacheFullError and every sequence is as it was.
@@ -53,17 +54,38 @@ class CompiledEngine:
         self._chunk = min(CHUNK, int(facts["step_tokens"])) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
-        self.new, self.fork, self.drop = self.cache.new, self.cache.fork, self.cache.drop
-        self.remove, self.length = self.cache.remove, self.cache.length
+        self._turn = threading.RLock()
 
-    def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
+    def new(self) -> int:
+        with self._turn:
+            return self.cache.new()
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        with self._turn:
+            return self.cache.fork(sequence, length)
+
+    def drop(self, sequence: int, count: int) -> None:
+        with self._turn:
+            self.cache.drop(sequence, count)
+
+    def remove(self, sequence: int) -> None:
+        with self._turn:
+            self.cache.remove(sequence)
+
+    def length(self, sequence: int) -> int:
+        return self.cache.length(sequence)
+
+    def forward(
+        self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
+    ) -> list[Array]:
         check_batch(self, batch, wanted)
-        with self._appended(batch):
-            return self._logits(batch, [1] * len(batch) if wanted is None else wanted)
+        asked = [1] * len(batch) if wanted is None else wanted
+        with self._turn, self._appended(batch):
+            return self._logits(batch, asked, asked if exact is None else exact)
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
-        with self._appended([(sequence, tokens)]):
+        with self._turn, self._appended([(sequence, tokens)]):
             self._fill_in({sequence: np.asarray(tokens, np.int64)}, [(sequence, 0, len(tokens))])
 
     @contextmanager
@@ -78,11 +100,14 @@ class CompiledEngine:
             raise
         self.cache.commit(counts)
 
-    def _logits(self, batch: Batch, wanted: Sequence[int]) -> list[Array]:
+    def _logits(self, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
         shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}
         given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
         found: dict[int, list[Array]] = {sequence: [] for sequence in given}
-        filled = {sequence: self._filled(count) for sequence, count in shown.items()}
+        filled = {
+            sequence: self._filled(len(tokens) - max(count, more))
+            for (sequence, tokens), count, more in zip(batch, wanted, exact, strict=True)
+        }
         self._fill_in(given, [(sequence, 0, count) for sequence, count in filled.items()])
         rest = [(sequence, filled[sequence], len(tokens)) for sequence, tokens in batch]
         for parts in _steps(rest, self._chunk):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral
 
 from relaxlite.driver import build as build_module
 from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
@@ -121,7 +122,8 @@ def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
 
 def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
     most = checkpoint.config.context
-    if max_context is not None and not 1 <= max_context <= most:
+    is_number = isinstance(max_context, Integral) and not isinstance(max_context, bool)
+    if max_context is not None and not (is_number and 1 <= max_context <= most):
         raise InvalidArgumentError(f"max_context must be from 1 to the model's own {most}, got {max_context}")
     return max_context or checkpoint.config.usual_context or most
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -42,9 +43,12 @@ class Engine(Protocol):
 
     def length(self, sequence: int) -> int: ...
 
-    def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
+    def forward(
+        self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
+    ) -> list[Array]:
         """Append tokens to each sequence of the batch, together in one step; float32 logits [wanted, vocab] behind the
-        last `wanted` tokens of each (None: behind the last one)."""
+        last `wanted` tokens of each (None: behind the last one). `exact`: so many of the last tokens are appended as
+        those are whose logits are wanted (None: these alone)."""
         ...
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -89,7 +93,9 @@ class RecomputingEngine:
     def length(self, sequence: int) -> int:
         return len(self._of(sequence))
 
-    def forward(self, batch: Batch, *, wanted: Sequence[int] | None = None) -> list[Array]:
+    def forward(
+        self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
+    ) -> list[Array]:
         check_batch(self, batch, wanted)
         found = []
         for k, (sequence, tokens) in enumerate(batch):
@@ -128,6 +134,6 @@ def check_batch(engine: Engine, batch: Batch, wanted: Sequence[int] | None) -> N
             raise InvalidArgumentError(
                 f"sequence {sequence} is given {len(tokens)} tokens, and the logits of {wanted[k]} are wanted"
             )
-        bad = next((t for t in tokens if not 0 <= t < engine.vocab), None)
+        bad = next((t for t in tokens if not isinstance(t, Integral) or not 0 <= t < engine.vocab), None)
         if bad is not None:
             raise InvalidArgumentError(f"sequence {sequence}: token {bad} is not in the vocabulary of {engine.vocab}")

@@ -85,6 +85,7 @@ class Request:
     sequence: int = 0
     reused: int = 0  # tokens of the prompt that the sequence has already
 
+    begun: int = 0  # tokens of the sequence that were given at once: the prompt, or what was left where it slid
     forgotten: int = 0  # of the first tokens, prompt and new ones, which the sequence has no more
     drafted: int = 0
     accepted: int = 0
@@ -142,9 +143,10 @@ def run(
     numbers = {id(r): k for k, r in enumerate(requests)}
     start = time.perf_counter()
     for request in requests:
-        request.started = start
+        request.started, request.begun = start, len(request.prompt)
     active, waiting = list(requests), list[Request]()
     fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
+    again: dict[int, int] = {}  # of these, how many of the last were computed one by one before
     is_sound, is_full = False, False
 
     def end(request: Request, is_sound: bool) -> None:
@@ -164,7 +166,10 @@ def run(
                 found = engine.forward(
                     [(r.sequence, fed[id(r)] + guess) for r, guess in zip(active, guesses, strict=True)],
                     wanted=[1 + len(guess) for guess in guesses],
+                    exact=[1 + len(guess) + again.get(id(r), 0) for r, guess in zip(active, guesses, strict=True)],
                 )
+                for request in active:
+                    again.pop(id(request), None)
             except CacheFullError:
                 if any(guesses):
                     is_full = True
@@ -177,6 +182,7 @@ def run(
                 waiting.insert(0, last := active.pop())
                 engine.drop(last.sequence, engine.length(last.sequence))
                 fed[id(last)] = last.remembered()
+                again[id(last)] = len(fed[id(last)]) - last.begun
                 continue
             for request, logits, guess in zip(active, found, guesses, strict=True):
                 yield from _told(engine, request, writers[id(request)], logits, guess, numbers[id(request)])
@@ -206,6 +212,7 @@ def _slide(engine: Engine, request: Request, window: int, given: list[int]) -> l
     kept = max(1, window // 2)
     request.forgotten = len(request.prompt) + len(request.tokens) - kept
     engine.drop(request.sequence, engine.length(request.sequence))
+    request.begun = kept
     return request.remembered()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from numbers import Integral
@@ -62,6 +63,7 @@ class LanguageModel:
         self.context = engine.context if capacity is None else min(engine.context, capacity)
         """How many tokens a sequence holds, prompt and reply together."""
         self._kept: _Kept | None = None
+        self._turn = threading.Lock()
         self._draft: LanguageModel | None = None  # whose vocabulary was compared last, which takes a while
 
     @staticmethod
@@ -301,6 +303,8 @@ class LanguageModel:
     def _stop_tokens(self, given: Sequence[int] | None) -> frozenset[int]:
         if given is None:
             return frozenset(self.description.stop)
+        if not hasattr(given, "__iter__"):
+            raise InvalidArgumentError(f"stop_tokens must be numbers of tokens, got {given!r}")
         for token in given:
             if not isinstance(token, Integral) or not 0 <= token < self.engine.vocab:
                 raise InvalidArgumentError(f"stop_tokens: {token!r} is not in the vocabulary of {self.engine.vocab}")
@@ -311,6 +315,9 @@ class LanguageModel:
         what = "the prompt" if number is None else f"prompt {number}"
         if not tokens:
             raise InvalidArgumentError(f"{what} is empty")
+        bad = next((token for token in tokens if not 0 <= token < self.engine.vocab), None)
+        if bad is not None:
+            raise InvalidArgumentError(f"{what}: token {bad} is not in the vocabulary of {self.engine.vocab}")
         room = self.context - len(tokens)
         if room < 1:
             raise InvalidArgumentError(
@@ -340,7 +347,7 @@ class LanguageModel:
 
         Who uses the kept sequence takes it away, so that interleaved streams do not share it.
         """
-        kept, self._kept = self._kept, None
+        kept = self._exchange(None)
         if kept is None:
             return self.engine.new(), 0
         common = 0
@@ -356,20 +363,26 @@ class LanguageModel:
         if not is_sound or request.forgotten:  # what is left does not begin as the next chat will
             self._remove(request, is_sound)
             return
-        if self._kept is not None:
-            self.engine.remove(self._kept.sequence)
         written = [*request.prompt, *request.tokens][: self.engine.length(request.sequence)]
-        self._kept = _Kept(request.sequence, written)
+        before = self._exchange(_Kept(request.sequence, written))
+        if before is not None:
+            self.engine.remove(before.sequence)
 
     def _remove(self, request: Request, is_sound: bool) -> None:
         self.engine.remove(request.sequence)
 
     def forget(self) -> bool:
         """Give the memory of the last chat back; says whether there was any."""
-        kept, self._kept = self._kept, None
+        kept = self._exchange(None)
         if kept is not None:
             self.engine.remove(kept.sequence)
         return kept is not None
+
+    def _exchange(self, kept: _Kept | None) -> _Kept | None:
+        """What was kept, in place of which this is: no two threads get the same."""
+        with self._turn:
+            before, self._kept = self._kept, kept
+        return before
 
     def __repr__(self) -> str:
         d = self.description
@@ -401,7 +414,7 @@ def _prompts(prompt: Any) -> tuple[bool, list[Prompt]]:
         return False, [prompt]
     if not hasattr(prompt, "__iter__") or isinstance(prompt, bytes):
         raise InvalidArgumentError(f"a prompt is text or a list of tokens, got {type(prompt).__name__}")
-    items = list(prompt)
+    items: list[Any] = [list(item) if hasattr(item, "__next__") else item for item in prompt]
     if items and all(isinstance(item, Integral) for item in items):
         return False, [items]
     if not items:
@@ -414,7 +427,7 @@ def _prompts(prompt: Any) -> tuple[bool, list[Prompt]]:
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts: tuple[Any, ...] = (stop,) if isinstance(stop, str) or not hasattr(stop, "__iter__") else tuple(stop)
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidArgumentError(f"stop must be texts of at least one character, got {text!r}")

@@ -73,16 +73,16 @@ class Sampler:
         """The token behind `tokens`, by logits [vocab]. ExecutionError, which names the sequence, where those hold NaN
         or nothing finite."""
         how = self.sampling
-        scores = penalized(logits, tokens, how.repetition_penalty)
-        best = int(np.argmax(scores))  # NaN counts as the largest
-        if not math.isfinite(scores[best]):
-            bad = np.flatnonzero(~np.isfinite(scores))
+        best = int(np.argmax(logits))  # NaN counts as the largest
+        if not math.isfinite(logits[best]):
+            bad = np.flatnonzero(~np.isfinite(logits))
             raise ExecutionError(
                 f"{name}, position {len(tokens)}: the model computed logits that are no numbers, {bad.size} of "
                 f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True)?"
             )
+        scores = penalized(logits, tokens, how.repetition_penalty)
         if how.temperature == 0:
-            return best
+            return int(np.argmax(scores))
         places, probabilities = candidates(scores.astype(np.float64), how)
         sums = np.cumsum(probabilities)
         at = np.searchsorted(sums, self._random.random() * sums[-1], side="right")
@@ -95,14 +95,18 @@ def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
         return scores
     scores = scores.copy()
     seen = np.unique(np.asarray(tokens))
-    scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+    wide = scores[seen].astype(np.float64)
+    most = float(np.finfo(scores.dtype).max)
+    with np.errstate(over="ignore"):
+        scores[seen] = np.clip(np.where(wide < 0, wide * penalty, wide / penalty), -most, most)
     return scores
 
 
 def candidates(scores: Array, how: Sampling) -> tuple[Array, Array]:
     """The tokens that may come next, ascending, and their probabilities, which sum to 1. `how.temperature` > 0."""
     places = np.arange(scores.size)
-    scores = (scores - scores.max()) / how.temperature  # the largest is 0: no temperature overflows it
+    with np.errstate(over="ignore"):
+        scores = (scores - scores.max()) / how.temperature  # the largest is 0: what overflows cannot come
     if 0 < how.top_k < scores.size:
         least = np.partition(scores, scores.size - how.top_k)[scores.size - how.top_k]
         places = np.flatnonzero(scores >= least)

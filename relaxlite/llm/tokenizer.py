@@ -60,8 +60,10 @@ class Tokenizer:
         """
         try:
             tokens = self._library.encode(text, add_special_tokens=marks).ids
-        except UnicodeEncodeError as error:
-            raise InvalidArgumentError(f"the text is not valid Unicode: {error}") from error
+        except (UnicodeEncodeError, TypeError) as error:  # TypeError: as versions of the library before 0.22 and since
+            if not isinstance(text, str):
+                raise InvalidArgumentError(f"a text must be a string, got {type(text).__name__}") from error
+            raise InvalidArgumentError(f"the text is not valid Unicode: {_lone_surrogate(text)}") from error
         return [*self.start, *tokens] if marks and tokens[: len(self.start)] != self.start else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -69,38 +71,67 @@ class Tokenizer:
         return self._library.decode(list(tokens), skip_special_tokens=True)
 
 
+def _lone_surrogate(text: str) -> str:
+    place = next((k for k, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+    return "" if place is None else f"a surrogate stands alone at {place}, {text[place]!r}"
+
+
 class TextStream:
     """Text of tokens that come one by one.
 
     What a token reads as may depend on its neighbours (spaces, characters of several tokens), so the text behind it is
     the difference between two windows: the tokens that were shown last, and these with what came since. An unfinished
-    character waits for its other bytes. `before`: the tokens that the text goes on from.
+    character waits for its other bytes. `before`: the tokens that the text goes on from; where they end within a
+    character, the text begins with it.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._shown = list(before[-_LONGEST:])  # the tokens of the last piece: the left neighbours of what comes
-        self._waiting: list[int] = []
+        self._shown, self._waiting = _at_characters(tokenizer, before)
+        self._owed = self._text(len(self._waiting))  # how the part of a character that `before` ends with reads so far
 
     def push(self, token: int) -> str:
         """The text that a token completes; "" while a character is unfinished."""
         self._waiting.append(token)
-        text = self._text()
-        if not text or (text.endswith(_REPLACEMENT) and len(self._waiting) < _LONGEST):
-            return ""
-        return self._show(text)
+        count = len(self._waiting)
+        text = self._text(count)
+        if not text.endswith(_REPLACEMENT):
+            return self._show(text, count) if text else ""
+        for unfinished in range(1, min(_LONGEST, count + 1)):  # tokens of one character, which more may complete
+            part = self._text(count - unfinished)
+            if not part.endswith(_REPLACEMENT):
+                return self._show(part, count - unfinished) if part else ""
+        return self._show(text, count)
 
     def finish(self) -> str:
         """What still waits, finished or not."""
-        return self._show(self._text())
+        return self._show(self._text(len(self._waiting)), len(self._waiting))
 
-    def _text(self) -> str:
-        before = self._tokenizer.decode(self._shown)
-        return self._tokenizer.decode([*self._shown, *self._waiting])[len(before) :]
+    def _text(self, count: int) -> str:
+        """Of the first `count` tokens that wait."""
+        waiting = self._waiting[:count]
+        before, whole = self._tokenizer.decode(self._shown), self._tokenizer.decode([*self._shown, *waiting])
+        if not whole.startswith(before):
+            if not before.endswith(_REPLACEMENT):  # bytes that are no text yet spoil those beside them
+                return self._tokenizer.decode(waiting)
+            before = before.rstrip(_REPLACEMENT)  # the character is complete now
+        return whole[len(before) :]
 
-    def _show(self, text: str) -> str:
-        self._shown, self._waiting = self._waiting, []
-        return text
+    def _show(self, text: str, count: int) -> str:
+        self._shown, self._waiting = self._waiting[:count], self._waiting[count:]
+        owed, self._owed = self._owed, ""
+        return text.removeprefix(owed)
+
+
+def _at_characters(tokenizer: Tokenizer, before: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Some of the last tokens that are whole characters, and those of an unfinished one behind them."""
+    for unfinished in range(min(_LONGEST, len(before) + 1)):
+        end = len(before) - unfinished
+        for count in range(_LONGEST, 2 * _LONGEST):
+            shown = list(before[max(0, end - count) : end])
+            if _REPLACEMENT not in tokenizer.decode(shown):
+                return shown, list(before[end:])
+    return list(before[-_LONGEST:]), []
 
 
 class StopFilter:

@@ -75,9 +75,11 @@ _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
     """Write the file in one step: a reader sees the old file or the whole new one, and a failure leaves no trace."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link stays one
     if target.is_dir():
         raise ArtifactError(f"cannot save to {target}: it is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise ArtifactError(f"cannot save to {target}: it is a device or a pipe, no file that could be replaced")
     validate(data)
     temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     try:

@@ -17,6 +17,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import field
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -94,7 +95,8 @@ class _Sequence:
 
 
 class KVCache:
-    """Sequences and the pools that hold their keys and values. Not for several threads at once."""
+    """Sequences and the pools that hold their keys and values. Not for several threads at once; an interruption
+    (KeyboardInterrupt) leaves nothing that the next `reserve` would not mend."""
 
     def __init__(self, layout: CacheLayout, *, max_bytes: int) -> None:
         self.layout = layout
@@ -109,6 +111,7 @@ class KVCache:
         self._free: list[int] = []
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
+        self._wanted_pages = 0  # of pools that are about to grow
         self._grow(min(FIRST_PAGES, self.max_pages))
 
     # what it holds
@@ -141,22 +144,22 @@ class KVCache:
         """A sequence of the first `length` tokens of another (None: all), which shares its pages."""
         source = self._of(sequence)
         length = source.length if length is None else length
-        if not 0 <= length <= source.length:
+        if not isinstance(length, Integral) or not 0 <= length <= source.length:
             raise InvalidArgumentError(f"sequence {sequence} has {source.length} tokens, not {length} to fork")
         made = self.new()
         fork = self._sequences[made]
         for page in source.pages[: self._pages_of(length)]:
             self._references[page] += 1
             fork.append(page)
-        fork.length = length
+        fork.length = int(length)
         return made
 
     def drop(self, sequence: int, count: int) -> None:
         """Forget the last `count` tokens; pages that are not needed any more are given back."""
         found = self._of(sequence)
-        if not 0 <= count <= found.length:
+        if not isinstance(count, Integral) or not 0 <= count <= found.length:
             raise InvalidArgumentError(f"sequence {sequence} has {found.length} tokens, not {count} to drop")
-        found.length -= count
+        found.length -= int(count)
         self._trim(found)
 
     def remove(self, sequence: int) -> None:
@@ -169,6 +172,8 @@ class KVCache:
 
     def reserve(self, batch: Sequence[tuple[int, int]]) -> None:
         """Pages of their own for `count` more tokens of each sequence. CacheFullError leaves all as it was."""
+        if self._wanted_pages:  # a growth was interrupted
+            self._grow(self._wanted_pages)
         wanted, pages = 0, []
         shared: dict[int, int] = {}
         for sequence, count in batch:
@@ -307,13 +312,19 @@ class KVCache:
     def _grow(self, pages: int) -> None:
         """Pools of so many pages, one after the other, so that no more than one is there twice."""
         old = len(self._references)
+        self._wanted_pages = pages
         try:
             for k, pool in enumerate(self.pools):
-                made = self._pool(k, pages)
-                made[:, :old] = pool
-                self.pools[k] = made
+                if pool.shape[1] != pages:
+                    made = self._pool(k, pages)
+                    made[:, :old] = pool[:, :old]
+                    self.pools[k] = made
         except (MemoryError, OSError) as error:
             self.pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self.pools]
+            self._wanted_pages = 0
             raise CacheFullError(f"there is no memory for a cache of {pages * self.layout.page_bytes} bytes") from error
         self._references += [0] * (pages - old)
-        self._free[:0] = range(pages - 1, old - 1, -1)  # the lowest is taken first
+        self._free = [
+            page for page in reversed(range(pages)) if not self._references[page]
+        ]  # the lowest is taken first
+        self._wanted_pages = 0
