@@ -11,6 +11,7 @@ is more than the knob `model_cache_mb` allows, what was not used for longest goe
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib.util
 import os
@@ -216,7 +217,8 @@ def _evict(newest: Path) -> None:
 
 def _files_of(source: Path) -> list[Path]:
     if not source.is_dir():
-        return [source]
+        part = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", source.name, re.IGNORECASE)  # of a model in several files
+        return [source] if part is None else sorted(source.parent.glob(f"{glob.escape(part[1])}-?????{part[2]}"))
     return [source, *(file for pattern in _FOLDER_FILES for file in sorted(source.glob(pattern)))]
 
 

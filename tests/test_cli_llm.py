@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,8 +56,10 @@ def run(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "cache"))
 
-    def call(*argv: str, stdin: str = "") -> SimpleNamespace:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def call(*argv: str, stdin: str | bytes | None = "") -> SimpleNamespace:
+        """`stdin`: bytes as from a pipe, None: closed."""
+        read = io.TextIOWrapper(io.BytesIO(stdin), "utf-8") if isinstance(stdin, bytes) else stdin
+        monkeypatch.setattr(sys, "stdin", io.StringIO(read) if isinstance(read, str) else read)
         capsys.readouterr()
         status = cli.main(argv)
         out, err = capsys.readouterr()
@@ -415,6 +418,49 @@ def test_an_interrupt_stops_the_reply_and_not_the_chat(
     assert capsys.readouterr().out == "a l\n(stopped)\nok\n"
     assert seen[-1] == "user\na?\nassistant\na l\nuser\nb?\nassistant\n"  # what was said is part of the conversation
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_interrupt_before_the_first_word_stops_the_reply_and_not_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = scripted(lambda before: b"ok", context=300)
+    steps, forward = [0], llm.engine.forward
+
+    def interrupted(batch: Any, **options: Any) -> Any:
+        steps[0] += 1
+        if steps[0] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # a step takes a while
+        return forward(batch, **options)
+
+    monkeypatch.setattr(llm.engine, "forward", interrupted)
+    talker = conversation(llm)
+    talk(talker, monkeypatch, "a?", "b?")
+    assert capsys.readouterr().out == "\n(stopped)\nok\n"
+    assert [message["content"] for message in talker._messages] == ["b?", "ok"]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_missing_standard_input_is_told(command: str, run: Run) -> None:
+    done = run(command, "tiny.rlx", stdin=None)
+    assert (done.status, done.out) == (2, "")
+    assert f"there is no standard input; `relaxlite {command}` reads what it is not given" in done.err
+
+
+def test_input_that_is_no_unicode_is_refused_and_the_chat_goes_on(run: Run) -> None:
+    done = run("generate", "tiny.rlx", stdin=b"caf\xe9")
+    assert done.status == 2 and "the text is not valid Unicode: a surrogate stands alone at 3" in done.err
+    done = run("chat", "tiny.rlx", stdin=b"caf\xe9\n/stats\n")
+    assert done.status == 0 and "the text is not valid Unicode" in done.err
+    assert done.out == "There is no reply yet.\n"
+
+
+def test_figures_of_an_evaluation_are_json(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("ab")
+    done = run("eval", "tiny.rlx", "--text", str(tmp_path / "short.txt"), "--json")
+    assert done.status == 0
+    found = json.loads(done.out, parse_constant=pytest.fail)
+    assert found["loss_error"] is None and found["perplexity"] > 1
 
 
 def test_a_second_interrupt_ends_the_program() -> None:

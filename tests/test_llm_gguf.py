@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relaxlite as rl
-from relaxlite import config
+from relaxlite import config, model_cache
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.config import Rope, RopeScaling
 from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 from relaxlite.frontend.llm.read import read_checkpoint
@@ -283,6 +284,84 @@ def test_only_the_largest_gemma_scales_queries_otherwise(tmp_path: Path) -> None
     config = read_checkpoint(files.write(tmp_path / "m.gguf", "gemma3", metadata, weights)).config
     assert config.query_scale == (files.HIDDEN / files.HEADS) ** -0.5
     assert config.is_local.count(False) == 10
+
+
+SPLIT = "m-0000{}-of-00002.gguf"
+
+
+def split(folder: Path, **second: Any) -> list[Path]:
+    """As llama.cpp splits files: all fields in the first, tensors in both."""
+    metadata, weights = files.fields("llama"), files.tensors("llama")
+    names = sorted(weights)
+    paths = []
+    for k, part in enumerate((names[:7], names[7:])):
+        said = {"split.no": k, "split.count": 2, "split.tensors.count": len(names)}
+        said |= metadata if k == 0 else second
+        path = folder / SPLIT.format(k + 1)
+        paths.append(files.write(path, "llama", said, {name: weights[name] for name in part}))
+    return paths
+
+
+def test_a_model_in_several_files_is_read_by_any_of_them(tmp_path: Path) -> None:
+    paths = split(tmp_path)
+    whole = files.write(tmp_path / "m.gguf", "llama", files.fields("llama"), files.tensors("llama"))
+    wanted = read_checkpoint(whole)
+    for path in paths:
+        found = read_checkpoint(path)
+        assert found.config == wanted.config and set(found.weights) == set(wanted.weights)
+        for name, weight in wanted.weights.items():
+            np.testing.assert_array_equal(found.weights[name].data, weight.data)
+        assert set(paths) <= set(model_cache._files_of(path))
+
+
+def test_what_is_wrong_with_several_files_is_told(tmp_path: Path) -> None:
+    first, second = split(tmp_path)
+    kept = second.rename(tmp_path / "kept")
+    with pytest.raises(ImportModelError, match=r"one of 2 files; m-00002-of-00002.gguf is missing beside it"):
+        read_checkpoint(first)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ImportModelError, match=r"m-00002-of-00002.gguf: no part 1 of a model in 2 files"):
+        read_checkpoint(first)
+    second.unlink()
+    with pytest.raises(
+        ImportModelError, match=r"part 1 of a model in 2 files, which are named NAME-00001-of-00002.gguf"
+    ):
+        read_checkpoint(kept)
+
+
+def test_old_and_untyped_scalings_are_linear(tmp_path: Path) -> None:
+    def scaling(**more: Any) -> Any:
+        return read_checkpoint(changed(tmp_path, **more)).config.rope.scaling
+
+    wanted = RopeScaling("linear", 4.0)
+    assert scaling(**{"rope.scale_linear": 4.0}) == scaling(**{"rope.scaling.factor": 4.0}) == wanted
+    assert scaling(**{"rope.scaling.type": "none", "rope.scaling.factor": 4.0}) is None
+    with pytest.raises(ImportModelError, match=r"attn_factor of 1.5 is only known of yarn and longrope"):
+        scaling(**{"rope.scaling.attn_factor": 1.5})
+
+
+def test_divisors_come_before_a_linear_scaling() -> None:
+    divisors = tuple(float(k + 1) for k in range(4))
+    both = Rope(1e4, 8, RopeScaling("linear", 4.0), divisors).frequencies(64)[0]
+    np.testing.assert_allclose(both, Rope(1e4, 8).frequencies(64)[0] / np.array(divisors) / 4)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan, np.inf])
+def test_divisors_that_divide_nothing_are_refused(wrong: float, tmp_path: Path) -> None:
+    weights = files.tensors("llama")
+    weights["rope_freqs.weight"] = np.array([1.0] * 31 + [wrong], np.float32)
+    with pytest.raises(
+        ImportModelError, match=r"'rope_freqs.weight' holds numbers that no frequency can be divided by"
+    ):
+        read_checkpoint(changed(tmp_path, weights))
+
+
+def test_caps_and_windows_of_0_are_none(tmp_path: Path) -> None:
+    more = {"attention.sliding_window": 5, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+    metadata = files.fields("gemma2", **more)
+    path = files.write(tmp_path / "m.gguf", "gemma2", metadata, files.tensors("gemma2", tied=True))
+    config = read_checkpoint(path).config
+    assert config.score_cap is None and config.logit_cap is None
 
 
 # What cannot be read

@@ -169,7 +169,7 @@ def test_tokens_with_a_meaning() -> None:
     more["token_type"].append(1)
     found = read_tokenizer(byte_level("gpt-2", **more), "f")
     assert found is not None
-    assert (found.bos, found.stop, found.adds_bos) == (256, (257, 258), False)  # <|end|> is no control token here
+    assert (found.bos, found.stop, found.adds_bos) == (256, (257, 258, 259), False)
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     assert library.Tokenizer.from_str(found.json).encode("x<|im_end|>y").ids == [120, 257, 121]
     for pre, said, wanted in (("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)):
@@ -178,6 +178,49 @@ def test_tokens_with_a_meaning() -> None:
     assert read_tokenizer(sentence_piece(["a"], [0.0], prefix=True), "f").adds_bos  # type: ignore[union-attr]
     assert read_tokenizer({}, "f") is None
     assert read_tokenizer({"tokenizer.ggml.model": "none"}, "f") is None
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_tokens_that_end_replies_do_so_whatever_type_a_file_gives_them(kind: int) -> None:
+    raw = sentence_piece(["▁", "a", "▁a"], [-1.0, -2.0, -0.5], prefix=True)
+    raw["tokenizer.ggml.tokens"][3], raw["tokenizer.ggml.token_type"][3] = "<end_of_turn>", kind
+    found = read_tokenizer(raw, "f")
+    assert found is not None and found.stop == (2, 3)
+    tokenizer = library.Tokenizer.from_str(found.json)
+    ids = tokenizer.encode("a<end_of_turn>").ids
+    assert ids[-1] == 3
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
+
+
+def test_the_end_of_a_channel_is_not_that_of_a_reply() -> None:
+    """GPT-OSS thinks in one channel and answers in the next."""
+    more = {"token_type": [*[1] * 256, *[3] * 4, 1], "merges": ["a b"], "bos_token_id": 256, "eos_token_id": 257}
+    tokens = [*BYTES, "<|startoftext|>", "<|return|>", "<|call|>", "<|end|>", "ab"]
+    found = read_tokenizer(byte_level("gpt-4o", tokens=tokens, **more), "f")
+    assert found is not None and found.stop == (257, 258)
+
+
+def test_a_file_that_names_no_tokens_has_the_usual_ones() -> None:
+    raw = sentence_piece(["a"], [0.0], prefix=True)
+    bare = {key: value for key, value in raw.items() if not key.endswith("_token_id")}
+    found = read_tokenizer(bare, "f")
+    assert found is not None and (found.bos, found.stop, found.adds_bos) == (1, (2,), True)
+    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    bare["tokenizer.ggml.tokens"] = ["<unk>", "<bos>", "<end>", *raw["tokenizer.ggml.tokens"][3:]]  # called otherwise
+    found = read_tokenizer(bare, "f")
+    assert found is not None and (found.bos, found.stop) == (None, ())
+
+
+def test_the_unknown_token_is_one_token_in_a_text() -> None:
+    tokenizer = made(sentence_piece(["▁", "a"], [-1.0, -2.0], prefix=False))
+    assert tokenizer.encode("a<unk>a").tokens == ["a", "<unk>", "a"]
+
+
+def test_marks_of_phi3_take_the_spaces_behind_them() -> None:
+    raw = {**sentence_piece(["▁", "a", "\n"], [-1.0, -2.0, -3.0], prefix=False), "general.architecture": "phi3"}
+    turn, start, letter, line = 3, 1, 261, 262
+    assert made(raw).encode("<turn>\na<s>\n").ids == [turn, letter, start, line]
+    assert made({**raw, "general.architecture": "llama"}).encode("<turn>\na").ids == [turn, line, letter]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ class RopeScaling:
 class Rope:
     """Rotary embedding (Su et al., arXiv 2104.09864) of the first `width` elements of each head, in halves.
 
-    `divisors` (width / 2 of them) divide the frequencies one by one, where a checkpoint brings them ready made.
+    `divisors` (width / 2 of them) divide the frequencies one by one, before they are scaled, where a checkpoint brings
+    them ready made.
     """
 
     base: float
@@ -54,7 +55,7 @@ class Rope:
         steps = np.arange(0, self.width, 2, dtype=np.float64) / self.width
         plain = self.base**-steps
         if self.divisors is not None:
-            return plain / np.asarray(self.divisors), 1.0
+            plain = plain / np.asarray(self.divisors)
         if self.scaling is None:
             return plain, 1.0
         if self.scaling.kind == "longrope":

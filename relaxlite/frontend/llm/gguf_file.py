@@ -16,7 +16,7 @@ from relaxlite.frontend.llm.architectures import Hyperparameters, find_architect
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, layer_names
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
-from relaxlite.frontend.llm.gguf_format import GgufFile, TensorInfo, read_file
+from relaxlite.frontend.llm.gguf_format import TensorInfo, read_parts
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
 from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 
@@ -26,26 +26,26 @@ _PROVENANCE = ("name", "author", "organization", "license", "url", "source.url",
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a GGUF file; its weights stay mapped.
+    """The checkpoint in a GGUF file, or in several of which it is one; its weights stay mapped.
 
     ImportModelError: no GGUF file, an unknown architecture, a tensor type that is not read, missing weights.
     """
     source = os.fspath(path)
-    file = read_file(source)
-    raw = dict(file.metadata)
+    files = read_parts(source)
+    raw = dict(files[0].metadata)
     name = str(raw.get("general.architecture", ""))
     architecture = find_architecture(name, source)
-    tensors = {tensor.name: tensor for tensor in file.tensors}
+    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     raw |= {f"{name}.{key}": value for key, value in _seen_in(tensors).items()}
     config = architecture.describe(Hyperparameters(source, raw, True, f"{name}."))
     divisors = {
-        kind: _divisors(config, _weight(file, tensors.pop(name), source), name, source)
+        kind: _divisors(config, _weight(tensors.pop(name), source), name, source)
         for kind, name in _DIVISORS.items()
         if name in tensors
     }
     config = replace(config, rope=_with_divisors(config, divisors, source))
     names = {theirs: ours for ours, theirs in _names(config, architecture.gguf or GGUF_LAYER).items()}
-    weights = {names.get(theirs, theirs): _weight(file, tensor, source) for theirs, tensor in tensors.items()}
+    weights = {names.get(theirs, theirs): _weight(tensor, source) for theirs, tensor in tensors.items()}
     weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved:
@@ -74,7 +74,7 @@ def _names(config: DecoderConfig, layer: Mapping[str, str]) -> dict[str, str]:
     return GGUF_WHOLE | {f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k, ours, theirs in layer_names(layer, config)}
 
 
-def _weight(file: GgufFile, tensor: TensorInfo, source: str) -> Weight:
+def _weight(tensor: TensorInfo, source: str) -> Weight:
     what = f"{source}: tensor {tensor.name!r}"
     if tensor.kind in BLOCK_FORMATS:
         block = BLOCK_FORMATS[tensor.kind]
@@ -83,20 +83,20 @@ def _weight(file: GgufFile, tensor: TensorInfo, source: str) -> Weight:
                 f"{what}: {tensor.kind} needs rows of whole blocks of {block.size}, got {tensor.shape}"
             )
         rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-        return Weight(_bytes(file, tensor, rows, columns // block.size * block.nbytes, what), tensor.shape, tensor.kind)
+        return Weight(_bytes(tensor, rows, columns // block.size * block.nbytes, what), tensor.shape, tensor.kind)
     if tensor.kind not in _FLOATS:
         known = ", ".join([*_FLOATS, *BLOCK_FORMATS])
         raise ImportModelError(f"{what} is of type {tensor.kind}, which is not read; known are {known}")
     dtype = dtypes.to_numpy(_FLOATS[tensor.kind])
-    data = _bytes(file, tensor, 1, math.prod(tensor.shape) * dtype.itemsize, what)
+    data = _bytes(tensor, 1, math.prod(tensor.shape) * dtype.itemsize, what)
     return Weight(data.view(dtype).reshape(tensor.shape), tensor.shape)
 
 
-def _bytes(file: GgufFile, tensor: TensorInfo, rows: int, row_bytes: int, what: str) -> np.ndarray[Any, Any]:
+def _bytes(tensor: TensorInfo, rows: int, row_bytes: int, what: str) -> np.ndarray[Any, Any]:
     end = tensor.offset + rows * row_bytes
-    if end > file.data.size:
-        raise ImportModelError(f"{what} ends at byte {end} of {file.data.size}: the file is truncated")
-    return file.data[tensor.offset : end].reshape(rows, row_bytes)
+    if end > tensor.data.size:
+        raise ImportModelError(f"{what} ends at byte {end} of {tensor.data.size}: the file is truncated")
+    return tensor.data[tensor.offset : end].reshape(rows, row_bytes)
 
 
 def _divisors(config: DecoderConfig, weight: Weight, name: str, source: str) -> tuple[float, ...]:
@@ -105,7 +105,10 @@ def _divisors(config: DecoderConfig, weight: Weight, name: str, source: str) -> 
             f"{source}: tensor {name!r} has shape {weight.shape}; {config.rope.width} elements of a head are turned, "
             f"so it needs {config.rope.width // 2} numbers"
         )
-    return tuple(map(float, weight.data))
+    found = tuple(map(float, weight.data))
+    if not all(0 < divisor < math.inf for divisor in found):
+        raise ImportModelError(f"{source}: tensor {name!r} holds numbers that no frequency can be divided by")
+    return found
 
 
 def _with_divisors(config: DecoderConfig, given: Mapping[str, tuple[float, ...]], source: str) -> Rope:

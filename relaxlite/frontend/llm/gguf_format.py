@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections import Counter
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +30,7 @@ TYPE_NAMES = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_RANK = 4
+_MOST_PARTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     kind: str
     offset: int
+    data: Array  # all bytes of its file, mapped read-only
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
-    data: Array  # all bytes of the file, mapped read-only
 
 
 class _Reader:
@@ -104,6 +107,42 @@ def read_file(path: str | os.PathLike[str]) -> GgufFile:
         raise ImportModelError(f"{source}: a damaged or truncated GGUF file: {error}") from error
 
 
+def read_parts(path: str | os.PathLike[str]) -> list[GgufFile]:
+    """A file, or all parts of a model that is split (llama.cpp's gguf-split), of which it is any; the first, which has
+    the metadata, comes first. ImportModelError: one is missing, or as for `read_file`."""
+    source = Path(path)
+    file = read_file(source)
+    count, number = (file.metadata.get(f"split.{key}", 0) for key in ("count", "no"))
+    if count in (0, 1):
+        return [file]
+    named = split_files(source)
+    if not isinstance(count, int) or len(named) != count:
+        raise ImportModelError(
+            f"{source}: part {number} of a model in {count} files, which are named NAME-00001-of-{count:05}.gguf; put "
+            "them side by side under such names, or join them by llama.cpp's `llama-gguf-split --merge`"
+        )
+    missing = next((part.name for part in named if not part.is_file()), None)
+    if missing is not None:
+        raise ImportModelError(f"{source}: one of {count} files; {missing} is missing beside it")
+    parts = [read_file(part) for part in named]
+    for k, (part, name) in enumerate(zip(parts, named, strict=True)):
+        if (part.metadata.get("split.count"), part.metadata.get("split.no")) != (count, k):
+            raise ImportModelError(f"{name}: no part {k} of a model in {count} files, as its name says")
+    names = Counter(tensor.name for part in parts for tensor in part.tensors)
+    twice = next((name for name, times in names.items() if times > 1), None)
+    if twice is not None:
+        raise ImportModelError(f"{source}: there are two tensors {twice!r} in the parts of the model")
+    return parts
+
+
+def split_files(path: Path) -> list[Path]:
+    """The files of a model whose name says that it is split; none of another."""
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.IGNORECASE)
+    if found is None or int(found[3]) > _MOST_PARTS:
+        return []
+    return [path.with_name(f"{found[1]}-{k:05}-of-{found[3]}{path.suffix}") for k in range(1, int(found[3]) + 1)]
+
+
 def _read(reader: _Reader) -> GgufFile:
     reader.at = 4
     version, tensors, values = reader.take("I"), reader.take("Q"), reader.take("Q")
@@ -121,6 +160,8 @@ def _read(reader: _Reader) -> GgufFile:
         if rank > _MAX_RANK:
             raise ValueError(f"tensor {name!r} has {rank} dimensions")
         dims = [reader.take("Q") for _ in range(rank)]
+        if not all(dims):
+            raise ValueError(f"tensor {name!r} has no elements: {dims}")
         kind, offset = reader.take("I"), reader.take("Q")
         infos.append((name, tuple(reversed(dims)), TYPE_NAMES.get(kind, f"number {kind}"), offset))
     names = [name for name, *_ in infos]
@@ -131,5 +172,6 @@ def _read(reader: _Reader) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"an alignment of {alignment!r}")
     start = -(-reader.at // alignment) * alignment
-    found = tuple(TensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in infos)
-    return GgufFile(metadata, found, np.frombuffer(reader.data, np.uint8))
+    data = np.frombuffer(reader.data, np.uint8)
+    found = tuple(TensorInfo(name, shape, kind, start + offset, data) for name, shape, kind, offset in infos)
+    return GgufFile(metadata, found)

@@ -17,11 +17,20 @@ from relaxlite.frontend.llm.checkpoint import TokenizerData
 from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
-# Control tokens that end a reply, under whatever name a file calls its own end.
+# Tokens that end a reply, under whatever name a file calls its own end, and whatever type it gives them.
 _ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>", "<|endoftext|>",
-    "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<｜end▁of▁sentence｜>", "<EOT>",  # noqa: RUF001
+    "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>",  # noqa: RUF001
+    "[EOT]", "[EOS]", "<eos>", "<end_of_utterance>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>",
+    "<|tool_response>",
 )  # fmt: skip
+_CHANNELS = ("<|return|>", "<|call|>")  # where both are, <|end|> ends only a part of a reply (GPT-OSS)
+# Where a file does not say its bos, eos and unknown token: as llama.cpp has it, if they are called like that.
+_USUAL = {
+    "llama": {"bos": (1, "<s>"), "eos": (2, "</s>"), "unknown": (0, "<unk>")},
+    "gpt2": {"bos": (11, "<|endoftext|>"), "eos": (11, "<|endoftext|>")},
+}
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # behind them, where others of Phi-3 take spaces away
 
 
 def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
@@ -37,7 +46,7 @@ def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
     parts["added_tokens"] = _added(fields, parts["normalizer"])
     bos, eos = fields.token("bos"), fields.token("eos")
     ends = [eos, fields.token("eot"), fields.token("eom")]
-    ends += [place for place, kind in enumerate(fields.types) if kind == _CONTROL and fields.tokens[place] in _ENDS]
+    ends += [fields.places[token] for token in fields.ends]
     names = {"bos_token": bos, "eos_token": eos, "unk_token": fields.token("unknown")}
     template = raw.get("tokenizer.chat_template")
     adds_bos = model == "llama" or fields.pre_tokenizer.adds_bos
@@ -61,6 +70,10 @@ class _Fields:
         if raw.get("tokenizer.ggml.token_type") is not None:
             self.types = self.list("token_type", int, len(self.tokens))
         self.places = {token: place for place, token in enumerate(self.tokens)}
+        in_parts = all(token in self.places for token in _CHANNELS)
+        self.ends = [token for token in _ENDS if token in self.places and not (in_parts and token == "<|end|>")]
+        for token in self.ends:
+            self.types[self.places[token]] = _CONTROL
 
     def error(self, text: str) -> ImportModelError:
         return ImportModelError(f"{self._source}: {text}")
@@ -77,13 +90,18 @@ class _Fields:
         """The token with a meaning: bos, eos, ..."""
         found = self._raw.get(f"tokenizer.ggml.{name}_token_id")
         if found is None:
-            return None
+            place, text = _USUAL.get(self._raw.get("tokenizer.ggml.model", ""), {}).get(name, (0, None))
+            return place if self.places.get(text or "") == place else None
         if not isinstance(found, int) or not 0 <= found < len(self.tokens):
             raise self.error(f"tokenizer.ggml.{name}_token_id is {found}; there are {len(self.tokens)} tokens")
         return found
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._raw.get(f"tokenizer.ggml.{name}", default))
+
+    @property
+    def architecture(self) -> Any:
+        return self._raw.get("general.architecture")
 
     @property
     def pre_tokenizer(self) -> Any:
@@ -167,16 +185,18 @@ def _filled(made: Any, places: Mapping[str, int], merges: Sequence[str]) -> dict
 def _added(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
     """Control tokens and those that users defined are never parted. The latter are looked for in the text whose spaces
     are replaced, as SentencePiece does; where a prefix is added too, they would get it as well, so not there."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    takes_spaces = fields.architecture == "phi3" and _BYTE in fields.types  # as its tokenizer.json says
     in_normalized = normalizer is not None and not fields.flag("add_space_prefix", True)  # never so of byte level
     return [
         {
             "id": place,
             "content": token,
-            **plain,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": takes_spaces and fields.types[place] == _CONTROL and token not in _KEEP_SPACES,
             "normalized": in_normalized and fields.types[place] == _USER_DEFINED,
-            "special": fields.types[place] == _CONTROL,
+            "special": fields.types[place] in (_CONTROL, _UNKNOWN),
         }
         for token, place in fields.places.items()
-        if fields.types[place] in (_CONTROL, _USER_DEFINED) and token
+        if fields.types[place] in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token
     ]

@@ -84,15 +84,17 @@ class Hyperparameters:
         raise self._error(name, found, "a positive number")
 
     def optional(self, name: str) -> float | None:
-        """A positive number, or None where the checkpoint does not say one."""
-        return None if self.get(name) is None else self.number(name)
+        """A positive number, or None where the checkpoint does not say one; in GGUF 0 says so, too."""
+        found = self.get(name)
+        return None if found is None or (self.is_gguf and found == 0) else self.number(name)
 
     def flag(self, name: str) -> bool:
         return bool(self.get(name, False))
 
     def window(self) -> int | None:
         """How many last tokens layers see; None: all."""
-        return None if self.get("window") is None else self.integer("window")
+        found = self.get("window")
+        return None if found is None or (self.is_gguf and found == 0) else self.integer("window")
 
     def layer_types(self) -> tuple[bool, ...] | None:
         """By layer, whether it is local; None where config.json does not say."""
@@ -206,8 +208,9 @@ class Hyperparameters:
 
     def _gguf_scaling(self) -> RopeScaling | None:
         place = f"{self.prefix}rope.scaling."
-        kind = self.raw.get(place + "type", "none")
-        factor = self.raw.get(place + "factor", 1.0) or 1.0
+        kind = self.raw.get(place + "type", "linear")
+        old = self.raw.get(f"{self.prefix}rope.scale_linear")
+        factor = self.raw.get(place + "factor", old) or 1.0
         original = self.raw.get(place + "original_context_length") or self.integer("context")
         fast, slow = self.raw.get(place + "yarn_beta_fast", 32.0), self.raw.get(place + "yarn_beta_slow", 1.0)
         more = self.raw.get(place + "attn_factor", 1.0)
@@ -215,6 +218,8 @@ class Hyperparameters:
             raise ImportModelError(f"{self.source}: {place}* must be positive numbers")
         if kind == "longrope":  # the divisors are tensors
             return RopeScaling("longrope", float(factor), int(original), attention_factor=float(more))
+        if (kind in ("none", "linear") or factor == 1.0) and more != 1.0:
+            raise ImportModelError(f"{self.source}: {place}attn_factor of {more} is only known of yarn and longrope")
         if kind == "none" or factor == 1.0:
             return None
         if kind == "linear":
