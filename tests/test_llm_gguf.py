@@ -356,6 +356,13 @@ def test_divisors_that_divide_nothing_are_refused(wrong: float, tmp_path: Path) 
         read_checkpoint(changed(tmp_path, weights))
 
 
+def test_local_layers_may_be_listed(tmp_path: Path) -> None:
+    more = {"attention.sliding_window": 5, "attention.sliding_window_pattern": [True, False], "block_count": 2}
+    metadata = files.fields("gemma3", **more)
+    path = files.write(tmp_path / "m.gguf", "gemma3", metadata, files.tensors("gemma3", tied=True))
+    assert read_checkpoint(path).config.is_local == (True, False)
+
+
 def test_caps_and_windows_of_0_are_none(tmp_path: Path) -> None:
     more = {"attention.sliding_window": 5, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
     metadata = files.fields("gemma2", **more)

@@ -192,6 +192,18 @@ def test_tokens_that_end_replies_do_so_whatever_type_a_file_gives_them(kind: int
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
 
 
+@pytest.mark.parametrize("pre", [None, "default"])
+def test_a_file_that_does_not_say_how_text_is_parted_is_told(pre: str | None) -> None:
+    raw = byte_level(pre)
+    if pre is None:
+        raw.pop("tokenizer.ggml.pre", None)
+    with pytest.warns(
+        RuntimeWarning, match=r"f: tokenizer\.ggml\.pre does not say how text is parted into words"
+    ) as told:
+        read_tokenizer(raw, "f")
+    assert len(told) == 1
+
+
 def test_the_end_of_a_channel_is_not_that_of_a_reply() -> None:
     """GPT-OSS thinks in one channel and answers in the next."""
     more = {"token_type": [*[1] * 256, *[3] * 4, 1], "merges": ["a b"], "bos_token_id": 256, "eos_token_id": 257}

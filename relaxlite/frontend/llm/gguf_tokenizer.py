@@ -7,7 +7,9 @@ its JSON directly, as handing it half a million merges and asking for them again
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -103,9 +105,16 @@ class _Fields:
     def architecture(self) -> Any:
         return self._raw.get("general.architecture")
 
-    @property
+    @cached_property
     def pre_tokenizer(self) -> Any:
         kind = self._raw.get("tokenizer.ggml.pre", "default")
+        if kind == "default":
+            warnings.warn(
+                f"{self._source}: tokenizer.ggml.pre does not say how text is parted into words; it is parted as for "
+                "GPT-2, which gives wrong tokens if the model was trained otherwise: convert it again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if kind not in PRE_TOKENIZERS:
             raise self.error(
                 f"the pre-tokenizer {kind!r} is not known; known are {', '.join(PRE_TOKENIZERS)} "

@@ -18,7 +18,9 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, use_bidirectional_attention=False
     )  # fmt: skip
     width, layers = h.integer("head_width", 256), h.integer("layers")
-    is_local = h.layer_types()
+    is_local, pattern = h.layer_types(), h.get("window_pattern")
+    if h.is_gguf and isinstance(pattern, list) and len(pattern) == layers:
+        is_local = tuple(map(bool, pattern))
     if is_local is None:
         every = h.integer("window_pattern", _PATTERN)
         is_local = tuple((k + 1) % every != 0 for k in range(layers))
