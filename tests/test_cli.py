@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -762,6 +763,19 @@ def test_an_interrupted_compile_leaves_nothing(run: Run, monkeypatch: pytest.Mon
     before = files()
     done = run("compile", "toy.onnx", "-o", "out.rlx")
     assert (done.status, done.out, files()) == (130, "", before)
+
+
+def test_a_terminated_compile_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminate(data: object, file: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)  # where Python looks for signals
+
+    monkeypatch.setattr(artifact, "_write", terminate)
+    before = files()
+    with pytest.raises(SystemExit) as end:
+        run("compile", "toy.onnx", "-o", "out.rlx")
+    assert (end.value.code, files()) == (128 + signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_python_m_starts_it() -> None:

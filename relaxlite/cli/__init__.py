@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from relaxlite.cli.parser import make_parser
@@ -52,7 +55,7 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        with _warnings_in_a_line(args.command):
+        with _warnings_in_a_line(args.command), _terminated_in_order():
             importlib.import_module(f"relaxlite.cli.{args.command}").execute(args)
         return 0
     except KeyboardInterrupt:
@@ -77,6 +80,26 @@ def _warnings_in_a_line(command: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+@contextlib.contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """SIGTERM ends the command as an exception does, so that no half-written files stay."""
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if not is_ours:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _explain(error: Exception) -> str:
