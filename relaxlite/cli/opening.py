@@ -81,10 +81,10 @@ def is_compiled(path: str) -> bool:
     if is_checkpoint(path):
         return False
     if found.is_dir():
-        is_adapter = (found / "adapter_config.json").exists()
-        hint = (
-            "merge the adapter (LoRA) that it holds into its model" if is_adapter else "give the path of a model in it"
-        )
+        inside = sorted(file for ending in ("onnx", "rlx", "gguf") for file in found.glob(f"*.{ending}"))
+        hint = f"give the path of a model in it, as {str(inside[0])!r}" if inside else "give the path of a model in it"
+        if (found / "adapter_config.json").exists():
+            hint = "merge the adapter (LoRA) that it holds into its model"
         raise RelaxliteError(f"{path!r} is a folder; {hint}")
     if found.suffix == ".safetensors" or found.name == "config.json":
         raise RelaxliteError(f"{path!r} is one file of a Hugging Face folder; give the folder, {str(found.parent)!r}")

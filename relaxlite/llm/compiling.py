@@ -144,7 +144,10 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = checkpoint.provenance.get("source", "the checkpoint")
     if tokenizer is None:
-        raise ImportModelError(f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json")
+        raise ImportModelError(
+            f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json (transformers makes "
+            "one: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`), a GGUF file fields `tokenizer.ggml.*`"
+        )
     try:
         Tokenizer(tokenizer.json).check()
     except ArtifactError as error:
