@@ -146,7 +146,7 @@ def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> di
     if tokenizer is None:
         raise ImportModelError(
             f"{source}: there is no tokenizer; a folder needs tokenizer.json beside config.json (transformers makes "
-            "one: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`), a GGUF file fields `tokenizer.ggml.*`"
+            "one: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`), a GGUF file `tokenizer.ggml.*`"
         )
     try:
         Tokenizer(tokenizer.json).check()
