@@ -21,6 +21,7 @@ import pytest
 
 from relaxlite import cli, driver
 from relaxlite.cli import chat as chat_command
+from relaxlite.cli import compile as compile_command
 from relaxlite.cli import demo
 from relaxlite.cli.chat import Conversation
 from relaxlite.cli.generate import stats_text
@@ -72,6 +73,19 @@ def test_compile_writes_one_file(run: Run, tmp_path: Path) -> None:
     done = run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"), "--max-context", "40")
     assert done.status == 0 and re.search(r"m\.rlx: \d+ kernels for \S+, \S+ kB, compiled in", done.out), done.err
     assert load(tmp_path / "m.rlx").context == 40
+
+
+def test_pools_are_told_once_and_a_step_is_no_model_to_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_command, "_FEW", 1)  # the model has two layers
+    done = run("compile", "tiny.model", "-o", str(tmp_path / "m.rlx"))
+    names = re.findall(r"^in   (\w+): .*?(\(and 1 more like it\))?$", done.out, re.MULTILINE)
+    assert [name for name, more in names if more] == ["keys_0", "values_0"]
+    assert "keys_1" not in done.out and ("tokens", "") in names
+    for command in ("run", "bench", "profile"):
+        done = run(command, "tiny.rlx")
+        assert done.status != 0 and "one step of a language model, which `relaxlite generate`, `chat`" in done.err
 
 
 def test_compile_quantizes_first_where_that_is_asked_for(run: Run, tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relaxlite.cli.compiling import compile_model
@@ -12,6 +15,9 @@ from relaxlite.cli.opening import checkpoint_options, is_checkpoint, is_compiled
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.runtime import artifact
+from relaxlite.runtime.executable import TensorSpec
+
+_FEW = 4  # inputs that are alike, and are told one by one
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -32,8 +38,8 @@ def execute(args: argparse.Namespace) -> None:
     artifact.save(data, output)
     seconds = time.perf_counter() - start
     for title, specs in (("in ", data.signature.inputs), ("out", data.signature.outputs)):
-        for spec in specs:
-            print(f"{title}  {spec}")
+        for line in _lines(specs):
+            print(f"{title}  {line}")
     kernels = f"{len(data.kernels)} kernels for {data.target.cpu}"
     print(f"{output}: {kernels}, {bytes_text(output.stat().st_size)}, compiled in {seconds:.1f} s")
 
@@ -47,6 +53,19 @@ def _check_inputs(args: argparse.Namespace, is_language_model: bool) -> None:
         )
     if given and not args.validate:
         raise InvalidArgumentError(f"{given[0]} describes inputs to validate with: add --validate")
+
+
+def _lines(specs: Sequence[TensorSpec]) -> Iterator[str]:
+    """Of several whose names differ by a number alone, as the pools of a language model, the first."""
+    alike = Counter(re.sub(r"\d+$", "#", spec.name) for spec in specs)
+    for spec in specs:
+        kind = re.sub(r"\d+$", "#", spec.name)
+        count = alike.pop(kind, 0)
+        if count > _FEW:
+            yield f"{spec} (and {count - 1} more like it)"
+        elif count:
+            alike[kind] = count
+            yield str(spec)
 
 
 def _output(args: argparse.Namespace) -> Path:

@@ -40,7 +40,7 @@ def make_inputs(
     for spec in specs:
         array = arrays.get(spec.name)
         if array is None:
-            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols)
+            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols, _step_hint(specs))
             array = _random(spec, shape, ranges.get(spec.name), rng)
         made[spec.name] = array
     return made
@@ -79,12 +79,20 @@ def _sizes_of_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) 
     return sizes
 
 
-def _shape_from(spec: TensorSpec, sizes: Mapping[str, int]) -> Shape:
+def _step_hint(specs: Sequence[TensorSpec]) -> str:
+    if any(spec.name == "keys_0" for spec in specs):
+        return "; it is one step of a language model, which `relaxlite generate`, `chat` and `eval` run"
+    return ""
+
+
+def _shape_from(spec: TensorSpec, sizes: Mapping[str, int], hint: str) -> Shape:
     shape = tuple(dim if isinstance(dim, int) else sizes.get(dim, dim) for dim in spec.shape)
     unknown = [dim for dim in shape if isinstance(dim, str)]
     if unknown:
         example = f"--shape {spec.name}={'x'.join(str(dim) if isinstance(dim, int) else '1' for dim in shape)}"
-        raise InputError(f"input {spec}: how large is {unknown[0]!r}? Give {example}, say, or a file with --input")
+        raise InputError(
+            f"input {spec}: how large is {unknown[0]!r}? Give {example}, say, or a file with --input{hint}"
+        )
     return tuple(int(dim) for dim in shape)
 
 
