@@ -209,12 +209,29 @@ def test_parts_of_tokens_are_refused(data: Any) -> None:
     [
         ({"stop": None}, "stop must be texts of at least one character, got None"),
         ({"stop": 5}, "stop must be texts of at least one character, got 5"),
+        ({"draft": np.array([1, 2])}, "draft must be 'lookup', a LanguageModel or None"),
         ({"stop_tokens": 5}, "stop_tokens must be numbers of tokens, got 5"),
     ],
 )
 def test_options_of_other_kinds_are_named(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidArgumentError, match=problem):
         made(random_logits).generate("a", **options)
+
+
+@pytest.mark.parametrize("options", [5, {"messages": []}, {"template": "hi"}])
+def test_options_of_templates_are_other_variables(options: Any) -> None:
+    model = made(random_logits, chat_template="x")
+    with pytest.raises(
+        InvalidArgumentError, match="template_options are other variables of the template than its mess"
+    ):
+        model.chat([{"role": "user", "content": "a"}], template_options=options)
+
+
+@pytest.mark.parametrize("wrong", ["1", None, 1.5, True, float("inf"), float("nan")])
+def test_bytes_of_a_cache_are_a_number(wrong: Any, data: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="cache_bytes must be a whole number of bytes, got"):
+        LanguageModel.of(data, cache_bytes=wrong)
+    assert LanguageModel.of(data, cache_bytes=1e9).generate("a", max_new_tokens=2)  # type: ignore[arg-type]
 
 
 def test_a_prompt_may_be_an_iterator() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
@@ -82,7 +82,9 @@ class LanguageModel:
             )
         description = Description.from_json(data.attachments[DESCRIPTION])
         tokenizer = Tokenizer(data.attachments[TOKENIZER], bos=description.bos, adds_bos=description.adds_bos)
-        engine = CompiledEngine(Executable(data, threads=threads, is_checked=is_checked), max_bytes=cache_bytes)
+        if not isinstance(cache_bytes, Real) or isinstance(cache_bytes, bool) or cache_bytes % 1 != 0:
+            raise InvalidArgumentError(f"cache_bytes must be a whole number of bytes, got {cache_bytes!r}")
+        engine = CompiledEngine(Executable(data, threads=threads, is_checked=is_checked), max_bytes=int(cache_bytes))
         capacity = engine.cache.max_pages * engine.cache.layout.page
         return LanguageModel(engine, tokenizer, description, data=data, capacity=capacity)
 
@@ -172,7 +174,12 @@ class LanguageModel:
         `template` takes the place of the model's own, `template_options` are its variables (`tools`, ...).
         InvalidArgumentError: the model has no template, or it refuses the messages; and as in `generate`.
         """
-        tokens = self.encode_chat(messages, template=template, **(template_options or {}))
+        options = template_options or {}
+        if not isinstance(options, Mapping) or {"messages", "template"} & options.keys():
+            raise InvalidArgumentError(
+                f"template_options are other variables of the template than its messages, by name, got {options!r}"
+            )
+        tokens = self.encode_chat(messages, template=template, **options)
         return self._run(
             [tokens],
             False,
@@ -278,7 +285,7 @@ class LanguageModel:
         yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
 
     def _check_draft(self, draft: LanguageModel | str | None) -> None:
-        if draft is None or draft == LOOKUP or draft is self._draft:
+        if draft is None or draft is self._draft or (isinstance(draft, str) and draft == LOOKUP):
             return
         if not isinstance(draft, LanguageModel):
             raise InvalidArgumentError(f"draft must be {LOOKUP!r}, a LanguageModel or None, got {draft!r}")
