@@ -62,6 +62,7 @@ def pieces(pre: str, text: str) -> list[str]:
         ("falcon", "a=b 1234", ["a", "=", "b", " ", "123", "4"]),
         ("bloom", "Hi, you.", ["Hi", ",", " you", "."]),
         ("viking", "ab12", ["ab", "1", "2"]),
+        ("seed-coder", "x = 12;\n y", ["x", " =", " ", "1", "2", ";", "\n", " y"]),
     ],
 )
 def test_text_is_parted_as_published(pre: str, text: str, wanted: list[str]) -> None:
@@ -202,6 +203,24 @@ def test_a_file_that_does_not_say_how_text_is_parted_is_told(pre: str | None) ->
     ) as told:
         read_tokenizer(raw, "f")
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "token", "wanted"),
+    [
+        ("qwen2", "<|im_start|>", ["don", "'T", " ", "1", "2"]),
+        ("llama", "<|start_header_id|>", ["don", "'T", " ", "12"]),
+        ("starcoder2", "x", ["don", "'", "T", " ", "1", "2"]),
+    ],
+)
+def test_files_of_qwen_and_llama_3_without_a_pre_tokenizer_get_theirs(
+    architecture: str, token: str, wanted: list[str]
+) -> None:
+    raw = byte_level(None, tokens=[*BYTES, "<|begin_of_text|>", token, "ab"], merges=["a b"])
+    tokenizer = made(raw | {"general.architecture": architecture})
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("don'T 12")] == [
+        piece.replace(" ", "Ġ") for piece in wanted
+    ]
 
 
 def test_the_end_of_a_channel_is_not_that_of_a_reply() -> None:

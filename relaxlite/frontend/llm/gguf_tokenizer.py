@@ -16,7 +16,7 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import TokenizerData
-from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS
+from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS, usual_name
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
 # Tokens that end a reply, under whatever name a file calls its own end, and whatever type it gives them.
@@ -108,6 +108,8 @@ class _Fields:
     @cached_property
     def pre_tokenizer(self) -> Any:
         kind = self._raw.get("tokenizer.ggml.pre", "default")
+        if kind == "default":
+            kind = usual_name(self.architecture, self.places) or kind
         if kind == "default":
             warnings.warn(
                 f"{self._source}: tokenizer.ggml.pre does not say how text is parted into words; it is parted as for "
