@@ -19,6 +19,7 @@ import relaxlite as rl
 pytest.importorskip("gguf")
 
 from bench.llm import __main__ as bench_main
+from bench.llm import measure as bench_measure
 from bench.llm.cases import Case, cases_of
 from bench.llm.goals import better_llama, check_goals, distance, share_of_reads
 from bench.llm.measure import Measured, ModelResult, Options, compile_artifact, measure
@@ -38,11 +39,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return describe("llama-tiny", random_gguf("llama-tiny", tmp_path_factory.mktemp("models")))
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, Any], str]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
     """The JSON and the Markdown of a quick run on the tiny model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ["--quick", "--model", "llama-tiny", "--threads", "1", "--output", str(tmp_path / "out"), *words]
-    assert bench_main.main(options) == 0
+    assert bench_main.main(options) == code
     data = json.loads((tmp_path / "out" / "llm.json").read_text("utf-8"))
     return data, (tmp_path / "out" / "llm.md").read_text("utf-8")
 
@@ -78,6 +79,36 @@ def test_a_quick_run_writes_json_and_markdown(
     left = [path.name for path in (tmp_path / "cache" / "relaxlite" / "bench").iterdir()]
     assert left == ["llama-tiny-q4_0-v1.gguf"], "compiled models are removed"
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143)], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_run_writes_what_it_has_measured(
+    stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = [], bench_measure._ask
+
+    def two_answers(job: dict[str, Any], options: Options) -> dict[str, Any]:
+        asked.append(job["peer"])
+        if len(asked) == 3:
+            raise stop
+        return ask(job, options)
+
+    monkeypatch.setattr(bench_measure, "_ask", two_answers)
+    code = getattr(stop, "code", 130)
+    data, markdown = run(tmp_path, monkeypatch, "--peers", "relaxlite", "--processes", "3", code=code)
+    assert len(data["models"][0]["peers"]["relaxlite"]["processes"]) == 2
+    assert data["settings"]["interrupted"] == "after 2 processes" and "interrupted after 2 processes." in markdown
+
+
+def test_a_run_that_is_interrupted_before_any_measurement_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(job: dict[str, Any], options: Options) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_measure, "_ask", stop)
+    with pytest.raises(FileNotFoundError):
+        run(tmp_path, monkeypatch, "--peers", "relaxlite", code=130)
 
 
 @pytest.mark.parametrize(("peer", "library"), [("llama.cpp-flash", "llama_cpp"), ("transformers", "transformers")])

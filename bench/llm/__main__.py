@@ -79,29 +79,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings["compile options"] = args.compile_options
     report = reports.Report(settings)
     cases = cases_of(args.only or GROUPS, quick=args.quick)
+    code: Any = 0
     with tqdm(unit="process") as bar:
         for name in args.model:
             try:
                 model = find_model(name)
                 names = args.peers or [peer for peer in PEERS if peer != "transformers" or model.parameters <= SMALL]
                 bar.total = (bar.total or 0) + options.processes * len(names)
-                report.results.append(_result(model, cases, names, options, args.artifact, bar))
+                _measure_model(report, model, cases, names, options, args.artifact, bar)
             except InvalidArgumentError as error:
                 bar.close()
                 print(f"bench.llm: error: {error}", file=sys.stderr)
                 return 2
             except RelaxliteError as error:
                 report.skipped[name] = str(error).splitlines()[0]
+            except (KeyboardInterrupt, SystemExit) as stop:  # half an hour of figures is worth its tables
+                report.settings["interrupted"] = f"after {bar.n} processes"
+                code = stop.code if isinstance(stop, SystemExit) else 130
+                break
+    if code and not any(peer.answers for result in report.results for peer in result.peers.values()):
+        return int(code)
     files = reports.write(report, args.output, args.markdown)
     print("\n" + report.markdown())
     print("written:", ", ".join(map(str, files)), file=sys.stderr)
-    return 0 if report.results else 1
+    return int(code) or (0 if report.results else 1)
 
 
-def _result(
-    model: Model, cases: Sequence[Case], names: Sequence[str], options: Options, artifact: Path | None, bar: tqdm[Any]
-) -> ModelResult:
-    """Cases that fit into the model's context. Where relaxlite cannot compile it, the others are measured."""
+def _measure_model(
+    report: reports.Report,
+    model: Model,
+    cases: Sequence[Case],
+    names: Sequence[str],
+    options: Options,
+    artifact: Path | None,
+    bar: tqdm[Any],
+) -> None:
+    """Adds to the report: of cases that fit into the model's context. Where relaxlite cannot compile it, the others
+    are measured."""
     result = ModelResult(model, [case for case in cases if case.length <= model.context], options.threads)
     with _scratch_folder() as folder:
         problems: dict[str, str] = {}
@@ -117,10 +131,10 @@ def _result(
                 problems[name] = str(error)
         if artifacts:
             result.artifact_bytes = next(iter(artifacts.values())).stat().st_size
+        report.results.append(result)  # before it is full: see `main` of an interrupt
         measure(result, [name for name in names if name not in problems], artifacts, options, bar)
     result.peers |= {name: Measured(problem=problem) for name, problem in problems.items()}
     tqdm.write(f"{model.name}\n{reports.speed_table(result)}", file=sys.stderr)
-    return result
 
 
 @contextmanager
