@@ -175,7 +175,8 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         given, x = x, x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
         if "ffn_norm.weight" in part or "attn_norm.weight" not in part:  # else both read the same
-            before = given if metadata.get(f"{name}.use_parallel_residual") else x
+            is_parallel = metadata.get(f"{name}.use_parallel_residual") and name != "stablelm"
+            before = given if is_parallel else x
             h = _normed(name, part, "ffn_norm", before) if "ffn_norm.weight" in part else before
         fed = _experts(name, metadata, part, h) if "ffn_gate_inp.weight" in part else _gated(name, part, h, "")
         x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)

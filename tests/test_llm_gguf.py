@@ -83,6 +83,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "stablelm, parallel": (
         "stablelm", {"rope.dimension_count": 16, "use_parallel_residual": True}, {"parallel": True}
     ),
+    "stablelm, which a converter calls parallel": (
+        "stablelm", {"rope.dimension_count": 16, "use_parallel_residual": True}, {"biases": QKV}
+    ),
     "gpt2": (
         "gpt2",
         {"attention.head_count_kv": files.KV_HEADS},
@@ -356,11 +359,24 @@ def test_divisors_that_divide_nothing_are_refused(wrong: float, tmp_path: Path) 
         read_checkpoint(changed(tmp_path, weights))
 
 
-def test_local_layers_may_be_listed(tmp_path: Path) -> None:
-    more = {"attention.sliding_window": 5, "attention.sliding_window_pattern": [True, False], "block_count": 2}
-    metadata = files.fields("gemma3", **more)
-    path = files.write(tmp_path / "m.gguf", "gemma3", metadata, files.tensors("gemma3", tied=True))
-    assert read_checkpoint(path).config.is_local == (True, False)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "olmo2"])
+@pytest.mark.parametrize(
+    ("pattern", "wanted"), [([False, True], (False, True)), (2, (True, False)), (3, (True, True)), (1, (False, False))]
+)
+def test_files_say_which_layers_are_local(name: str, pattern: Any, wanted: tuple[bool, ...], tmp_path: Path) -> None:
+    _, more, made = CASES[name if name != "olmo2" else "olmo2, which is olmo3"]
+    more = {**more, "attention.sliding_window": 5, "attention.sliding_window_pattern": pattern, "block_count": 2}
+    path = files.write(tmp_path / "m.gguf", name, files.fields(name, **more), files.tensors(name, **made))
+    assert read_checkpoint(path).config.is_local == wanted
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "qwen3"])
+def test_a_file_that_does_not_say_how_wide_heads_are_means_a_share_of_the_model(name: str, tmp_path: Path) -> None:
+    metadata = files.fields(name)
+    del metadata[f"{name}.attention.key_length"]
+    metadata.pop(f"{name}.attention.value_length", None)
+    path = files.write(tmp_path / "m.gguf", name, metadata, files.tensors(name, tied=True))
+    assert read_checkpoint(path).config.head_width == files.HIDDEN // files.HEADS
 
 
 def test_caps_and_windows_of_0_are_none(tmp_path: Path) -> None:
@@ -393,6 +409,7 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
         ({"attention.head_count_kv": [2, 1]}, r"head_count_kv' is \[2, 1\]; it must be .* the same for all layers"),
         ({"attention.head_count_kv": 3}, "4 heads cannot share 3 heads of keys and values"),
         ({"attention.value_length": 32}, "values of another width than keys are not supported"),
+        ({"attention.causal": False}, "must not see later ones: llama.attention.causal is false"),
         ({"expert_count": 8}, "the hyperparameter 'llama.expert_used_count' is missing"),
         ({"rope.dimension_count": 65}, "cannot turn 65 of 64 elements of a head"),
         ({"rope.scaling.type": "ntk", "rope.scaling.factor": 4.0}, "scaled by 'ntk' are not known"),

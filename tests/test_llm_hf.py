@@ -220,6 +220,39 @@ def test_biases() -> None:
     assert (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) == (True, False, False)
 
 
+def test_gemma_has_a_matrix_of_logits_of_its_own_where_it_says_so() -> None:
+    for name in ("gemma", "gemma2", "gemma3_text"):
+        raw = {**PUBLISHED["gemma-3-1b-it"][0], "model_type": name, "hidden_act": "gelu_pytorch_tanh"}
+        raw.pop("tie_word_embeddings", None)
+        assert describe(raw, "x")[0].is_tied
+        assert not describe({**raw, "tie_word_embeddings": False}, "x")[0].is_tied
+
+
+def test_what_transformers_takes_where_a_config_says_nothing() -> None:
+    raw = dict(PUBLISHED["gpt-oss-20b"][0])
+    raw.pop("rope_scaling", None)
+    raw.pop("rope_parameters", None)
+    assert describe(raw, "x")[0].rope.scaling == RopeScaling("yarn", 32.0, 4096, truncates=False)
+    raw = {**PUBLISHED["Mistral-7B-v0.3"][0], "model_type": "olmo3", "sliding_window": 4096}
+    raw.pop("rope_theta")
+    config = describe(raw, "x")[0]
+    assert config.rope.base == 500000.0 and config.local_rope is not None and config.local_rope.base == 500000.0
+    raw = {key: value for key, value in PUBLISHED["Qwen3-30B-A3B"][0].items() if key != "head_dim"}
+    assert describe(raw, "x")[0].head_width == 2048 // 32
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3"])
+def test_local_layers_have_the_rotary_embedding_of_their_section(kind: str) -> None:
+    sections = {
+        "sliding_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+    raw = {**PUBLISHED["gemma-3-1b-it"][0], "model_type": kind, "hidden_act": "silu", "rope_parameters": sections}
+    config = describe(raw, "x")[0]
+    assert config.local_rope == Rope(20000.0, 256, RopeScaling("linear", 8.0))
+    assert config.rope == Rope(500000.0, 256)
+
+
 def test_gates_are_cut_where_the_checkpoint_says() -> None:
     raw = PUBLISHED["gpt-oss-20b"][0]
     assert describe({**raw, "swiglu_limit": 5.5}, "x")[0].gate_limit == 5.5
@@ -275,7 +308,32 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not"),
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types must name"),
-        ("phi-2", {"hidden_act": ["gelu"]}, r"the activation \['gelu'\] is not known; known are silu, gelu, gelu_new"),
+        ("phi-2", {"hidden_act": ["gelu"]}, r"hidden_act = \['gelu'\] is not known; known are silu, gelu, gelu_new"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not known; known are silu, gelu"),
+        (
+            "gpt2",
+            {"layer_norm_epsilon": 0},
+            "the hyperparameter 'layer_norm_epsilon' is 0; it must be a positive number",
+        ),
+        ("gpt2", {"n_layer": "x"}, "the hyperparameter 'n_layer' is 'x'; it must be a positive integer"),
+        ("pythia-160m", {"rotary_pct": -1}, "rotary_emb_base is 10000 and rotary_pct -1; both must be positive"),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"tie_word_embeddings": "no"},
+            "'tie_word_embeddings' is 'no'; it must be true or false",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "low_freq_factor = 4.0 must be less than high_freq_factor = 4.0",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1},
+            "yarn needs a rotary base of more than 1.0",
+        ),
+        ("Mixtral-8x7B-v0.1", {"num_local_experts": 0}, "the hyperparameter 'num_local_experts' is 0; it must be"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported, only 1.702 is"),
         ("pythia-160m", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 experts for each token, and there are only 128"),
@@ -381,6 +439,7 @@ def test_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_tied_weights_stored_or_not(is_stored: bool, tmp_path: Path) -> None:
     stored = weights()
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
     if not is_stored:
         del stored["lm_head.weight"]
     found = read_checkpoint(write(tmp_path, stored, config={**CONFIG, "tie_word_embeddings": True}))

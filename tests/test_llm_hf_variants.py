@@ -146,6 +146,49 @@ def test_a_model_saved_without_its_head_has_no_prefix(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+def test_a_head_that_is_not_the_embedding_counts_though_config_calls_them_tied(tmp_path: Path) -> None:
+    made = weights()
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    write_safetensors(tmp_path / "model.safetensors", made)
+    found = read_checkpoint(tmp_path)
+    assert not found.config.is_tied and "head" in found.weights
+
+
+def _second_as_first(header: dict[str, Any]) -> str:
+    names = [name for name in header if name != "__metadata__"]
+    one, other = next(
+        (a, b) for a in names for b in names if a != b and header[a]["shape"] == header[b]["shape"]
+    )  # fmt: skip
+    header[one]["data_offsets"] = header[other]["data_offsets"]
+    return json.dumps(header)
+
+
+def _named_twice(header: dict[str, Any]) -> str:
+    name = next(iter(header))
+    return json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+
+
+@pytest.mark.parametrize(
+    ("edit", "tail", "problem"),
+    [
+        (_second_as_first, b"", "the one before it ends at"),
+        (_named_twice, b"", "its header has '.*' twice"),
+        (json.dumps, b"1234", "its tensors end at byte .* of "),
+    ],
+)
+def test_a_header_that_gives_tensors_each_others_numbers_is_damage(
+    edit: Any, tail: bytes, problem: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = edit(json.loads(data[8 : 8 + size])).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :] + tail)
+    with pytest.raises(ImportModelError, match=rf"model.safetensors: .*damaged or truncated.*{problem}"):
+        read_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "hint"),
     [

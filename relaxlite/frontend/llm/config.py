@@ -11,6 +11,7 @@ from relaxlite.records import dataclass
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
 Norm = Literal["rms", "layer", "layer_biased"]
+GELU_SIGMOID = 1.702  # of gelu_sigmoid: x * sigmoid(1.702 * x), Hendrycks and Gimpel, arXiv 1606.08415
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,12 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     found: dict[str, Any] = {"is_tied": GGUF_WHOLE["head"] not in tensors}
     if embedding is not None and embedding.shape:
         found["vocab_size"] = embedding.shape[0]
-    for key, weight in (("qkv_bias", "q_bias"), ("o_bias", "o_bias"), ("mlp_bias", "down_bias")):
+    for key, weight in (
+        ("qkv_bias", "q_bias"),
+        ("o_bias", "o_bias"),
+        ("mlp_bias", "down_bias"),
+        ("mlp_norm", "mlp_norm"),
+    ):
         found[key] = f"blk.0.{GGUF_LAYER[weight]}" in tensors
     routers = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["router"])]
     found["expert_layers"] = [int(place) for _, place, *_ in routers if place.isdecimal()]

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack", "*.gguf")
 _BYTES = ("_blocks", "_scales")  # of MXFP4
 _QUANTIZED = (("gpt_oss", "mxfp4"),)  # architectures with what quantized them, as far as that is read
+_KEYS = {"num_local_experts": "num_experts"}  # the usual key, where a config.json has another
 _OTHER_PARTS = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
 )  # fmt: skip
@@ -51,7 +53,13 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     source = str(folder)
     config, architecture = describe(raw, source)
     tensors = _tensors(folder)
-    weights = split_fused(config, _renamed(tensors, architecture, config, source), architecture.fused, source)
+    weights = _renamed(tensors, architecture, config, source)
+    if config.is_tied and "head" in weights:
+        if _is_same(weights["head"], weights.get("embed")):
+            del weights["head"]
+        else:
+            config = replace(config, is_tied=False)  # as transformers does since version 5
+    weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved_in_folders:
         weights = in_halves(weights, config)
@@ -72,10 +80,13 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
             f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
         )
     architecture = find_architecture(str(raw.get("model_type", "")), source)
+    keys = {**_KEYS, **architecture.keys}
+    own_keys = {usual: own for own, usual in keys.items() if own in raw and raw.get(usual) is None}
+    usual_keys = {own: usual for usual, own in own_keys.items()}
+    raw = {**architecture.defaults, **{usual_keys.get(key, key): value for key, value in raw.items()}}
     if raw.get("hidden_act") == "swish":
         raw["hidden_act"] = "silu"  # its other name
-    raw = {**architecture.defaults, **{architecture.keys.get(key, key): value for key, value in raw.items()}}
-    return architecture.describe(Hyperparameters(source, raw, False)), architecture
+    return architecture.describe(Hyperparameters(source, raw, False, own_keys=own_keys)), architecture
 
 
 def _tensors(folder: Path) -> dict[str, Weight]:
@@ -112,17 +123,41 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
         size = int.from_bytes(data[:8].tobytes(), "little")
         if data.size < 8 or size > data.size - 8:
             raise ValueError("its header goes beyond its end")
-        header = json.loads(data[8 : 8 + size].tobytes())
+        header = json.loads(data[8 : 8 + size].tobytes(), object_pairs_hook=_distinct)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
-        return {
+        header.pop("__metadata__", None)
+        found = {
             name: _weight(entry, data[8 + size :], name, path)
             for name, entry in header.items()
-            if name != "__metadata__" and not name.endswith(_IGNORED) and not name.startswith(_OTHER_PARTS)
+            if not name.endswith(_IGNORED) and not name.startswith(_OTHER_PARTS)
         }
+        _check_places(header, data.size - 8 - size)
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"a damaged or truncated safetensors file: {error}"
         raise ImportModelError(f"{path}: {foreign(path) or what}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"its header has {name!r} twice")
+        found[name] = value
+    return found
+
+
+def _check_places(header: Mapping[str, Any], size: int) -> None:
+    """That tensors lie one after another and fill the file, as the format demands: else a damaged header would give
+    a tensor the numbers of another one."""
+    end = 0
+    for begin, after, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+        if begin != end:
+            raise ValueError(f"tensor {name!r} begins at byte {begin}, the one before it ends at {end}")
+        end = after
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
 
 
 def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str, path: Path) -> Weight:
@@ -156,8 +191,6 @@ def _renamed(
         if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
             name = "model." + name.removeprefix("model.language_model.")
         ours = names.get(name, names.get(f"model.{name}", name))  # as the model without its head is saved
-        if ours == "head" and config.is_tied:
-            continue
         if ours.endswith("norm"):
             weight = _offset(weight, architecture.norm_offset)
         elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
@@ -166,6 +199,10 @@ def _renamed(
             weight = weight.transposed
         found[ours] = weight
     return found if architecture.from_folder is None else architecture.from_folder(found, config, source)
+
+
+def _is_same(head: Weight, embed: Weight | None) -> bool:
+    return embed is None or (head.shape == embed.shape and np.array_equal(head.data, embed.data))
 
 
 def _offset(weight: Weight, offset: float) -> Weight:

@@ -14,7 +14,7 @@ import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig, Rope
 from relaxlite.frontend.llm.mixture import mixture
 from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
@@ -26,7 +26,6 @@ from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
 
-_GELU_SIGMOID = 1.702  # Hendrycks and Gimpel, arXiv 1606.08415
 _CODES_AT_ONCE = 1 << 18  # bytes of codes that are unpacked and packed again while caches hold them
 
 
@@ -167,7 +166,7 @@ class Decoder:
         if self.config.activation == "silu":
             return self.op("multiply", x, self.op("sigmoid", x))
         if self.config.activation == "gelu_sigmoid":
-            return self.op("multiply", x, self.op("sigmoid", self.op("multiply", x, np.float32(_GELU_SIGMOID))))
+            return self.op("multiply", x, self.op("sigmoid", self.op("multiply", x, np.float32(GELU_SIGMOID))))
         return self.op("gelu", x, approximate="none" if self.config.activation == "gelu" else "tanh")
 
     def norm(self, name: str, x: Expr) -> Var:

@@ -42,6 +42,7 @@ _KEYS = {
     "qkv_bias": ("attention_bias", "qkv_bias"),
     "o_bias": ("attention_bias", "o_bias"),
     "mlp_bias": ("mlp_bias", "mlp_bias"),
+    "mlp_norm": ("mlp_norm", "mlp_norm"),
     "experts": ("num_experts", "expert_count"),
     "experts_chosen": ("num_experts_per_tok", "expert_used_count"),
     "expert_width": ("moe_intermediate_size", "expert_feed_forward_length"),
@@ -55,12 +56,14 @@ _SOFTMAX = 1  # as GGUF numbers what chooses experts; 0: it does not say
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Values of a checkpoint by our names. `source` names the file in errors, `raw` has all that the file says."""
+    """Values of a checkpoint by our names. `source` names the file in errors, `raw` has all that the file says, where
+    it has keys of its own by the usual ones: `own_keys` are these by the usual ones."""
 
     source: str
     raw: Mapping[str, Any]
     is_gguf: bool
     prefix: str = ""  # of GGUF's keys: "llama."
+    own_keys: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
         hugging_face, gguf = _KEYS[name]
@@ -88,13 +91,38 @@ class Hyperparameters:
         found = self.get(name)
         return None if found is None or (self.is_gguf and found == 0) else self.number(name)
 
+    def head_width(self, default: int | None) -> int:
+        """Of each head, where config.json does not say `default`, in GGUF and without that the share of each."""
+        share = self.integer("hidden") // self.integer("heads")
+        return self.integer("head_width", share if self.is_gguf or default is None else default)
+
     def flag(self, name: str) -> bool:
-        return bool(self.get(name, False))
+        """False where the checkpoint does not say. ImportModelError: neither true nor false."""
+        found = self.get(name, False)
+        if isinstance(found, bool):
+            return found
+        raise self._error(name, found, "true or false")
+
+    def key(self, name: str) -> str:
+        """As the checkpoint calls it."""
+        usual = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
+        return self.own_keys.get(usual, usual)
 
     def window(self) -> int | None:
         """How many last tokens layers see; None: all."""
         found = self.get("window")
         return None if found is None or (self.is_gguf and found == 0) else self.integer("window")
+
+    def local_layers(self, every: int) -> tuple[bool, ...]:
+        """By layer, whether it is local: as the checkpoint says, all but each n-th where it says n, or each `every`-th
+        where it says nothing."""
+        types, pattern, layers = self.layer_types(), self.get("window_pattern", every), self.integer("layers")
+        if types is not None:
+            return types
+        if self.is_gguf and isinstance(pattern, list) and len(pattern) == layers:
+            return tuple(map(bool, pattern))
+        number = self.integer("window_pattern", every)
+        return tuple((k + 1) % number != 0 for k in range(layers))
 
     def layer_types(self) -> tuple[bool, ...] | None:
         """By layer, whether it is local; None where config.json does not say."""
@@ -107,7 +135,7 @@ class Hyperparameters:
         return tuple(kind == "sliding_attention" for kind in types)
 
     def _error(self, name: str, found: Any, wanted: str) -> ImportModelError:
-        key = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
+        key = self.key(name)
         if found is None:
             return ImportModelError(f"{self.source}: the hyperparameter {key!r} is missing")
         return ImportModelError(f"{self.source}: the hyperparameter {key!r} is {_short(found)}; it must be {wanted}")
@@ -117,22 +145,39 @@ class Hyperparameters:
         for key, value in unsupported.items():
             if not self.is_gguf and self.raw.get(key, value) not in (None, value):
                 raise ImportModelError(
-                    f"{self.source}: {key} = {_short(self.raw[key])} is not supported, only {value!r} is"
+                    f"{self.source}: {self.own_keys.get(key, key)} = {_short(self.raw[key])} is not supported, only "
+                    f"{value!r} is"
                 )
 
     def rope(self, width: int, default_base: float = 10000.0, section: str | None = None) -> Rope:
         """The rotary embedding; `section` picks the part of `rope_parameters` for one kind of layer."""
         if self.is_gguf:
             base = self.number("rope_base", default_base)
-            return Rope(base, self._turned(self.integer("rope_width", width), width), self._gguf_scaling())
+            return self._checked(
+                Rope(base, self._turned(self.integer("rope_width", width), width), self._gguf_scaling())
+            )
         said = self._rope_parameters()
         if section is not None and isinstance(said.get(section), Mapping):
             said = said[section]
         base = said.get("rope_theta", self.get("rope_base", default_base))
         share = said.get("partial_rotary_factor", self.raw.get("partial_rotary_factor")) or 1.0
         if not _is_positive(base) or not _is_positive(share):
-            raise ImportModelError(f"{self.source}: a rotary base of {_short(base)} over {_short(share)} of each head")
-        return Rope(float(base), self._turned(int(width * share), width), self._scaling(said))
+            names = [self.own_keys.get(key, key) for key in ("rope_theta", "partial_rotary_factor")]
+            raise ImportModelError(
+                f"{self.source}: {names[0]} is {_short(base)} and {names[1]} {_short(share)}; both must be positive "
+                "numbers"
+            )
+        return self._checked(Rope(float(base), self._turned(int(width * share), width), self._scaling(said)))
+
+    def _checked(self, rope: Rope) -> Rope:
+        if rope.scaling is not None and rope.scaling.kind == "yarn" and rope.base <= 1:
+            raise ImportModelError(f"{self.source}: yarn needs a rotary base of more than {rope.base}")
+        return rope
+
+    def has_rope_of(self, section: str) -> bool:
+        """Whether config.json says it for that kind of layers alone."""
+        said = self.raw.get("rope_parameters")
+        return isinstance(said, Mapping) and isinstance(said.get(section), Mapping)
 
     def _rope_parameters(self) -> Mapping[str, Any]:
         """As transformers writes them since version 5, with what is added as cards of models say to: `rope_scaling`."""
@@ -185,6 +230,10 @@ class Hyperparameters:
             )  # fmt: skip
         if kind == "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
+            if low >= high:
+                raise ImportModelError(
+                    f"{self.source}: low_freq_factor = {low} must be less than high_freq_factor = {high}"
+                )
             return RopeScaling("llama3", number("factor"), int(original), low, high)
         if kind == "yarn":
             for key in ("mscale", "mscale_all_dim"):
@@ -234,7 +283,7 @@ class Hyperparameters:
     def experts(self, *, is_normed: bool, has_shared_gate: bool = False, has_bias: bool = False) -> Experts:
         """The mixture of experts. `is_normed`: where the checkpoint does not say. `has_shared_gate`: of the shared
         expert, where there is one. `has_bias`: of all their matrices."""
-        count = self.integer("experts", self.raw.get("num_local_experts"))
+        count = self.integer("experts")
         chosen, layers = self.integer("experts_chosen"), self.integer("layers")
         if chosen > count:
             raise ImportModelError(f"{self.source}: {chosen} experts for each token, and there are only {count}")
@@ -274,12 +323,16 @@ class Hyperparameters:
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
         """The configuration that follows from the usual hyperparameters, but for what is given."""
         hidden, heads = self.integer("hidden"), self.integer("heads")
-        width = self.integer("head_width", hidden // heads)
+        width = self.head_width(None)
         kv_heads = specific.get("kv_heads") or self.integer("kv_heads", heads)
         if heads % kv_heads:
             raise ImportModelError(f"{self.source}: {heads} heads cannot share {kv_heads} heads of keys and values")
         if self.is_gguf and self.raw.get(f"{self.prefix}attention.value_length", width) != width:
             raise ImportModelError(f"{self.source}: values of another width than keys are not supported")
+        if self.is_gguf and self.raw.get(f"{self.prefix}attention.causal", True) is not True:
+            raise ImportModelError(
+                f"{self.source}: a token must not see later ones: {self.prefix}attention.causal is false"
+            )
         experts = specific.get("experts")
         if experts is None and self.is_gguf and self.raw.get(f"{self.prefix}expert_count"):
             raise ImportModelError(f"{self.source}: mixtures of experts are not known of {architecture}")

@@ -23,8 +23,7 @@ WITH_POST_NORMS = {
 
 def _shared(h: Hyperparameters) -> dict[str, Any]:
     return {
-        "head_width": h.integer("head_width", 256),
-        "is_tied": True,
+        "head_width": h.head_width(256),
         "embedding_scale": float(np.float32(h.integer("hidden") ** 0.5)),
         "has_qkv_bias": h.flag("qkv_bias"),
         "has_o_bias": h.flag("o_bias"),
@@ -43,16 +42,15 @@ def _gemma(h: Hyperparameters) -> DecoderConfig:
 
 def _gemma2(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
-    width, layers = h.integer("head_width", 256), h.integer("layers")
+    width, layers = h.head_width(256), h.integer("layers")
     # Only the largest model scales queries by another number, and GGUF files do not say it.
     is_largest = h.is_gguf and layers == _LAYERS_OF_27B
     scalar = h.number("query_scalar", h.integer("hidden") / h.integer("heads") if is_largest else width)
-    is_local = h.layer_types()
     return h.decoder(
         "gemma2",
         rope=h.rope(width),
         window=h.integer("window", 4096),
-        is_local=tuple(k % 2 == 0 for k in range(layers)) if is_local is None else is_local,
+        is_local=h.local_layers(2),
         activation="gelu_tanh",
         has_post_norms=True,
         query_scale=scalar**-0.5,
@@ -68,7 +66,7 @@ GEMMA = Architecture(
     norm_offset=1.0,
     defaults={
         "vocab_size": 256000, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     },
 )  # fmt: skip
 GEMMA2 = Architecture(
@@ -79,6 +77,6 @@ GEMMA2 = Architecture(
     defaults={
         "vocab_size": 256000, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
     },
 )  # fmt: skip

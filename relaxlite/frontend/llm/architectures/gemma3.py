@@ -17,14 +17,11 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
     h.refuse(
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, use_bidirectional_attention=False
     )  # fmt: skip
-    width, layers = h.integer("head_width", 256), h.integer("layers")
-    is_local, pattern = h.layer_types(), h.get("window_pattern")
-    if h.is_gguf and isinstance(pattern, list) and len(pattern) == layers:
-        is_local = tuple(map(bool, pattern))
-    if is_local is None:
-        every = h.integer("window_pattern", _PATTERN)
-        is_local = tuple((k + 1) % every != 0 for k in range(layers))
-    local = h.rope(width, section="sliding_attention").base if "rope_parameters" in h.raw else 10000.0
+    width, layers = h.head_width(256), h.integer("layers")
+    if h.has_rope_of("sliding_attention"):
+        local = h.rope(width, section="sliding_attention")
+    else:
+        local = Rope(h.number("rope_local_base", 10000.0), width)
     # Only the largest model scales queries by another number, and GGUF files do not say it.
     is_largest = h.is_gguf and layers == _LAYERS_OF_27B
     scalar = h.number("query_scalar", h.integer("hidden") / h.integer("heads") if is_largest else width)
@@ -32,9 +29,9 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
         "gemma3",
         head_width=width,
         rope=h.rope(width, 1000000.0, section="full_attention"),
-        local_rope=Rope(h.number("rope_local_base", local), width),
+        local_rope=local,
         window=h.integer("window", 4096),
-        is_local=is_local,
+        is_local=h.local_layers(_PATTERN),
         activation="gelu_tanh",
         has_qkv_bias=h.flag("qkv_bias"),
         has_o_bias=h.flag("o_bias"),

@@ -15,17 +15,22 @@ from relaxlite.frontend.llm.architectures.base import (
     Hyperparameters,
 )
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig
+from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig
 
 _GATE_LIMIT = 7.0  # where a checkpoint does not say
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # where a config.json has none
 
 
 def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", attention_bias=True)
-    layers, rope = h.integer("layers"), h.rope(h.integer("head_width", 64))
+    h.refuse(hidden_act="silu", attention_bias=True, swiglu_alpha=GELU_SIGMOID)
+    rope = h.rope(h.head_width(64))
     if h.is_gguf and rope.scaling is not None:  # which does not say it
         rope = replace(rope, scaling=replace(rope.scaling, truncates=False))
-    is_local = h.layer_types()
     return h.decoder(
         "gpt_oss",
         rope=rope,
@@ -33,7 +38,7 @@ def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
         has_o_bias=True,
         has_sinks=True,
         window=h.window(),
-        is_local=tuple(k % 2 == 0 for k in range(layers)) if is_local is None else is_local,
+        is_local=h.local_layers(2),
         activation="gelu_sigmoid",
         gate_limit=h.number("gate_limit", _GATE_LIMIT),
         experts=h.experts(is_normed=True, has_bias=True),
@@ -118,7 +123,8 @@ GPT_OSS = Architecture(
     gguf=_GGUF,
     from_folder=_from_folder,
     defaults={
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_local_experts": 128, "num_experts_per_tok": 4,
-        "rope_theta": 150000.0, "sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_experts": 128, "num_experts_per_tok": 4,
+        "rope_theta": 150000.0, "rope_parameters": _ROPE, "sliding_window": 128, "head_dim": 64,
+        "num_key_value_heads": 8,
     },
 )  # fmt: skip

@@ -28,7 +28,9 @@ def _activation(h: Hyperparameters) -> Activation:
         return "gelu_tanh"
     name = h.get("activation")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ImportModelError(f"{h.source}: the activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
+        raise ImportModelError(
+            f"{h.source}: {h.key('activation')} = {name!r} is not known; known are {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]
 
 
@@ -58,7 +60,8 @@ def _phi(h: Hyperparameters) -> DecoderConfig:
 
 def _stablelm(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", qk_layernorm=False)
-    is_parallel = h.raw.get(f"{h.prefix}use_parallel_residual", False)
+    # GGUF files may call layers parallel that are not: converters write so where config.json says nothing.
+    is_parallel = not h.flag("mlp_norm") if h.is_gguf else h.raw.get("use_parallel_residual", False)
     return h.decoder(
         "stablelm",
         norm="layer_biased",

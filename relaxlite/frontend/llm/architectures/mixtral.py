@@ -22,7 +22,7 @@ MIXTRAL = Architecture(
         "experts.{}.down": "block_sparse_moe.experts.{}.w2.weight",
     },
     defaults={
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_local_experts": 8,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_experts": 8,
         "num_experts_per_tok": 2, "rope_theta": 1000000.0,
     },
 )  # fmt: skip

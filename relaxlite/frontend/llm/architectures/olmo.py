@@ -45,15 +45,13 @@ def _olmo(h: Hyperparameters, name: str, *, has_window: bool) -> DecoderConfig:
     )
     if not has_window:
         return c
-    is_local = h.layer_types()
-    if is_local is None:
-        is_local = tuple((k + 1) % _PATTERN != 0 for k in range(c.layers))
+    local = h.rope(c.head_width, section="sliding_attention")
     return replace(
         c,
         window=h.integer("window", 4096),
-        is_local=is_local,
+        is_local=h.local_layers(_PATTERN),
         rope=h.rope(c.head_width, section="full_attention"),
-        local_rope=replace(h.rope(c.head_width, section="sliding_attention"), scaling=None),
+        local_rope=local if h.has_rope_of("sliding_attention") else replace(local, scaling=None),
     )
 
 
@@ -65,7 +63,7 @@ _NAMES = {
 del _NAMES["mlp_norm"]
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 OLMO2 = Architecture(("olmo2",), _olmo2, hugging_face=_NAMES, defaults=_DEFAULTS)
-OLMO3 = Architecture(("olmo3",), _olmo3, hugging_face=_NAMES, defaults=_DEFAULTS)
+OLMO3 = Architecture(("olmo3",), _olmo3, hugging_face=_NAMES, defaults={**_DEFAULTS, "rope_theta": 500000.0})
 OLMOE = Architecture(
     ("olmoe",),
     _olmoe,

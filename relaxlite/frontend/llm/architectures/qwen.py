@@ -55,7 +55,7 @@ def _qwen3_moe(h: Hyperparameters) -> DecoderConfig:
 
 def _with_qk_norm(h: Hyperparameters, name: str, experts: Experts | None, **window: object) -> DecoderConfig:
     h.refuse(hidden_act="silu")
-    width = h.integer("head_width", 128)
+    width = h.head_width(None if experts else 128)
     biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias")}
     rope = h.rope(width)
     return h.decoder(name, head_width=width, rope=rope, has_qk_norm=True, experts=experts, **biases, **window)
