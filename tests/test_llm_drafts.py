@@ -20,6 +20,7 @@ from relaxlite.llm.drafts import MOST, DraftModel, Lookup, worth
 from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
+from relaxlite.runtime import kv_cache, threadpool
 from tests.test_llm_generation import limit
 from tests.tiny_llm import END, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
 
@@ -260,6 +261,35 @@ def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(compil
             (found,) = compiled.forward([(sequence, given)], wanted=[len(given)])
             np.testing.assert_array_equal(found, alone[begin : begin + count])
     compiled.remove(sequence)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_the_logits_of_each(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is shared out among threads, and where blocks of rows end within pages and beyond."""
+    monkeypatch.setattr(kv_cache, "PAGES_OF_PART", 2)
+    monkeypatch.setattr(threadpool, "num_threads", lambda: 2)
+    shape = {"hidden": 96, "heads": 6, "kv_heads": 3, "head_width": 32, "intermediate": 96, "context": 1024}
+    tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 32), window=window), "q4_0")
+    engine = CompiledEngine(rl.compile(build_step(tiny), precision="int12"))
+    for length in (120, 250, 507):
+        tokens = np.random.default_rng(length).integers(0, VOCAB, length + MOST + 1).tolist()
+        first = engine.new()
+        engine.forward([(first, tokens[:length])])
+        other = engine.fork(first)
+        alone = np.concatenate([engine.forward([(first, [token])])[0] for token in tokens[length:]])
+        for count in (1, 2, 7, MOST + 1):
+            for beside in (0, 2):
+                forks = [engine.fork(other) for _ in range(1 + beside)]
+                given = tokens[length : length + count]
+                found = engine.forward([(fork, given) for fork in forks], wanted=[count] * len(forks))
+                for logits in found:
+                    np.testing.assert_array_equal(logits, alone[:count], err_msg=f"{length} {count} {beside}")
+                for fork in forks:
+                    engine.remove(fork)
+        engine.remove(first)
+        engine.remove(other)
 
 
 def test_guesses_change_no_reply_of_a_compiled_model(compiled: CompiledEngine) -> None:

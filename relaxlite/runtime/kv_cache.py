@@ -27,10 +27,12 @@ from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+_Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, position of the first row
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
 PAGES_OF_PART = 16  # at least: putting parts together costs as much as some pages (measured: 4 % at 8 pages)
 MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
+FEW_ROWS = 32  # of a sequence in a step: a token of a reply with what is guessed to follow (llm/drafts.py)
 DTYPES = ("float32", "float16", "int8")
 
 # No memory that a forked process would share
@@ -202,9 +204,13 @@ class KVCache:
             position = found.length + first
             slot = found.pages[position // page] * page + position % page
             table = found.table[: position // page + 1].reshape(1, -1)
-            blocks = [(0, 0, 1, position)]
-            return StepInputs(np.array([position]), np.array([slot]), table, np.array(self._parted(blocks)))
-        positions, slots, blocks, row = [], [], [], 0
+            blocks = self._parted([(0, 0, 1, position)], self._usual_parts(1))
+            return StepInputs(np.array([position]), np.array([slot]), table, np.array(blocks))
+        positions: list[Array] = []
+        slots: list[Array] = []
+        few: list[_Block] = []
+        many: list[_Block] = []
+        row = 0
         widest = max(self._pages_of(self.length(s) + first + count) for s, first, count in parts)
         table = np.zeros((len(parts), widest), np.int32)
         for k, (sequence, first, count) in enumerate(parts):
@@ -215,19 +221,33 @@ class KVCache:
             table[k, :used] = found.table[:used]
             positions.append(at)
             slots.append(found.table[at // page].astype(np.int64) * page + at % page)
-            blocks += [(k, row + t, min(block, count - t), start + t) for t in range(0, count, block)]
+            if count > FEW_ROWS:
+                many += [(k, row + t, min(block, count - t), start + t) for t in range(0, count, block)]
+            else:
+                few += self._within_pages(k, row, start, count)
             row += count
-        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(self._parted(blocks)))
+        # How a context is parted decides how sums are rounded. Guesses and other sequences are not to change a reply,
+        # so that of few rows it follows from the position of each alone, unless that makes more than a step may have.
+        usual = min(self._usual_parts(1), 1 + ENOUGH_TASKS * MOST_THREADS // max(len(few), 1))
+        blocks = [*self._parted(few, usual), *self._parted(many, self._usual_parts(len(many)))]
+        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(blocks))
 
-    def _parted(self, blocks: list[tuple[int, int, int, int]]) -> list[tuple[int, ...]]:
-        """The blocks with part and parts: those with long contexts in several, where they are too few for all threads
-        to have equal work."""
-        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), len(blocks) * self.layout.kv_heads
-        if tasks % threads == 0 or tasks >= ENOUGH_TASKS * threads:
-            return [(*block, 0, 1) for block in blocks]
-        usual = next(
-            n for n in range(2, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads
-        )
+    def _within_pages(self, sequence: int, row: int, start: int, count: int) -> list[_Block]:
+        """Blocks that end where pages do, as the rows of each block see the same pages."""
+        found, t = [], 0
+        while t < count:
+            rows = min(self.layout.block, count - t, self.layout.page - (start + t) % self.layout.page)
+            found.append((sequence, row + t, rows, start + t))
+            t += rows
+        return found
+
+    def _usual_parts(self, blocks: int) -> int:
+        """In how many parts so many blocks with long contexts come, that all threads may have equal work."""
+        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), blocks * self.layout.kv_heads
+        return next(n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads)
+
+    def _parted(self, blocks: list[_Block], usual: int) -> list[tuple[int, ...]]:
+        """The blocks with part and parts."""
         found: list[tuple[int, ...]] = []
         for block in blocks:
             parts = max(1, min(usual, (block[3] // self.layout.page + 1) // PAGES_OF_PART))

@@ -369,7 +369,8 @@ class _Attend(_Block):
     def stmt(self) -> Stmt:
         parts = self.parts
         last = self.position + self.queried - 1
-        begin = sym(0) if parts.window is None else smax(self.position - (parts.window - 1), sym(0)) // self.page
+        aligned = self.position // self.page * self.page  # so that all rows of a page begin, and round, alike
+        begin = sym(0) if parts.window is None else smax(aligned - (parts.window - 1), sym(0)) // self.page
         stop = last // self.page + 1
         share = (smax(stop - begin, sym(0)) + self.parted - 1) // smax(self.parted, sym(1))
         start = begin + self.part * share
