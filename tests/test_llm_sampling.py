@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,20 @@ def test_filters_are_those_of_transformers(case: dict[str, Any]) -> None:
         wanted = step(torch.tensor(tokens)[None], wanted)
     found = spread(penalized(scores, tokens, 1.3), Sampling(**case))
     np.testing.assert_allclose(found, torch.softmax(wanted, -1)[0].numpy(), rtol=1e-9, atol=1e-300)
+
+
+def test_settings_may_be_numbers_of_any_kind() -> None:
+    how = Sampling(np.float32(0.5), np.uint8(5), Fraction(1, 2), 0, 1)  # type: ignore[arg-type]
+    scores = np.random.default_rng(0).normal(0, 3, 300)
+    np.testing.assert_array_equal(spread(scores, how), spread(scores, Sampling(0.5, 5, 0.5, 0.0, 1.0)))
+
+
+def test_of_equals_at_the_edge_of_top_p_the_first_stay() -> None:
+    for size in (10, 3000):
+        scores = np.zeros(size)
+        scores[7] = -1.0
+        found = np.flatnonzero(spread(scores, Sampling(1.0, top_p=0.5)))
+        np.testing.assert_array_equal(found, np.flatnonzero(reference(scores, Sampling(1.0, top_p=0.5))))
 
 
 def test_equals_at_the_edge_of_top_k_stay() -> None:

@@ -48,6 +48,9 @@ class Sampling:
         _require("repetition_penalty", self.repetition_penalty, 0, math.inf, is_open=True)
         if not isinstance(self.top_k, Integral) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise InvalidArgumentError(f"top_k must be a whole number from 0 (all tokens), got {self.top_k!r}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):  # fractions, NumPy's numbers
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "top_k", int(self.top_k))
 
 
 def _require(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> None:
@@ -122,14 +125,22 @@ def candidates(scores: Array, how: Sampling) -> tuple[Array, Array]:
 
 def _nucleus(probabilities: Array, p: float) -> Array:
     """Where the likeliest are, ascending, up to and with the one at which their sum reaches p."""
-    order = np.arange(probabilities.size)
-    if order.size > _LIKELY:
-        likely = np.argpartition(probabilities, order.size - _LIKELY)[order.size - _LIKELY :]
-        if probabilities[likely].sum() >= p:
-            order = np.sort(likely)
-    order = order[np.argsort(-probabilities[order], kind="stable")]
-    before = np.cumsum(probabilities[order]) - probabilities[order]
-    return np.sort(order[(before < p) | (np.arange(order.size) == 0)])
+    ordered = np.sort(_likeliest(probabilities, p))[::-1]  # numbers alone: their places would take ten times as long
+    before = np.cumsum(ordered) - ordered
+    count = max(1, int(np.count_nonzero(before < p)))
+    least = ordered[count - 1]
+    above = np.flatnonzero(probabilities > least)
+    equal = np.flatnonzero(probabilities == least)[: count - above.size]
+    return np.sort(np.concatenate([above, equal]))
+
+
+def _likeliest(probabilities: Array, p: float) -> Array:
+    """The greatest of them, if these reach p, else all."""
+    if probabilities.size > _LIKELY:
+        found = np.partition(probabilities, probabilities.size - _LIKELY)[probabilities.size - _LIKELY :]
+        if found.sum() >= p:
+            return found
+    return probabilities
 
 
 def softmax(scores: Array) -> Array:
