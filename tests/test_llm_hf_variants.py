@@ -210,6 +210,22 @@ def test_tensors_of_other_types_name_their_file(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("config.json", "[" * 100_000, "config.json: cannot be read: maximum recursion depth"),
+        ("tokenizer.json", '{"added_tokens": [5]}', "tokenizer.json: added_tokens must be a list of objects"),
+    ],
+)
+def test_json_that_is_otherwise_than_expected_names_its_file(
+    file: str, text: str, problem: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ImportModelError, match=problem):
+        read_checkpoint(tmp_path)
+
+
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ImportModelError, match=r"it holds an adapter \(LoRA\); merge it into its model"):

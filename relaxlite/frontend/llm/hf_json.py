@@ -19,7 +19,7 @@ def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text("utf-8-sig"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ImportModelError(f"{path}: cannot be read: {foreign(path) or error}") from error
     if not isinstance(found, dict):
         raise ImportModelError(f"{path}: no JSON object")

@@ -25,6 +25,9 @@ def read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str
         return None
     made, said = read_json(path), read_json(folder / "tokenizer_config.json")
     text = path.read_text("utf-8-sig")
+    tokens = made.get("added_tokens") or []
+    if not isinstance(tokens, list) or not all(isinstance(token, Mapping) for token in tokens):
+        raise ImportModelError(f"{path}: added_tokens must be a list of objects, one for each token")
     added = _more_tokens(made, said)
     if added:
         made["added_tokens"] = [*(made.get("added_tokens") or ()), *added]
