@@ -404,6 +404,8 @@ def test_a_full_context_forgets_the_oldest_messages_and_says_so(
     talk(conversation(llm), monkeypatch, "y" * 99, "z")
     out, err = capsys.readouterr()
     assert out == "yes\n" and "the context holds 80" in err
+    talk(conversation(llm), monkeypatch, "x", "y" * 99)
+    assert "forgotten" not in capsys.readouterr().err, "what is refused takes no room"
 
 
 def test_an_interrupt_stops_the_reply_and_not_the_chat(

@@ -114,13 +114,14 @@ class Conversation:
     def _make_room(self) -> None:
         """Forget the oldest turns where the context has no room for a reply, and say so."""
         wanted = min(self._options["max_new_tokens"] or REPLY_ROOM, self._llm.context // 2)
-        first, gone = len(self._start), 0
-        while len(self._messages) > first + 2:
-            if len(self._llm.encode_chat(self._messages)) + wanted <= self._llm.context:
-                break
-            del self._messages[first : first + 2]  # what was said and what was answered
-            gone += 2
-        if gone:
+        first, kept = len(self._start), list(self._messages)
+        used = len(self._llm.encode_chat(kept))
+        while len(kept) > first + 2 and used + wanted > self._llm.context:
+            del kept[first : first + 2]  # what was said and what was answered
+            used = len(self._llm.encode_chat(kept))
+        gone = len(self._messages) - len(kept)
+        if gone and used < self._llm.context:  # else the last message alone is too long, and is refused
+            self._messages = kept
             print(f"(the context is full: the {gone} oldest messages are forgotten)", file=sys.stderr, flush=True)
 
 
