@@ -47,6 +47,17 @@ def test_bytes_that_never_make_a_character_do_not_hold_text_for_ever() -> None:
     assert "".join(pieces) == "a" + "\ufffd" * 6 + "b" and len(pieces) > 2
 
 
+def test_stray_bytes_before_a_character_of_several_tokens_are_shown_once() -> None:
+    tokenizer = Tokenizer(tokenizer_json())
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        letters = [bytes([byte]) for byte in rng.integers(128, 256, 4)] + ["日".encode(), "🦊".encode(), b"a"]
+        text = b"".join(letters[k] for k in rng.integers(0, len(letters), 8))
+        stream = TextStream(tokenizer)
+        shown = "".join(stream.push(byte) for byte in text) + stream.finish()
+        assert shown == tokenizer.decode(list(text)), text
+
+
 @pytest.mark.parametrize("text", ["naïve 日本語 🦊", "plain", ""])
 def test_a_stream_of_tokens_reads_as_all_of_them(text: str) -> None:
     tokenizer = Tokenizer(tokenizer_json())
@@ -297,6 +308,11 @@ def test_a_chat_that_was_stopped_goes_on() -> None:
         (["a", ""], {}, "prompt 1 is empty"),
         ([], {}, "there is no prompt: the list is empty"),
         (3, {}, "a prompt is text or a list of tokens, got int"),
+        (np.array(3), {}, "a prompt is text or a list of tokens, got ndarray"),
+        ({"a": 1}, {}, "a prompt is text or a list of tokens, got dict"),
+        ([True, False], {}, "prompt 0 is True; a prompt is text or a list of tokens"),
+        ("a", {"seed": True}, "seed must be a whole number from 0, got True"),
+        ("a", {"stop_tokens": [True]}, "stop_tokens: True is not in the vocabulary"),
         (["a", 3], {}, "prompt 1 is 3; a prompt is text or a list of tokens"),
         ("x" * 64, {}, "the prompt has 64 tokens, and the context holds 64"),
         ("x" * 60, {"max_new_tokens": 5}, "has 60 tokens, and max_new_tokens=5 more do not fit into the context of 64"),

@@ -57,6 +57,50 @@ def test_the_date_and_options_can_be_used() -> None:
     assert render_chat("{{ tools | length }}", CHAT, {}, tools=[1, 2]) == "2"
 
 
+def test_messages_may_come_one_by_one() -> None:
+    template = TEMPLATES["ChatML"]
+    assert render_chat(template, (message for message in CHAT), {}) == render_chat(template, CHAT, {})
+
+
+LAST = [*CHAT, {"role": "assistant", "content": " Sure: "}]
+
+
+@pytest.mark.parametrize("name", ["ChatML", "blocks and indents"])
+def test_a_reply_may_go_on_with_the_last_message(name: str) -> None:
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    wanted, _ = utilities.render_jinja_template(
+        conversations=[LAST], chat_template=TEMPLATES[name], continue_final_message=True, **SPECIAL
+    )
+    found = render_chat(TEMPLATES[name], LAST, SPECIAL, continue_final_message=True)
+    assert [found] == wanted and found.rstrip().endswith("Sure:")
+
+
+def test_a_reply_cannot_go_on_with_what_the_template_does_not_write() -> None:
+    with pytest.raises(InvalidArgumentError, match="does not write the text of the last message"):
+        render_chat("{{ messages | length }}", LAST, {}, continue_final_message=True)
+    with pytest.raises(InvalidArgumentError, match="either add_generation_prompt or continue_final_message"):
+        render_chat(TEMPLATES["ChatML"], LAST, {}, continue_final_message=True, add_generation_prompt=True)
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}", "user:one\ntwo"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "one\ntwo"),
+        ("{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}", "<one><two>"),
+    ],
+)
+def test_contents_of_several_parts_are_texts_for_templates_that_know_texts_only(template: str, wanted: str) -> None:
+    assert render_chat(template, PARTS, {}) == wanted
+    other = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    if "p.text" not in template:
+        with pytest.raises(InvalidArgumentError, match=r"message 0 has the part .*image_url.* knows texts only"):
+            render_chat(template, other, {})
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
@@ -71,6 +115,14 @@ def test_the_date_and_options_can_be_used() -> None:
         ("x", {"role": "user"}, "a chat is a list of messages such as"),
         ("x", [{"content": "a"}], """message 0 is {'content': 'a'}; it needs a "role" and a "content\""""),
         ("x", ["a"], "message 0 is 'a'"),
+        ("x", 5, "a chat is a list of messages such as"),
+        (TEMPLATES["ChatML"], [*CHAT, {"role": "user"}], 'message 3 has no "content", and needs it'),
+        (
+            "x",
+            [*CHAT, {"role": "user", "content": "ab\udcff"}],
+            "message 3: the text is not valid Unicode: a surrogate",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", CHAT, "the chat template fails: RecursionError"),
     ],
 )
 def test_what_is_wrong_is_said(template: str, messages: Any, message: str) -> None:

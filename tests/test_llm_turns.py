@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from relaxlite.llm.compiling import build_checkpoint
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.tokenizer import TextStream, Tokenizer
+from relaxlite.llm.turns import Turn
 from relaxlite.runtime import kv_cache
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
@@ -305,6 +307,30 @@ def test_marks_before_a_character_do_not_cut_it(make: Any) -> None:
     stream = TextStream(tokenizer, tokenizer.encode("a"))
     pieces = [stream.push(token) for token in (mark, mark, mark, *tokens)]
     assert pieces == [""] * 6 + ["😀"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    turn, entered, left = Turn(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn:
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        with turn, turn:
+            os._exit(7)
+    _, status = os.waitpid(child, 0)
+    left.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_what_a_prompt_leaves_unfinished_is_not_shown_twice() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,6 +16,7 @@ from relaxlite.llm.engine import Engine
 from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.tokenizer import Tokenizer
+from relaxlite.llm.turns import Turn
 from relaxlite.records import dataclass
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
@@ -31,6 +31,8 @@ MAX_NEW_TOKENS = 256  # where the caller says nothing
 FOR_TOOLS = "tool_use"  # the name of the chat template that is meant where tools are given
 LOOKUP = "lookup"  # guesses that need no other model
 OVERFLOW = ("error", "slide")  # what happens where a reply does not fit into the context
+_OWN_OPTIONS = {"messages", "template", "self", "special_tokens"}
+_NO_PROMPTS = (bytes, Mapping, Set)  # though they can be iterated over
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class LanguageModel:
         self.context = engine.context if capacity is None else min(engine.context, capacity)
         """How many tokens a sequence holds, prompt and reply together."""
         self._kept: _Kept | None = None
-        self._turn = threading.Lock()
+        self._turn = Turn()
         self._draft: LanguageModel | None = None  # whose vocabulary was compared last, which takes a while
 
     @staticmethod
@@ -150,7 +152,7 @@ class LanguageModel:
 
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Iterable[Message],
         *,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -171,11 +173,16 @@ class LanguageModel:
         """The reply to a chat, a list of {"role": ..., "content": ...}: a Result, or a Stream as in `generate`.
 
         The last chat stays in the cache: what the next one has in common with it is not computed again.
-        `template` takes the place of the model's own, `template_options` are its variables (`tools`, ...).
+        `template` takes the place of the model's own, `template_options` are its variables (`tools`, ...);
+        {"continue_final_message": True} has the reply go on with the last message.
         InvalidArgumentError: the model has no template, or it refuses the messages; and as in `generate`.
         """
         options = template_options or {}
-        if not isinstance(options, Mapping) or {"messages", "template"} & options.keys():
+        if (
+            not isinstance(options, Mapping)
+            or _OWN_OPTIONS & options.keys()
+            or not all(isinstance(name, str) for name in options)
+        ):
             raise InvalidArgumentError(
                 f"template_options are other variables of the template than its messages, by name, got {options!r}"
             )
@@ -196,7 +203,7 @@ class LanguageModel:
             logits=logits,
         )
 
-    def encode_chat(self, messages: Sequence[Message], *, template: str | None = None, **options: Any) -> list[int]:
+    def encode_chat(self, messages: Iterable[Message], *, template: str | None = None, **options: Any) -> list[int]:
         """The tokens of a chat, up to where the reply begins. `template`: text, or the name of one of the model's;
         without it the one for tools, if `tools` are given and there is one, or the usual one."""
         from relaxlite.llm.templates import render_chat  # with Jinja2, which no plain text needs
@@ -249,7 +256,7 @@ class LanguageModel:
     ) -> Any:
         ends = self._stop_tokens(stop_tokens)
         texts = _stop_strings(stop)
-        if seed is not None and (not isinstance(seed, Integral) or seed < 0):
+        if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0):
             raise InvalidArgumentError(f"seed must be a whole number from 0, got {seed!r}")
         if overflow not in OVERFLOW:
             raise InvalidArgumentError(f"overflow must be {' or '.join(map(repr, OVERFLOW))}, got {overflow!r}")
@@ -313,7 +320,7 @@ class LanguageModel:
         if not hasattr(given, "__iter__"):
             raise InvalidArgumentError(f"stop_tokens must be numbers of tokens, got {given!r}")
         for token in given:
-            if not isinstance(token, Integral) or not 0 <= token < self.engine.vocab:
+            if not _is_token(token) or not 0 <= token < self.engine.vocab:
                 raise InvalidArgumentError(f"stop_tokens: {token!r} is not in the vocabulary of {self.engine.vocab}")
         return frozenset(map(int, given))
 
@@ -419,18 +426,27 @@ def _prompts(prompt: Any) -> tuple[bool, list[Prompt]]:
     """Whether there are several, and they."""
     if isinstance(prompt, str):
         return False, [prompt]
-    if not hasattr(prompt, "__iter__") or isinstance(prompt, bytes):
+    if not hasattr(prompt, "__iter__") or isinstance(prompt, _NO_PROMPTS) or _ndim(prompt) == 0:
         raise InvalidArgumentError(f"a prompt is text or a list of tokens, got {type(prompt).__name__}")
     items: list[Any] = [list(item) if hasattr(item, "__next__") else item for item in prompt]
-    if items and all(isinstance(item, Integral) for item in items):
+    if items and all(map(_is_token, items)):
         return False, [items]
     if not items:
         raise InvalidArgumentError("there is no prompt: the list is empty")
     for k, item in enumerate(items):
-        is_tokens = hasattr(item, "__iter__") and not isinstance(item, bytes | dict)
-        if not isinstance(item, str) and not (is_tokens and all(isinstance(token, Integral) for token in item)):
+        is_tokens = hasattr(item, "__iter__") and not isinstance(item, _NO_PROMPTS) and _ndim(item) > 0
+        if not isinstance(item, str) and not (is_tokens and all(map(_is_token, item))):
             raise InvalidArgumentError(f"prompt {k} is {item!r}; a prompt is text or a list of tokens")
     return True, items
+
+
+def _ndim(value: Any) -> int:
+    """Of an array; 1 of what is none."""
+    return int(getattr(value, "ndim", 1))
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

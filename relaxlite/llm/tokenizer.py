@@ -63,7 +63,7 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # TypeError: as versions of the library before 0.22 and since
             if not isinstance(text, str):
                 raise InvalidArgumentError(f"a text must be a string, got {type(text).__name__}") from error
-            raise InvalidArgumentError(f"the text is not valid Unicode: {_lone_surrogate(text)}") from error
+            raise InvalidArgumentError(f"the text is not valid Unicode: {lone_surrogate(text)}") from error
         return [*self.start, *tokens] if marks and tokens[: len(self.start)] != self.start else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -71,7 +71,8 @@ class Tokenizer:
         return self._library.decode(list(tokens), skip_special_tokens=True)
 
 
-def _lone_surrogate(text: str) -> str:
+def lone_surrogate(text: str) -> str:
+    """What UTF-8 does not have in a text; "" if there is nothing."""
     place = next((k for k, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
     return "" if place is None else f"a surrogate stands alone at {place}, {text[place]!r}"
 
@@ -88,39 +89,45 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._shown, self._waiting = _at_characters(tokenizer, before)
-        self._owed = self._text(len(self._waiting))  # how the part of a character that `before` ends with reads so far
+        self._said = self._text()  # of those that wait; at first how a character reads that `before` ends within
 
     def push(self, token: int) -> str:
         """The text that a token completes; "" while a character is unfinished."""
         self._waiting.append(token)
-        count = len(self._waiting)
-        text = self._text(count)
+        text = self._text()
         if not text.endswith(_REPLACEMENT):
-            return self._show(text, count) if text else ""
-        for unfinished in range(1, min(_LONGEST, count + 1)):  # tokens of one character, which more may complete
-            part = self._text(count - unfinished)
-            if not part.endswith(_REPLACEMENT):
-                return self._show(part, count - unfinished) if part else ""
-        return self._show(text, count)
+            return self._say(text, is_whole=bool(text))
+        ends = len(text) - len(
+            text.rstrip(_REPLACEMENT)
+        )  # bytes that are no UTF-8: the last ones may become a character
+        return self._say(text[: len(text) - min(ends, _LONGEST - 1)], is_whole=False)
 
     def finish(self) -> str:
         """What still waits, finished or not."""
-        return self._show(self._text(len(self._waiting)), len(self._waiting))
+        return self._say(self._text(), is_whole=True)
 
-    def _text(self, count: int) -> str:
-        """Of the first `count` tokens that wait."""
-        waiting = self._waiting[:count]
-        before, whole = self._tokenizer.decode(self._shown), self._tokenizer.decode([*self._shown, *waiting])
-        if not whole.startswith(before):
-            if not before.endswith(_REPLACEMENT):  # bytes that are no text yet spoil those beside them
-                return self._tokenizer.decode(waiting)
-            before = before.rstrip(_REPLACEMENT)  # the character is complete now
-        return whole[len(before) :]
+    def _text(self) -> str:
+        """Of the tokens that wait."""
+        before = self._tokenizer.decode(self._shown)
+        whole = self._tokenizer.decode([*self._shown, *self._waiting])
+        if not whole.startswith(before) and not before.endswith(_REPLACEMENT):
+            return self._tokenizer.decode(self._waiting)  # bytes that are no text yet spoil those beside them
+        return whole[_common(before, whole) :]
 
-    def _show(self, text: str, count: int) -> str:
-        self._shown, self._waiting = self._waiting[:count], self._waiting[count:]
-        owed, self._owed = self._owed, ""
-        return text.removeprefix(owed)
+    def _say(self, text: str, *, is_whole: bool) -> str:
+        """What of a text is new. `is_whole`: it is all of the tokens that wait."""
+        new = text[_common(self._said, text) :]
+        if is_whole:
+            self._shown, self._waiting, self._said = self._waiting, [], ""
+        elif new:
+            self._said = text
+        return new
+
+
+def _common(one: str, other: str) -> int:
+    """How many letters two texts begin with alike."""
+    shorter = min(len(one), len(other))
+    return next((k for k in range(shorter) if one[k] != other[k]), shorter)
 
 
 def _at_characters(tokenizer: Tokenizer, before: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -152,10 +159,18 @@ class StopFilter:
             at, _, self.found = min(places)
             self._held = ""
             return text[:at]
-        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        held = max((_begun(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many letters at the end of a text `stop` may begin with."""
+    for at in range(max(0, len(text) - len(stop) + 1), len(text)):
+        if stop.startswith(text[at:]):
+            return len(text) - at
+    return 0
