@@ -14,6 +14,8 @@ cache, and may compute products more coarsely (passes/integer_products.py), as n
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from relaxlite.errors import InvalidArgumentError
@@ -23,6 +25,7 @@ from relaxlite.frontend.llm.layers import Decoder
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.ops.block_codes import rotated
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
@@ -105,6 +108,16 @@ def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: 
     return found
 
 
+def _rotation(width: int) -> np.ndarray[Any, Any]:
+    """An orthogonal matrix (width, width): queries and keys that are both multiplied by it have the same products, and
+    no element of a key is much larger than others, which would spoil these in 8 bits (Ashkboos et al., "QuaRot", arXiv
+    2404.00456). Signs, and the Walsh-Hadamard matrix of the largest power of two that divides the width."""
+    size = width & -width
+    signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (width, 1))
+    mixed = np.array(rotated(list(np.eye(size)))) / size**0.5
+    return (signs * np.kron(np.eye(width // size), mixed)).astype(np.float32)
+
+
 @dataclass(slots=True)
 class CachedAttention:
     """Causal attention over the cache: a `Mixer`. `pools` are the latest contents, in the order of the parameters."""
@@ -122,6 +135,8 @@ class CachedAttention:
         at = layer * count
         keys, values, *scales = self.pools[at : at + count]
         assert isinstance(keys.ty, TensorType)
+        if scales:
+            q, k = (d.op("matmul", x, _rotation(c.head_width)) for x in (q, k))
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
         made = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
         if scales:
