@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relaxlite import config
-from relaxlite.errors import ArtifactError
+from relaxlite.errors import ArtifactError, NoFolderError
 from relaxlite.records import dataclass
 from relaxlite.runtime import artifact, cpu
 from relaxlite.runtime.executable import ExecutableData
@@ -60,7 +60,7 @@ _WATCHING = ("dump_dir", "verify_passes")  # ask to see a compilation
 Record: TypeAlias = list[str]
 """Of a file: its path, what the system says of it, and a hash of its content where that alone does not do."""
 
-_warned: set[Path] = set()
+_warned: set[Path | None] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,7 @@ class Place:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # code from here is run
             artifact.save(replace(data, metadata=replace(data.metadata, info=info)), self.path)
         except (ArtifactError, OSError) as error:
-            if self.path.parent not in _warned:
-                _warned.add(self.path.parent)
-                warnings.warn(
-                    f"a compiled model cannot be kept ({error}), so each process compiles it again; set "
-                    "RELAXLITE_CACHE to a folder that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+            _warn_once(self.path.parent, str(error))
         _evict(self.path)
 
 
@@ -153,20 +146,27 @@ def find_or_make(
 
 
 def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | None:
-    """Where a source, compiled with options, is kept; None where nothing is, or somebody wants to see it compile."""
+    """Where a source, compiled with options, is kept; None where nothing is, or somebody wants to see it compile. A
+    folder that is not known is warned of, once."""
     if not config.get("model_cache_mb") or any(map(config.get, _WATCHING)):
         return None
     path = source.resolve()
     if not (path.is_file() or path.is_dir()):  # what is read from a pipe cannot be read again
         return None
+    try:
+        home = folder()
+    except NoFolderError as error:
+        _warn_once(None, str(error).partition(";")[0])
+        return None
     name = (path.name if path.is_dir() else path.stem)[:_MOST_SIGNS]
     given = sorted((option, repr(value)) for option, value in options.items() if value is not None)
     knobs = [config.get(knob) for knob in _KNOBS]
     key = repr([str(path), kind, given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")
-    return Place(name, folder() / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
+    return Place(name, home / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
 
 
 def folder() -> Path:
+    """NoFolderError: it is not known."""
     return config.model_folder() / "compiled"
 
 
@@ -190,6 +190,18 @@ def clear() -> list[Kept]:
     with contextlib.suppress(OSError):  # there is none, or something else is in it
         folder().rmdir()
     return found
+
+
+def _warn_once(where: Path | None, why: str) -> None:
+    if where in _warned:
+        return
+    _warned.add(where)
+    warnings.warn(
+        f"a compiled model cannot be kept ({why}), so each process compiles it again; set RELAXLITE_CACHE to a folder "
+        "that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 def _remove_abandoned(*, age: float) -> None:

@@ -31,7 +31,7 @@ from typing import IO, Any, Literal
 from tqdm import tqdm
 
 from relaxlite import config
-from relaxlite.errors import FetchError, InvalidArgumentError
+from relaxlite.errors import FetchError, InvalidArgumentError, NoFolderError
 from relaxlite.records import dataclass
 
 POLL_SECONDS = 0.1
@@ -101,7 +101,10 @@ def fetch(name: str, folder: Path | None = None, *, progress: bool = True) -> Pa
     Raises InvalidArgumentError for an unknown name, FetchError when the model cannot be had.
     """
     entry = _find(name)
-    home = Path(config.model_folder() if folder is None else folder) / entry.name
+    try:
+        home = Path(config.model_folder() if folder is None else folder) / entry.name
+    except NoFolderError as error:
+        raise FetchError(f"{entry.name}: {error}") from error
     target = home / entry.model.name
     if _is_complete(entry, home):
         return target

@@ -19,7 +19,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from relaxlite import cli, config, machine
+from relaxlite import cli, machine
 from relaxlite.cli import parser as cli_parser
 from relaxlite.cli.inspect import summary
 from relaxlite.cli.run import file_names
@@ -623,7 +623,7 @@ def test_bench_without_shapes_needs_a_model_that_leaves_none_open(run: Run) -> N
 @pytest.fixture
 def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MachineLimits:
     """A cache folder of our own, with the figures of a machine that is like no other."""
-    monkeypatch.setattr(config, "user_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "cache"))
     limits = MachineLimits("Abacus 9", {1: 2.5}, (MemoryLevel("RAM", None, False, {1: 0.5}),))
     save_limits(limits)
     return limits

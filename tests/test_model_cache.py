@@ -16,10 +16,12 @@ import onnx
 import pytest
 
 import relaxlite as rl
-from relaxlite import cli, config, driver, model_cache
-from relaxlite.errors import ArtifactError, ImportModelError, InputError, InvalidArgumentError
+from relaxlite import cli, config, driver, model_cache, models
+from relaxlite.codegen import kernel_cache
+from relaxlite.errors import ArtifactError, FetchError, ImportModelError, InputError, InvalidArgumentError
 from relaxlite.frontend.onnx import registry
 from relaxlite.ir.pattern import is_op, wildcard
+from relaxlite.runtime import roofline
 from tests.onnx_models import model, node, values
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -244,6 +246,35 @@ def test_a_folder_that_cannot_be_written_to_is_warned_of_once(tmp_path: Path, mo
         for _ in range(2):
             np.testing.assert_array_equal(rl.load(path)(X), X * 2)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("chosen", ["", "~nobody-of-this-name/x"])
+def test_without_a_home_folder_nothing_is_kept_and_that_is_told_once(
+    chosen: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nowhere(*_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = write("model.onnx")
+    for name in ("RELAXLITE_CACHE", "RELAXLITE_KERNEL_CACHE"):
+        monkeypatch.setenv(name, chosen)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    monkeypatch.setattr(Path, "home", staticmethod(nowhere))
+    for module in (model_cache, kernel_cache):
+        monkeypatch.setattr(module, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="cannot be kept .*no home folder") as said:
+        for _ in range(2):
+            np.testing.assert_array_equal(rl.load(path)(X), X * 2)
+    assert sorted(str(item.message).partition(" cannot")[0] for item in said) == [
+        "a compiled model",
+        "compiled kernels",
+    ]
+    assert roofline.load_limits() is None
+    with pytest.raises(FetchError, match=r"no home folder.*set RELAXLITE_CACHE to a folder"):
+        models.fetch("magika")
+    assert cli.main(["cache"]) == 1
+    assert "no home folder" in capsys.readouterr().err
 
 
 def test_what_was_not_used_for_longest_goes_first(compilations: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
