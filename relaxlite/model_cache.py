@@ -173,12 +173,20 @@ def folder() -> Path:
 def kept() -> list[Kept]:
     """All that is kept, by name."""
     found = []
-    for path in sorted(folder().glob("*.rlx")):
+    for path in _listed():
         if match := _FILE.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            with contextlib.suppress(OSError):  # another process has removed it
                 status = path.stat()
                 found.append(Kept(match[1], path, status.st_size, status.st_mtime))
     return found
+
+
+def _listed() -> list[Path]:
+    """What lies in the folder, by name: nothing where there is none, or none that may be read."""
+    try:
+        return sorted(folder().iterdir())
+    except OSError:
+        return []
 
 
 def clear() -> list[Kept]:
@@ -206,7 +214,7 @@ def _warn_once(where: Path | None, why: str) -> None:
 
 def _remove_abandoned(*, age: float) -> None:
     """Files that were not finished, and were begun so many seconds ago."""
-    for path in folder().glob(".*.tmp"):
+    for path in _listed():
         with contextlib.suppress(OSError):  # finished, or removed by another process
             if _ABANDONED.fullmatch(path.name) and time.time() - path.stat().st_mtime >= age:
                 path.unlink()

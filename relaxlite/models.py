@@ -106,9 +106,9 @@ def fetch(name: str, folder: Path | None = None, *, progress: bool = True) -> Pa
     except NoFolderError as error:
         raise FetchError(f"{entry.name}: {error}") from error
     target = home / entry.model.name
-    if _is_complete(entry, home):
-        return target
     try:
+        if _is_complete(entry, home):
+            return target
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=home.parent) as staging:
             _fetch_into(entry, home, Path(staging), progress=progress)

@@ -248,6 +248,23 @@ def test_a_folder_that_cannot_be_written_to_is_warned_of_once(tmp_path: Path, mo
     assert len(said) == 1
 
 
+def test_a_folder_that_cannot_even_be_looked_into_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write("model.onnx")
+    closed = tmp_path / ("x" * 300)  # as where permission is denied, each look into it is an error, for root too
+    for name in ("RELAXLITE_CACHE", "RELAXLITE_KERNEL_CACHE"):
+        monkeypatch.setenv(name, str(closed / name))
+    with pytest.warns(RuntimeWarning, match="cannot be kept .*too long") as said:
+        for _ in range(2):
+            np.testing.assert_array_equal(rl.load(path)(X), X * 2)
+    assert len(said) == 2  # of compiled kernels, and of a compiled model
+    assert cli.main(["cache"]) == 0 and cli.main(["cache", "clear"]) == 0
+    assert "removed 0 entries" in capsys.readouterr().out
+    with pytest.raises(FetchError, match="too long"):
+        models.fetch("magika")
+
+
 @pytest.mark.parametrize("chosen", ["", "~nobody-of-this-name/x"])
 def test_without_a_home_folder_nothing_is_kept_and_that_is_told_once(
     chosen: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

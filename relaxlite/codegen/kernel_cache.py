@@ -89,7 +89,8 @@ class KernelCache:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         self._remove_abandoned(age=0)
-        (self.folder / "size").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is none, or the folder may only be read
+            (self.folder / "size").unlink()
         for shard in self._shards():
             with contextlib.suppress(OSError):  # another process has just put an entry there
                 shard.rmdir()
@@ -155,10 +156,13 @@ class KernelCache:
 
     def _remove_abandoned(self, *, age: float) -> None:
         """Temporary files of processes that were killed while they wrote."""
-        for path in (*self.folder.glob(f"size.*{_TEMPORARY}"), *self.folder.glob(f"[0-9a-f][0-9a-f]/*{_TEMPORARY}")):
+        for folder in (self.folder, *self._shards()):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime >= age:
-                    path.unlink()
+                for path in folder.iterdir():
+                    if path.name.endswith(_TEMPORARY) and (folder != self.folder or path.name.startswith("size.")):
+                        with contextlib.suppress(OSError):  # finished, or removed by another process
+                            if time.time() - path.stat().st_mtime >= age:
+                                path.unlink()
 
 
 @cache
