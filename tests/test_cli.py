@@ -778,6 +778,15 @@ def test_a_terminated_compile_leaves_nothing(run: Run, monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_without_docstrings_and_assertions_models_compile_and_run(folder: Path) -> None:
+    argv = ["run", str(folder / "toy.onnx"), "--shape", "x:0=3x4", "--shape", "enc/ids=3"]
+    environment = {**os.environ, "RELAXLITE_MODEL_CACHE_MB": "0", "RELAXLITE_KERNEL_CACHE_MB": "0"}
+    command = [sys.executable, "-OO", "-m", "relaxlite.cli", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "out  y:0: float32[3, 3]" in done.stdout
+
+
 def test_python_m_starts_it() -> None:
     done = process("--version")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("relaxlite ")
