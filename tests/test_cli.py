@@ -778,6 +778,29 @@ def test_a_terminated_compile_leaves_nothing(run: Run, monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_an_extension_module_is_imported_is_no_bug(
+    number: signal.Signals, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(data: object, file: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except BaseException:  # as NumPy makes an error of its own of whatever its import meets
+            raise ImportError("numpy's C-extensions failed") from None
+
+    monkeypatch.setattr(artifact, "_write", interrupted)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    if number == signal.SIGTERM:
+        with pytest.raises(SystemExit) as end:
+            run("compile", "toy.onnx", "-o", "out.rlx")
+        assert end.value.code == 143
+    else:
+        done = run("compile", "toy.onnx", "-o", "out.rlx")
+        assert (done.status, done.err) == (130, "\ninterrupted\n")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
 def test_without_docstrings_and_assertions_models_compile_and_run(folder: Path) -> None:
     argv = ["run", str(folder / "toy.onnx"), "--shape", "x:0=3x4", "--shape", "enc/ids=3"]
     environment = {**os.environ, "RELAXLITE_MODEL_CACHE_MB": "0", "RELAXLITE_KERNEL_CACHE_MB": "0"}

@@ -46,6 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    try:
+        with _ended_in_order() as received:
+            return _execute(argv, received)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _execute(argv: Sequence[str] | None, received: list[int]) -> int:
     parser = make_parser()
     try:
         args = parser.parse_args(argv)
@@ -55,15 +64,14 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        with _warnings_in_a_line(args.command), _terminated_in_order():
+        with _warnings_in_a_line(args.command):
             importlib.import_module(f"relaxlite.cli.{args.command}").execute(args)
         return 0
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         raise
     except Exception as error:
+        if received:  # an extension module whose import was interrupted raises an error of its own
+            _end(received[-1], None)
         if getattr(args, "verbose", False):
             traceback.print_exc()
         print(f"relaxlite {args.command}: error: {_explain(error)}", file=sys.stderr)
@@ -83,22 +91,30 @@ def _warnings_in_a_line(command: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminated_in_order() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that no half-written files stay."""
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    )
-    if not is_ours:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _end)
+def _ended_in_order() -> Iterator[list[int]]:
+    """SIGTERM ends the command as an exception does, so that no half-written files stay. Gives the numbers of this and
+    of SIGINT as they are received."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _end(number, frame)
+
+    defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number, handler in defaults.items() if is_main and signal.getsignal(number) == handler]
     try:
-        yield
+        for number in ours:
+            signal.signal(number, note)
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, defaults[number])
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     raise SystemExit(128 + number)
 
 
