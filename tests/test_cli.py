@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -244,6 +245,32 @@ def test_verbose_shows_where_an_error_comes_from(run: Run) -> None:
         done = run(*argv)
         assert done.status == 1 and done.err.startswith("Traceback")
         assert done.err.endswith("relaxlite inspect: error: there is no file 'none.rlx'\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("tqdm", "tqdm"), ("PIL.Image", "pillow"), ("google.protobuf", "protobuf")]
+)
+def test_a_missing_package_is_named_and_no_bug(
+    run: Run, monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    done = run("explain", "toy.rlx")
+    assert (done.status, done.err) == (
+        1,
+        f"relaxlite explain: error: this needs the Python package {package}, which is not installed; "
+        f"`pip install {package}` adds it\n",
+    )
+
+
+def test_a_missing_module_of_our_own_is_a_bug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    assert "This is a bug in relaxlite" in run("explain", "toy.rlx").err
 
 
 def test_a_bug_is_called_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

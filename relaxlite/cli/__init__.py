@@ -25,6 +25,8 @@ from typing import Any
 from relaxlite.cli.parser import make_parser
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 
+_PACKAGES = {"PIL": "pillow", "google": "protobuf"}  # those that are named unlike their modules
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
@@ -124,6 +126,12 @@ def _explain(error: Exception) -> str:
         return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and (missing := (error.name or "relaxlite").partition(".")[0]) != "relaxlite"
+    ):
+        package = _PACKAGES.get(missing, missing)
+        return f"this needs the Python package {package}, which is not installed; `pip install {package}` adds it"
     if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     return f"{type(error).__name__}: {error}\n  This is a bug in relaxlite; with -v you see where."
