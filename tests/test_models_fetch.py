@@ -300,9 +300,7 @@ def test_a_download_that_stalls_is_given_up(cache: Path, monkeypatch: pytest.Mon
 def test_a_full_disk_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = "import sys; sys.exit('ERROR: Exception:\\nOSError: [Errno 28] No space left on device')"
     monkeypatch.setattr(models, "_pip_command", lambda entry: [sys.executable, "-c", failing])
-    with pytest.raises(
-        FetchError, match=r"cannot write the model cache: .*No space left.*\n  hint: set RELAX"
-    ):
+    with pytest.raises(FetchError, match=r"cannot write the model cache: .*No space left.*\n  hint: set RELAX"):
         models.fetch("toy", progress=False)
     assert files_below(cache) == []
 
