@@ -21,6 +21,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxlite import cli, machine
+from relaxlite.cli import compile as compile_command
 from relaxlite.cli import parser as cli_parser
 from relaxlite.cli.inspect import summary
 from relaxlite.cli.run import file_names
@@ -330,6 +331,21 @@ def test_compile_refuses_an_output_that_cannot_be_before_it_compiles(
     monkeypatch.setattr("relaxlite.cli.compile.compile_model", lambda args: pytest.fail("compiled"))
     done = run("compile", "toy.onnx", "-o", output)
     assert (done.status, done.out, done.err) == (1, "", f"relaxlite compile: error: {message}\n")
+
+
+def test_compile_looks_where_a_link_leads_and_at_the_length_of_a_name_before_it_compiles(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.symlink("nowhere/x.rlx", "link.rlx")
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_command, "compile_model", lambda args: pytest.fail("it compiles"))
+        done = run("compile", "toy.onnx", "-o", "link.rlx")
+        assert done.status == 1 and "cannot write 'link.rlx': there is no folder" in done.err
+        done = run("compile", "toy.onnx", "-o", "x" * 260)
+        assert done.status == 1 and f"cannot write '{'x' * 260}': File name too long" in done.err
+    longest = "é" * 125 + ".rlx"  # 254 bytes
+    assert run("compile", "toy.onnx", "-o", longest).status == 0
+    assert longest in files() and not [name for name in files() if name.endswith(".tmp")]
 
 
 def test_a_failing_compile_leaves_the_old_file(run: Run) -> None:
