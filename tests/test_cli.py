@@ -854,5 +854,7 @@ def test_without_docstrings_and_assertions_models_compile_and_run(folder: Path) 
 
 
 def test_python_m_starts_it() -> None:
-    done = process("--version")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("relaxlite ")
+    for package in ("relaxlite", "relaxlite.cli"):
+        command = [sys.executable, "-m", package, "--version"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("relaxlite ")
