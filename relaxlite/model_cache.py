@@ -111,6 +111,12 @@ class Place:
 
     def _keep(self, data: ExecutableData, made_of: Sequence[Record]) -> None:
         info = {**data.metadata.info, _MADE_OF: made_of}
+        limit, least = config.get("model_cache_mb"), sum(array.nbytes for array in data.constants)
+        if least > limit * 10**6:
+            more = "RELAXLITE_MODEL_CACHE_MB to more, or to 0 to keep none"
+            _warn_once(self.path, f"it has {-(-least // 10**6)} MB, and the limit of all is {limit} MB", more)
+            _evict(self.path)
+            return
         try:
             if not self.path.parent.is_dir():
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # code from here is run
@@ -200,13 +206,15 @@ def clear() -> list[Kept]:
     return found
 
 
-def _warn_once(where: Path | None, why: str) -> None:
+_ANOTHER_FOLDER = "RELAXLITE_CACHE to a folder that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0"
+
+
+def _warn_once(where: Path | None, why: str, hint: str = _ANOTHER_FOLDER) -> None:
     if where in _warned:
         return
     _warned.add(where)
     warnings.warn(
-        f"a compiled model cannot be kept ({why}), so each process compiles it again; set RELAXLITE_CACHE to a folder "
-        "that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0",
+        f"a compiled model cannot be kept ({why}), so each process compiles it again; set {hint}",
         RuntimeWarning,
         stacklevel=5,
     )
