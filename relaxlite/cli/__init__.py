@@ -4,8 +4,8 @@
 is imported when its command is given, and the compiler only where a model is compiled, so that help and mistakes are
 answered at once and `relaxlite run model.rlx` needs the runtime alone: hence this package imports inside functions.
 
-Exit codes: 0 success; 1 a model, file or input is at fault, and stderr says what; 2 wrong usage; 130 interrupted.
-Results go to stdout; times, progress, warnings and errors to stderr.
+Exit codes: 0 success; 1 a model, file or input is at fault, and stderr says what; 2 wrong usage; 130 interrupted; 143
+terminated. Results go to stdout; times, progress, warnings and errors to stderr.
 """
 
 from __future__ import annotations
