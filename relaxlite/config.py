@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from relaxlite.errors import InvalidArgumentError
+from relaxlite.errors import InvalidArgumentError, NoFolderError
 from relaxlite.records import dataclass
 
 
@@ -128,7 +128,8 @@ def system_variables(**values: str) -> Iterator[None]:
 
 
 def user_cache_folder() -> Path:
-    """Where this platform keeps what can be made or fetched again, for this user and relaxlite."""
+    """Where this platform keeps what can be made or fetched again, for this user and relaxlite. RuntimeError: the user
+    has no home folder."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -138,10 +139,20 @@ def user_cache_folder() -> Path:
     return base / "relaxlite"
 
 
+def cache_folder(knob: str, part: str) -> Path:
+    """The folder that a knob names, or this part of this platform's cache folder. NoFolderError: neither is known."""
+    chosen = get(knob)
+    try:
+        return Path(chosen).expanduser() if chosen else user_cache_folder() / part
+    except RuntimeError as error:  # as in a container whose user is a number without a name
+        lacking = f"no home folder for {chosen!r}" if chosen else "no home folder"
+        raise NoFolderError(f"there is {lacking}; set {KNOBS[knob].variable} to a folder") from error
+
+
 def model_folder() -> Path:
-    """The folder that models are fetched to and kept in: RELAXLITE_CACHE, or this platform's cache folder."""
-    chosen = get("cache")
-    return Path(chosen).expanduser() if chosen else user_cache_folder() / "models"
+    """The folder that models are fetched to and kept in: RELAXLITE_CACHE, or this platform's cache folder.
+    NoFolderError: neither is known."""
+    return cache_folder("cache", "models")
 
 
 def usable_cores() -> int:

@@ -85,5 +85,9 @@ class CacheFullError(ExecutionError):
     """A cache of keys and values has no pages left for the tokens that a step adds; nothing has changed."""
 
 
+class NoFolderError(RelaxliteError):
+    """What is kept on disk has no folder, as this user has no home folder; names the variable that chooses one."""
+
+
 class FetchError(RelaxliteError):
     """A model could not be downloaded."""

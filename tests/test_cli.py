@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -19,7 +20,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from relaxlite import cli, config, machine
+from relaxlite import cli, machine
+from relaxlite.cli import compile as compile_command
 from relaxlite.cli import parser as cli_parser
 from relaxlite.cli.inspect import summary
 from relaxlite.cli.run import file_names
@@ -246,6 +248,32 @@ def test_verbose_shows_where_an_error_comes_from(run: Run) -> None:
         assert done.err.endswith("relaxlite inspect: error: there is no file 'none.rlx'\n")
 
 
+@pytest.mark.parametrize(
+    ("module", "package"), [("tqdm", "tqdm"), ("PIL.Image", "pillow"), ("google.protobuf", "protobuf")]
+)
+def test_a_missing_package_is_named_and_no_bug(
+    run: Run, monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    done = run("explain", "toy.rlx")
+    assert (done.status, done.err) == (
+        1,
+        f"relaxlite explain: error: this needs the Python package {package}, which is not installed; "
+        f"`pip install {package}` adds it\n",
+    )
+
+
+def test_a_missing_module_of_our_own_is_a_bug(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    assert "This is a bug in relaxlite" in run("explain", "toy.rlx").err
+
+
 def test_a_bug_is_called_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifact, "_read_manifest", lambda content: {}["surprise"] if False else 1 / 0)
     done = run("inspect", "toy.rlx")
@@ -303,6 +331,21 @@ def test_compile_refuses_an_output_that_cannot_be_before_it_compiles(
     monkeypatch.setattr("relaxlite.cli.compile.compile_model", lambda args: pytest.fail("compiled"))
     done = run("compile", "toy.onnx", "-o", output)
     assert (done.status, done.out, done.err) == (1, "", f"relaxlite compile: error: {message}\n")
+
+
+def test_compile_looks_where_a_link_leads_and_at_the_length_of_a_name_before_it_compiles(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.symlink("nowhere/x.rlx", "link.rlx")
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_command, "compile_model", lambda args: pytest.fail("it compiles"))
+        done = run("compile", "toy.onnx", "-o", "link.rlx")
+        assert done.status == 1 and "cannot write 'link.rlx': there is no folder" in done.err
+        done = run("compile", "toy.onnx", "-o", "x" * 260)
+        assert done.status == 1 and f"cannot write '{'x' * 260}': File name too long" in done.err
+    longest = "é" * 125 + ".rlx"  # 254 bytes
+    assert run("compile", "toy.onnx", "-o", longest).status == 0
+    assert longest in files() and not [name for name in files() if name.endswith(".tmp")]
 
 
 def test_a_failing_compile_leaves_the_old_file(run: Run) -> None:
@@ -623,7 +666,7 @@ def test_bench_without_shapes_needs_a_model_that_leaves_none_open(run: Run) -> N
 @pytest.fixture
 def known_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MachineLimits:
     """A cache folder of our own, with the figures of a machine that is like no other."""
-    monkeypatch.setattr(config, "user_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "cache"))
     limits = MachineLimits("Abacus 9", {1: 2.5}, (MemoryLevel("RAM", None, False, {1: 0.5}),))
     save_limits(limits)
     return limits
@@ -778,6 +821,40 @@ def test_a_terminated_compile_leaves_nothing(run: Run, monkeypatch: pytest.Monke
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_an_extension_module_is_imported_is_no_bug(
+    number: signal.Signals, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(data: object, file: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except BaseException:  # as NumPy makes an error of its own of whatever its import meets
+            raise ImportError("numpy's C-extensions failed") from None
+
+    monkeypatch.setattr(artifact, "_write", interrupted)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    if number == signal.SIGTERM:
+        with pytest.raises(SystemExit) as end:
+            run("compile", "toy.onnx", "-o", "out.rlx")
+        assert end.value.code == 143
+    else:
+        done = run("compile", "toy.onnx", "-o", "out.rlx")
+        assert (done.status, done.err) == (130, "\ninterrupted\n")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_without_docstrings_and_assertions_models_compile_and_run(folder: Path) -> None:
+    argv = ["run", str(folder / "toy.onnx"), "--shape", "x:0=3x4", "--shape", "enc/ids=3"]
+    environment = {**os.environ, "RELAXLITE_MODEL_CACHE_MB": "0", "RELAXLITE_KERNEL_CACHE_MB": "0"}
+    command = [sys.executable, "-OO", "-m", "relaxlite.cli", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "out  y:0: float32[3, 3]" in done.stdout
+
+
 def test_python_m_starts_it() -> None:
-    done = process("--version")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("relaxlite ")
+    for package in ("relaxlite", "relaxlite.cli"):
+        command = [sys.executable, "-m", package, "--version"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("relaxlite ")

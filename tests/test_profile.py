@@ -106,6 +106,7 @@ def test_the_least_time_is_what_arithmetic_or_memory_needs(
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv("RELAXLITE_CACHE", raising=False)
     monkeypatch.setattr(config, "user_cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "machines.json"
 
@@ -119,6 +120,14 @@ def test_limits_are_kept_by_machine(cache: Path, monkeypatch: pytest.MonkeyPatch
     roofline.save_limits(replace(LIMITS, cpu="another"))
     assert len(json.loads(cache.read_text())) == 2
     assert [path.name for path in cache.parent.iterdir()] == ["machines.json"], "no temporary file is left"
+
+
+def test_limits_are_kept_in_the_folder_that_the_environment_names(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "chosen"))
+    assert roofline.save_limits(LIMITS) == tmp_path / "chosen" / "machines.json"
+    assert roofline.load_limits() == LIMITS and not cache.exists()
 
 
 @pytest.mark.parametrize(

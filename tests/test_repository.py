@@ -51,6 +51,7 @@ LAYERS: dict[str, set[str]] = {
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
     "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver", "model_cache", "loading"},
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
+    "__main__": {"cli"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
     | {"library", "model_cache", "loading"},

@@ -26,6 +26,7 @@ from relaxlite.runtime.memory import (
     aligned,
     allocate,
     gathered,
+    group_limits,
     size_text,
     tensor_bytes,
 )
@@ -178,6 +179,33 @@ def test_impossible_sizes_are_errors(nbytes: int, message: str) -> None:
     assert message in str(caught.value)
     with pytest.raises(OutOfMemoryError):
         ArenaPool().take(nbytes, "arena r3")
+
+
+@pytest.mark.parametrize(
+    ("said", "files", "limits"),
+    [
+        ("0::/", {"memory.max": "700"}, {700}),
+        ("0::/", {"memory.max": "max"}, set()),
+        ("0::/a.slice/b.service", {"a.slice/memory.max": "800", "a.slice/b.service/memory.max": "600"}, {600, 800}),
+        ("0::/a.slice/b.service", {"a.slice/memory.max": "800", "c.slice/memory.max": "1"}, {800}),
+        ("4:cpu:/x\n3:memory:/y\n0::/", {"memory/y/memory.limit_in_bytes": "500"}, {500}),
+        ("4:cpu:/x\n3:memory:/y\n0::/", {"memory/x/memory.limit_in_bytes": "500"}, set()),
+        ("3:cpu,memory:/y/z", {"memory/y/memory.limit_in_bytes": "400"}, {400}),
+        ("3:memory:/docker/1f", {"memory/memory.limit_in_bytes": "300"}, {300}),  # a container that sees its own only
+        ("0::/../host", {"memory.max": "200"}, {200}),
+        (None, {"memory.max": "100"}, {100}),
+        (None, {}, set()),
+    ],
+)  # fmt: skip
+def test_limits_of_nested_and_of_old_control_groups_count(
+    said: str | None, files: dict[str, str], limits: set[int], tmp_path: Path
+) -> None:
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (texts if said is None else {**texts, "proc/self/cgroup": said}).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert set(group_limits(str(tmp_path))) == limits
 
 
 def test_tensor_sizes_are_checked() -> None:

@@ -321,6 +321,19 @@ def test_how_much_was_compared_is_counted() -> None:
     assert told.endswith(" of the largest, 8 others (40.0%) are what rounding decides")
 
 
+def test_a_model_that_gives_nothing_but_nan_is_no_proof() -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((4,), "float32"), y=TensorType.of((4,), "float32")) as (x, y):
+        bb.result(Tuple((bb.emit(ops.sqrt(bb.emit(ops.subtract(x, np.float32(9))))), y)))
+    zeros, nan = np.zeros(4, np.float32), np.array([np.nan, np.inf, 0, 1], np.float32)
+    found = Validator(bb.module(), inputs=[(zeros, np.array([np.nan, 1, 2, 3], np.float32))])
+    assert found.coverage().not_finite == 5
+    assert "8 elements compared, half of them within " in str(found.coverage())
+    assert ", 5 (62.5%) of what was compared is NaN or infinite" in str(found.coverage())
+    with pytest.warns(RuntimeWarning, match="75% of what the model gives is NaN or infinite, so validation compares"):
+        rl.compile(bb.module(), validate=[(zeros, nan)])
+
+
 def test_samples_that_stop_a_model_are_counted() -> None:
     places = [np.array([0, 2, 1, 0]), np.array([0, 9, 1, 0])]
     x, y = np.ones((3, 3), np.float32), np.ones((3, 3), np.float32)

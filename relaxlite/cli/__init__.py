@@ -4,8 +4,8 @@
 is imported when its command is given, and the compiler only where a model is compiled, so that help and mistakes are
 answered at once and `relaxlite run model.rlx` needs the runtime alone: hence this package imports inside functions.
 
-Exit codes: 0 success; 1 a model, file or input is at fault, and stderr says what; 2 wrong usage; 130 interrupted.
-Results go to stdout; times, progress, warnings and errors to stderr.
+Exit codes: 0 success; 1 a model, file or input is at fault, and stderr says what; 2 wrong usage; 130 interrupted; 143
+terminated. Results go to stdout; times, progress, warnings and errors to stderr.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 
 from relaxlite.cli.parser import make_parser
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
+
+_PACKAGES = {"PIL": "pillow", "google": "protobuf"}  # those that are named unlike their modules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    try:
+        with _ended_in_order() as received:
+            return _execute(argv, received)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _execute(argv: Sequence[str] | None, received: list[int]) -> int:
     parser = make_parser()
     try:
         args = parser.parse_args(argv)
@@ -55,15 +66,14 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        with _warnings_in_a_line(args.command), _terminated_in_order():
+        with _warnings_in_a_line(args.command):
             importlib.import_module(f"relaxlite.cli.{args.command}").execute(args)
         return 0
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         raise
     except Exception as error:
+        if received:  # an extension module whose import was interrupted raises an error of its own
+            _end(received[-1], None)
         if getattr(args, "verbose", False):
             traceback.print_exc()
         print(f"relaxlite {args.command}: error: {_explain(error)}", file=sys.stderr)
@@ -83,22 +93,30 @@ def _warnings_in_a_line(command: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminated_in_order() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that no half-written files stay."""
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    )
-    if not is_ours:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _end)
+def _ended_in_order() -> Iterator[list[int]]:
+    """SIGTERM ends the command as an exception does, so that no half-written files stay. Gives the numbers of this and
+    of SIGINT as they are received."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _end(number, frame)
+
+    defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number, handler in defaults.items() if is_main and signal.getsignal(number) == handler]
     try:
-        yield
+        for number in ours:
+            signal.signal(number, note)
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, defaults[number])
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     raise SystemExit(128 + number)
 
 
@@ -108,6 +126,12 @@ def _explain(error: Exception) -> str:
         return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and (missing := (error.name or "relaxlite").partition(".")[0]) != "relaxlite"
+    ):
+        package = _PACKAGES.get(missing, missing)
+        return f"this needs the Python package {package}, which is not installed; `pip install {package}` adds it"
     if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     return f"{type(error).__name__}: {error}\n  This is a bug in relaxlite; with -v you see where."

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from relaxlite.cli.generate import stats_text
-from relaxlite.cli.language import check_stdin, generation_options, open_language_model
+from relaxlite.cli.language import argument_text, check_stdin, generation_options, open_language_model
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
 from relaxlite.llm.model import LanguageModel
@@ -36,7 +36,11 @@ def execute(args: argparse.Namespace) -> None:
         with contextlib.suppress(ImportError):  # not on every platform
             import readline  # noqa: F401  (lets `input` edit lines)
         print(f"{llm.description.name}, a context of {llm.context} tokens. /help says more.")
-    Conversation(llm, args.system, generation_options(args), is_terminal).run()
+    system = argument_text(args.system) if args.system else None
+    conversation = Conversation(llm, system, generation_options(args), is_terminal)
+    conversation.run()
+    if conversation.failures and not is_terminal:
+        raise RelaxliteError(f"{conversation.failures} of {conversation.messages} messages got no reply")
 
 
 class Conversation:
@@ -45,6 +49,7 @@ class Conversation:
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._last: Result | None = None
+        self.messages = self.failures = 0  # how many were given, and how many of them got an error for a reply
 
     def run(self) -> None:
         """Until the end of the input."""
@@ -87,6 +92,7 @@ class Conversation:
     def _reply(self, text: str) -> None:
         """Answer, or say why not; then the message counts as not written."""
         before = list(self._messages)
+        self.messages += 1
         self._messages.append({"role": "user", "content": text})
         try:
             with _interruptible() as interruption:
@@ -103,6 +109,7 @@ class Conversation:
             return
         except RelaxliteError as error:
             self._messages = before
+            self.failures += 1
             print(f"relaxlite chat: {error}", file=sys.stderr, flush=True)
             return
         interrupted = interruption.came

@@ -72,14 +72,21 @@ def _output(args: argparse.Namespace) -> Path:
     """Where to write to; checked before a long compilation."""
     model = Path(args.model).resolve()
     output = Path(args.output or f"{model.name if model.is_dir() else model.stem}.rlx")
+    try:
+        os.stat(output)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # the name is too long, or a part of the path is a file
+        raise RelaxliteError(f"cannot write {str(output)!r}: {error.strerror}") from error
     if output.is_dir():
         raise RelaxliteError(f"cannot write {str(output)!r}: it is a folder; name a file in it")
     if output.exists() and not output.is_file():
         raise RelaxliteError(f"cannot write {str(output)!r}: it is a device or a pipe, no file that could be replaced")
-    if not output.parent.is_dir():
-        raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}")
-    if not os.access(output.parent, os.W_OK):
-        raise RelaxliteError(f"cannot write {str(output)!r}: no permission to write to {str(output.parent)!r}")
+    folder = Path(os.path.realpath(output)).parent if output.is_symlink() else output.parent  # where a link leads
+    if not folder.is_dir():
+        raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(folder)!r}")
+    if not os.access(folder, os.W_OK):
+        raise RelaxliteError(f"cannot write {str(output)!r}: no permission to write to {str(folder)!r}")
     if output.exists() and output.samefile(args.model):
         raise RelaxliteError(f"{str(output)!r} is the model itself; name another file")
     return output

@@ -9,6 +9,7 @@ from functools import partial
 from relaxlite import models
 from relaxlite.cli.compiling_llm import compile_checkpoint
 from relaxlite.cli.generate import stats_text
+from relaxlite.cli.language import argument_text
 from relaxlite.cli.opening import compile_once, kept_file
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm.model import LanguageModel
@@ -24,7 +25,7 @@ def execute(args: argparse.Namespace) -> None:
         from relaxlite.cli.demo_pictures import execute as read_pictures
 
         return read_pictures(args)
-    questions = (" ".join(args.text),) if args.text else QUESTIONS
+    questions = (argument_text(" ".join(args.text)),) if args.text else QUESTIONS
     print(f"1. Fetch {MODEL}, a language model that chats", flush=True)
     path = models.fetch(MODEL)
     print(f"   {path}, {bytes_text(path.stat().st_size)}\n")

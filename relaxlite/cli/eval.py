@@ -56,9 +56,12 @@ def _reference_options(args: argparse.Namespace) -> argparse.Namespace:
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8")  # line ends are part of the text
+        text = Path(path).read_bytes().decode("utf-8")  # line ends are part of the text
     except UnicodeDecodeError as error:
         raise RelaxliteError(f"{path}: no text in UTF-8 ({error.reason} at byte {error.start})") from error
+    if not text:
+        raise RelaxliteError(f"{path}: it is empty")
+    return text
 
 
 def _show(args: argparse.Namespace, found: Evaluation) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from relaxlite.cli.language import check_stdin, generation_options, open_language_model
-from relaxlite.errors import InvalidArgumentError
+from relaxlite.cli.language import argument_text, check_stdin, generation_options, is_unicode, open_language_model
+from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
 
 
 def execute(args: argparse.Namespace) -> None:
-    prompts = args.prompt or [_piped()]
+    prompts = [argument_text(prompt) for prompt in args.prompt] or [_piped()]
     if args.chat and len(prompts) > 1:
         raise InvalidArgumentError("--chat takes one prompt")
     llm = open_language_model(args)
@@ -36,7 +36,12 @@ def execute(args: argparse.Namespace) -> None:
 
 def _piped() -> str:
     check_stdin("generate")
-    return sys.stdin.read()
+    text = sys.stdin.read()
+    if not text:
+        raise RelaxliteError("standard input is empty: there is no prompt")
+    if not is_unicode(text):
+        raise RelaxliteError("standard input is no valid text in UTF-8, or what else the locale says")
+    return text
 
 
 def stats_text(result: Result) -> str:

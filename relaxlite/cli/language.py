@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -40,7 +42,28 @@ def check_stdin(command: str) -> None:
     if sys.stdin is None:
         raise InvalidArgumentError(f"there is no standard input; `relaxlite {command}` reads what it is not given")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
+        is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"  # as in the C locale
+        sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="surrogateescape")
+
+
+def argument_text(argument: str) -> str:
+    """Text that the command line gives. Where the locale has no signs for it, as C, Python gives lone surrogates, which
+    stand for its bytes: they are read as UTF-8, if they are that."""
+    if is_unicode(argument):
+        return argument
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        return argument
+
+
+def is_unicode(text: str) -> bool:
+    """Whether no surrogate stands alone in a text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _compile(args: argparse.Namespace) -> ExecutableData:
@@ -57,7 +80,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `LanguageModel.generate` and `chat` are given; None leaves it to the model."""
     return {
         "max_new_tokens": args.max_tokens,
-        "stop": tuple(args.stop),
+        "stop": tuple(map(argument_text, args.stop)),
         "overflow": args.overflow,
         "draft": _draft(args.draft),
         **{name: getattr(args, name) for name in _SAMPLING},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], Executa
 def kept_file(args: argparse.Namespace, kind: str) -> Path | None:
     """Where what `compile_once` gave is kept, if it is."""
     place = model_cache.place_of(Path(args.model), kind, _options(args))
-    return place.path if place is not None and place.path.exists() else None
+    return place.path if place is not None and os.path.exists(place.path) else None
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

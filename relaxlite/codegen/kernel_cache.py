@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from relaxlite import config
+from relaxlite.errors import NoFolderError
 from relaxlite.records import dataclass
 
 MAGIC = b"RLK1"
@@ -34,7 +35,7 @@ _ROOM = 0.8  # of the limit is left full when entries are removed, so that it is
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-_warned: set[Path] = set()
+_warned: set[Path | None] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,7 @@ class KernelCache:
             if written:
                 self._count(written)
         except OSError as error:
-            if self.folder not in _warned:
-                _warned.add(self.folder)
-                warnings.warn(
-                    f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so each process "
-                    "compiles them again; set RELAXLITE_KERNEL_CACHE to a folder that can be written, or "
-                    "RELAXLITE_KERNEL_CACHE_MB to 0",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            _warn_once(self.folder, f"in {self.folder} ({error.strerror or error})")
 
     def size(self) -> CacheSize:
         """Counted now."""
@@ -96,7 +89,8 @@ class KernelCache:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         self._remove_abandoned(age=0)
-        (self.folder / "size").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is none, or the folder may only be read
+            (self.folder / "size").unlink()
         for shard in self._shards():
             with contextlib.suppress(OSError):  # another process has just put an entry there
                 shard.rmdir()
@@ -162,10 +156,13 @@ class KernelCache:
 
     def _remove_abandoned(self, *, age: float) -> None:
         """Temporary files of processes that were killed while they wrote."""
-        for path in (*self.folder.glob(f"size.*{_TEMPORARY}"), *self.folder.glob(f"[0-9a-f][0-9a-f]/*{_TEMPORARY}")):
+        for folder in (self.folder, *self._shards()):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime >= age:
-                    path.unlink()
+                for path in folder.iterdir():
+                    if path.name.endswith(_TEMPORARY) and (folder != self.folder or path.name.startswith("size.")):
+                        with contextlib.suppress(OSError):  # finished, or removed by another process
+                            if time.time() - path.stat().st_mtime >= age:
+                                path.unlink()
 
 
 @cache
@@ -176,15 +173,32 @@ def sources_key(pattern: str) -> str:
 
 
 def open_cache() -> KernelCache | None:
-    """The cache that the knobs `kernel_cache` and `kernel_cache_mb` describe; None when it is switched off."""
+    """The cache that the knobs `kernel_cache` and `kernel_cache_mb` describe; None when it is switched off, or has no
+    folder."""
     limit = config.get("kernel_cache_mb") * 1_000_000
-    return KernelCache(cache_folder(), limit) if limit else None
+    try:
+        return KernelCache(cache_folder(), limit) if limit else None
+    except NoFolderError as error:
+        _warn_once(None, f"({str(error).partition(';')[0]})")
+        return None
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels: RELAXLITE_KERNEL_CACHE, or this platform's cache folder."""
-    chosen = config.get("kernel_cache")
-    return Path(chosen).expanduser() if chosen else config.user_cache_folder() / "kernels"
+    """The folder of compiled kernels: RELAXLITE_KERNEL_CACHE, or this platform's cache folder. NoFolderError: neither
+    is known."""
+    return config.cache_folder("kernel_cache", "kernels")
+
+
+def _warn_once(folder: Path | None, why: str) -> None:
+    if folder in _warned:
+        return
+    _warned.add(folder)
+    warnings.warn(
+        f"compiled kernels cannot be kept {why}, so each process compiles them again; set RELAXLITE_KERNEL_CACHE to a "
+        "folder that can be written, or RELAXLITE_KERNEL_CACHE_MB to 0",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _digest(key: str, content: bytes) -> bytes:

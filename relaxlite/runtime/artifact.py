@@ -69,6 +69,7 @@ _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
+_MOST_OF_NAME = 230  # bytes of the 255 that systems allow: the temporary file adds 14
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -76,12 +77,13 @@ _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
     """Write the file in one step: a reader sees the old file or the whole new one, and a failure leaves no trace."""
     target = Path(os.path.realpath(path))  # a link stays one
-    if target.is_dir():
+    if os.path.isdir(target):
         raise ArtifactError(f"cannot save to {target}: it is a folder; name a file in it")
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not os.path.isfile(target):
         raise ArtifactError(f"cannot save to {target}: it is a device or a pipe, no file that could be replaced")
     validate(data)
-    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
+    name = target.name.encode("utf-8", "surrogateescape")[:_MOST_OF_NAME].decode("utf-8", "ignore")
+    temporary = target.with_name(f".{name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
             _write(data, file)

@@ -6,14 +6,16 @@ Blocks come from NumPy's allocator, which asks for huge pages (madvise) from 4 M
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -54,15 +56,32 @@ class Memory:
 
 
 def _memory_limit() -> int:
-    """Bytes of memory that this process can hope to get: the machine's, or its control group's if that is less."""
+    """Bytes of memory that this process can hope to get: the machine's, or its control groups' if that is less."""
     try:
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
         return 1 << 47
+    return min([limit, *group_limits()])
+
+
+def group_limits(root: str = "/") -> list[int]:
+    """Bytes that the control groups of this process allow, of versions 1 and 2; each group also keeps the limits of
+    those that it is in (cgroups(7)). `root`: where /proc and /sys are."""
+    files = {"": "sys/fs/cgroup/{}/memory.max", "memory": "sys/fs/cgroup/memory/{}/memory.limit_in_bytes"}
     try:
-        return min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return limit
+        text = Path(root, "proc/self/cgroup").read_text(errors="surrogateescape")
+    except OSError:
+        text = ""
+    found = [file.format(".") for file in files.values()]  # a container may see its own group as the root
+    for controllers, path in re.findall(r"^\d+:([^:\n]*):/(.*)$", text, re.MULTILINE):
+        group = PurePosixPath(path)
+        for controller in files.keys() & controllers.split(","):
+            found += [files[controller].format(item) for item in (group, *group.parents)]
+    limits = []
+    for file in found:
+        with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
+            limits.append(int(Path(root, file).read_text()))
+    return limits
 
 
 MEMORY_LIMIT = _memory_limit()

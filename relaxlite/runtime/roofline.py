@@ -19,6 +19,7 @@ from typing import Any
 
 from relaxlite import config
 from relaxlite.config import usable_cores
+from relaxlite.errors import NoFolderError
 from relaxlite.records import dataclass
 from relaxlite.runtime import cpu, jit
 
@@ -130,20 +131,21 @@ def _by_threads(data: Mapping[str, float]) -> dict[int, float]:
 
 
 def limits_file() -> Path:
-    return config.user_cache_folder() / "machines.json"
+    """Beside the models where RELAXLITE_CACHE says where these are. NoFolderError: there is no such folder."""
+    return config.cache_folder("cache", "") / "machines.json"
 
 
 def load_limits() -> MachineLimits | None:
     """What was measured on this machine before; None when there is nothing, or nothing that can be read."""
-    entry = _read(limits_file()).get(machine_key())
     try:
+        entry = _read(limits_file()).get(machine_key())
         return None if entry is None else from_json(entry)
-    except ValueError:
+    except (ValueError, NoFolderError):
         return None
 
 
 def save_limits(limits: MachineLimits) -> Path:
-    """Keep them for `load_limits`; says where. Raises OSError."""
+    """Keep them for `load_limits`; says where. Raises OSError, NoFolderError."""
     path = limits_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")

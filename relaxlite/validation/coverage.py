@@ -19,7 +19,8 @@ MOST_UNDETERMINED = 0.5  # more of the elements, and little was compared
 class Coverage:
     """What the samples of function `entry` came to. `stopped`: samples that stop the module, which is all that was
     compared of them. `unstable`: samples that stop, or change shapes, if numbers are rounded otherwise.
-    `undetermined` of the `elements` of the others may be anything, for the same reason. `median`: half of the floating
+    `undetermined` of the `elements` of the others may be anything, for the same reason; `not_finite` of those that are
+    compared are NaN or infinite, in whose place whatever else is so would pass. `median`: half of the floating
     elements were held to so much of the largest in their result, or less; None without any."""
 
     entry: str
@@ -28,16 +29,24 @@ class Coverage:
     unstable: int
     elements: int
     undetermined: int
+    not_finite: int
     median: float | None
 
     @property
     def share_undetermined(self) -> float:
         return self.undetermined / max(self.elements, 1)
 
+    @property
+    def share_not_finite(self) -> float:
+        """Of what is compared."""
+        return self.not_finite / max(self.elements - self.undetermined, 1)
+
     def __str__(self) -> str:
         parts = [f"{self.entry} at {self.samples} samples: {self.elements - self.undetermined:,} elements compared"]
         if self.median is not None:
             parts.append(f"half of them within {self.median:.1g} of the largest")
+        if self.not_finite:
+            parts.append(f"{self.not_finite:,} ({self.share_not_finite:.1%}) of what was compared is NaN or infinite")
         if self.undetermined:
             parts.append(f"{self.undetermined:,} others ({self.share_undetermined:.1%}) are what rounding decides")
         if self.stopped:
@@ -60,8 +69,15 @@ def coverage_of(entry: str, outcomes: Sequence[tuple[tuple[Any, ...] | Failed, E
         unstable=len(outcomes) - len(expected) - stopped,
         elements=sum(spread.size for _, spread in pairs),
         undetermined=sum(int(np.count_nonzero(~np.isfinite(spread))) for _, spread in pairs),
+        not_finite=sum(_count_not_finite(value, spread) for value, spread in pairs),
         median=float(np.median(allowed)) if allowed.size else None,
     )
+
+
+def _count_not_finite(value: Any, spread: Any) -> int:
+    if not dtypes.is_float(str(dtypes.from_numpy(value.dtype))):
+        return 0
+    return int(np.count_nonzero(~np.isfinite(np.asarray(value, np.float64)) & np.isfinite(spread)))
 
 
 def _relative(value: Any, spread: Any) -> Any:
@@ -70,5 +86,5 @@ def _relative(value: Any, spread: Any) -> Any:
         return np.zeros(0)
     wide = np.abs(np.asarray(value, np.float64))
     largest = wide[np.isfinite(wide)].max(initial=0.0)
-    allowed = tolerance(value, spread)[np.isfinite(spread)]
+    allowed = tolerance(value, spread)[np.isfinite(spread) & np.isfinite(wide)]
     return allowed / largest if largest > 0 else np.zeros(0)

@@ -108,8 +108,11 @@ class Validator:
         subject = "the model" if self.entry == ENTRY else repr(self.entry)
         if coverage.undetermined < coverage.elements:
             share = coverage.share_undetermined
+            if share > MOST_UNDETERMINED:
+                return f"rounding decides {share:.0%} of what {subject} gives, so {_WAYS_OUT}"
+            share = coverage.share_not_finite
             is_most = share > MOST_UNDETERMINED
-            return f"rounding decides {share:.0%} of what {subject} gives, so {_WAYS_OUT}" if is_most else None
+            return f"{share:.0%} of what {subject} gives is NaN or infinite, so {_WAYS_OUT}" if is_most else None
         failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
         if failed is None:
             reason = "gives nothing but what rounding decides" if given else "gives no elements"
