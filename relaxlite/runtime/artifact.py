@@ -31,7 +31,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ArtifactError
 from relaxlite.garbage import without_collections
-from relaxlite.runtime import cpu, jit
+from relaxlite.runtime import cpu
 from relaxlite.runtime.executable import (
     ENTRY,
     Call,
@@ -356,7 +356,7 @@ def _check_host(target: TargetInfo) -> None:
     required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
     if missing := cpu.lacking(required):
         raise ArtifactError(
-            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({jit.host_cpu_name()}) "
+            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({cpu.name()}) "
             f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
         )
 
