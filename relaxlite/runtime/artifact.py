@@ -21,6 +21,7 @@ import mmap
 import os
 import platform
 import struct
+import sys
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -71,6 +72,8 @@ _ALIGNMENT = 64
 _PAGE = 4096
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
+# By what triples, and Python's sys.platform, call them.
+_SYSTEMS = {"linux": "Linux", "darwin": "macOS", "macos": "macOS", "windows": "Windows", "win32": "Windows"}
 
 
 def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
@@ -97,13 +100,16 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
 
 
 @without_collections
-def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableData:
-    """Read a saved model; ArtifactError says what is wrong with the file. `verify`: check every byte of the weights."""
+def load(path: str | os.PathLike[str], *, verify: bool = False, to_run: bool = True) -> ExecutableData:
+    """Read a saved model; ArtifactError says what is wrong with the file, or why this machine cannot run it.
+
+    `verify`: check every byte of the weights. `to_run=False`: only to look at it, so it may be for another machine.
+    """
     source = Path(path)
     try:
         content = _map(source)
         manifest = _read_manifest(content)
-        return _read_data(content, manifest, verify=verify)
+        return _read_data(content, manifest, verify=verify, to_run=to_run)
     except ArtifactError as error:
         raise ArtifactError(f"cannot load {source}: {error}") from error
     except OSError as error:
@@ -264,7 +270,7 @@ def _read_manifest(content: np.ndarray) -> dict[str, Any]:
     return manifest
 
 
-def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> ExecutableData:
+def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, to_run: bool) -> ExecutableData:
     target = TargetInfo(**{**manifest["target"], "features": tuple(manifest["target"]["features"])})
     names = manifest["attachments"]
     if len({str(name) for name in names}) < len(names) or len(names) + len(_CODE_SECTIONS) > len(manifest["sections"]):
@@ -272,7 +278,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     before = (*_CODE_SECTIONS, *(f"the attachment {name!r}" for name in names))
     bytecode, code, host_code, support_code, *others = _read_sections(content, manifest, before, verify=verify)
     attached, weights = others[: len(names)], others[len(names) :]
-    if len(code) or len(host_code):
+    if to_run and (len(code) or len(host_code)):
         _check_host(target)
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
@@ -353,6 +359,10 @@ def _check_host(target: TargetInfo) -> None:
     wanted = target.triple.partition("-")[0].lower()
     if _ARCHITECTURES.get(wanted, wanted) != host:
         raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
+    system = next((found for part, found in _SYSTEMS.items() if part in target.triple.lower()), None)
+    here = _SYSTEMS.get(sys.platform)
+    if None not in (system, here) and system != here:
+        raise ArtifactError(f"it was compiled for {system}, and this machine runs {here}")
     required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
     if missing := cpu.lacking(required):
         raise ArtifactError(
