@@ -106,7 +106,12 @@ class Target:
     def runs_here(self) -> bool:
         """Whether this processor can run code that is made for the target."""
         host = Target.host()
-        return self.architecture == host.architecture and all(map(host.has, self.required_features))
+        is_alike = self.architecture == host.architecture and self._system == host._system
+        return is_alike and all(map(host.has, self.required_features))
+
+    @property
+    def _system(self) -> str:
+        return next((name for name in ("linux", "darwin", "windows") if name in self.triple), "")
 
     @property
     def architecture(self) -> str:

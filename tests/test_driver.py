@@ -619,14 +619,27 @@ def test_code_for_another_processor_is_made_but_not_run() -> None:
     assert data.target.triple == "aarch64-unknown-linux-gnu" and data.objects[0][:4] == b"\x7fELF"
 
 
+def test_code_for_another_system_is_made_but_not_run() -> None:
+    triple = "x86_64-pc-windows-msvc" if "windows" not in HOST.triple else "x86_64-unknown-linux-gnu"
+    target = f"llvm -mcpu=x86-64 -mtriple={triple}"
+    assert driver.build(model(), target, validate=True).objects
+    with pytest.raises(ArtifactError, match=r"cannot run here: it was compiled for (Windows|Linux|x86_64), and this"):
+        rl.compile(model(), target)
+
+
 @pytest.mark.parametrize(("cpu", "feature"), [("bdver4", "xop"), ("diamondrapids", "egpr")])
 def test_code_for_a_processor_with_other_instructions_is_refused(cpu: str, feature: str, tmp_path: Path) -> None:
     if HOST.has(feature):
         pytest.skip("this processor has them")
-    data = driver.build(model(), f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
+    target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
+    data = driver.build(model(), target)
     save(data, tmp_path / "model.rlx")
-    with pytest.raises(ArtifactError, match=f"was compiled for {cpu}, and this CPU .* lacks|for x86_64, and this"):
+    problem = f"it was compiled for {cpu}, and this CPU .* lacks|for x86_64, and this"
+    with pytest.raises(ArtifactError, match=problem):
         rl.load(tmp_path / "model.rlx")
+    with pytest.raises(ArtifactError, match=f"the model cannot run here: {problem}"):
+        rl.compile(model(), str(target))
+    assert driver.build(model(), target, validate=True).objects, "what was compiled is not run"
 
 
 def test_passes_may_be_chosen(bb: BlockBuilder) -> None:

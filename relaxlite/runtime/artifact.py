@@ -19,9 +19,7 @@ import itertools
 import json
 import mmap
 import os
-import platform
 import struct
-import sys
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -71,9 +69,6 @@ _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
-_ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
-# By what triples, and Python's sys.platform, call them.
-_SYSTEMS = {"linux": "Linux", "darwin": "macOS", "macos": "macOS", "windows": "Windows", "win32": "Windows"}
 
 
 def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
@@ -279,7 +274,7 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
     bytecode, code, host_code, support_code, *others = _read_sections(content, manifest, before, verify=verify)
     attached, weights = others[: len(names)], others[len(names) :]
     if to_run and (len(code) or len(host_code)):
-        _check_host(target)
+        cpu.check(target)
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
@@ -350,25 +345,6 @@ def _read_sections(
             raise ArtifactError(f"it is corrupted: {name} does not match its checksum")
         blobs.append(blob)
     return blobs
-
-
-def _check_host(target: TargetInfo) -> None:
-    """ArtifactError unless the object code runs on this machine."""
-    machine = platform.machine().lower()
-    host = _ARCHITECTURES.get(machine, machine)
-    wanted = target.triple.partition("-")[0].lower()
-    if _ARCHITECTURES.get(wanted, wanted) != host:
-        raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
-    system = next((found for part, found in _SYSTEMS.items() if part in target.triple.lower()), None)
-    here = _SYSTEMS.get(sys.platform)
-    if None not in (system, here) and system != here:
-        raise ArtifactError(f"it was compiled for {system}, and this machine runs {here}")
-    required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
-    if missing := cpu.lacking(required):
-        raise ArtifactError(
-            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({cpu.name()}) "
-            f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
-        )
 
 
 def _kernel_from_json(item: dict[str, Any]) -> KernelInfo:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from relaxlite.errors import ArtifactError, RelaxliteError
 from relaxlite.features import NEVER_USED, NO_INSTRUCTIONS
 from relaxlite.runtime import jit, linker
 from relaxlite.runtime.code_memory import EXECUTABLE, CodeMemory
+from relaxlite.runtime.executable import TargetInfo
 
 Registers: TypeAlias = tuple[int, int, int, int]  # eax, ebx, ecx, edx
 
@@ -89,6 +92,10 @@ _SAVED: Mapping[str, int] = {
 _XSAVE_IS_ON = 27  # the bit of leaf 1, ecx: XCR0 can be read
 _AVX10 = 19  # the bit of leaf 7.1, edx: leaf 0x24 has its version
 
+_ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
+# By what triples, and Python's sys.platform, call them.
+_SYSTEMS = {"linux": "Linux", "darwin": "macOS", "macos": "macOS", "windows": "Windows", "win32": "Windows"}
+
 # void cpuid(uint32_t registers[4]), of the leaf in [0] and the subleaf in [2]
 _CPUID = bytes.fromhex(
     "53"  # push rbx
@@ -105,6 +112,25 @@ _XGETBV = bytes.fromhex(
     "c3"  # ret
 )
 _XGETBV_AT = 64
+
+
+def check(target: TargetInfo) -> None:
+    """ArtifactError unless the object code runs on this machine."""
+    machine = platform.machine().lower()
+    host = _ARCHITECTURES.get(machine, machine)
+    wanted = target.triple.partition("-")[0].lower()
+    if _ARCHITECTURES.get(wanted, wanted) != host:
+        raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
+    system = next((found for part, found in _SYSTEMS.items() if part in target.triple.lower()), None)
+    here = _SYSTEMS.get(sys.platform)
+    if None not in (system, here) and system != here:
+        raise ArtifactError(f"it was compiled for {system}, and this machine runs {here}")
+    required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
+    if missing := lacking(required):
+        raise ArtifactError(
+            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({name()}) "
+            f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
+        )
 
 
 def lacking(features: Iterable[str]) -> list[str]:
