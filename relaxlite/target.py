@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from typing import Literal
 import llvmlite.binding as llvm
 
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.features import NEVER_USED, USED
 from relaxlite.records import dataclass
 
 Kind = Literal["llvm"]
@@ -34,33 +35,8 @@ _DEFAULT_L2_BYTES = 512 * 1024
 _DEFAULT_L3_BYTES = 32 * 1024 * 1024
 _SYNTAX = "llvm [-mcpu=NAME] [-mattr=+x,-y,...] [-mtriple=TRIPLE] [-l1-bytes=N] [-l2-bytes=N] [-l3-bytes=N] [-cores=N]"
 
-# What a CPU's name implies, for the features that the code generator asks about.
-_V2 = ("sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "popcnt")
-_V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
-_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_VNNI = (*_V4, "avx512vnni", "avx512vbmi")
-_IMPLIED: Mapping[str, tuple[str, ...]] = {
-    "x86-64": ("sse2",),
-    "x86-64-v2": _V2,
-    "x86-64-v3": _V3,
-    "x86-64-v4": _V4,
-    **dict.fromkeys(("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3"), _V3),
-    "alderlake": (*_V3, "avxvnni"),
-    "skylake-avx512": _V4,
-    "cascadelake": (*_V4, "avx512vnni"),
-    **dict.fromkeys(("icelake-client", "icelake-server", "tigerlake", "rocketlake"), _VNNI),
-    **dict.fromkeys(("znver4", "znver5"), (*_VNNI, "avx512bf16")),
-    **dict.fromkeys(("sapphirerapids", "emeraldrapids", "graniterapids"), (*_VNNI, "avx512bf16", "avx512fp16")),
-}
-# What a feature needs: LLVM switches it off with any of these, whatever the CPU's name implies.
-_NEEDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("avx2", "fma", "f16c"), ("avx",)),
-    "avxvnni": ("avx2",),
-    "avx512f": ("avx2", "fma", "f16c"),
-    **dict.fromkeys(("avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"), ("avx512f",)),
-    **dict.fromkeys(("avx512vbmi", "avx512bf16"), ("avx512bw",)),
-    "avx512fp16": ("avx512bw", "avx512vl"),
-}
+# x86 processors that every LLVM knows.
+_LEVELS = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +94,24 @@ class Target:
 
     def has(self, feature: str) -> bool:
         """Whether code for this target may use an LLVM feature, as "avx512f", by name or implied by the CPU."""
-        if f"-{feature}" in self.features or not all(map(self.has, _NEEDS.get(feature, ()))):
-            return False
-        return f"+{feature}" in self.features or feature in _IMPLIED.get(self.cpu, ())
+        return feature in _enabled(self.triple, self.cpu, self.features)
 
     @property
     def required_features(self) -> tuple[str, ...]:
-        """The features that code for this target may use, by name: those named, and those that the CPU implies."""
-        named = [f[1:] for f in self.features if f[0] == "+"]
-        implied = [f for f in _IMPLIED.get(self.cpu, ()) if self.has(f)]
-        return tuple(dict.fromkeys([*named, *implied]))
+        """The features, by name, that a processor must have to run code for this target."""
+        named = tuple(f[1:] for f in self.features if f[0] == "+")
+        return tuple(filter(self.has, USED.get(self.architecture, named)))
 
     @property
     def runs_here(self) -> bool:
         """Whether this processor can run code that is made for the target."""
         host = Target.host()
-        return self.architecture == host.architecture and all(map(host.has, self.required_features))
+        is_alike = self.architecture == host.architecture and self._system == host._system
+        return is_alike and all(map(host.has, self.required_features))
+
+    @property
+    def _system(self) -> str:
+        return next((name for name in ("linux", "darwin", "windows") if name in self.triple), "")
 
     @property
     def architecture(self) -> str:
@@ -260,13 +238,14 @@ class Target:
 
     @property
     def feature_string(self) -> str:
-        """As LLVM takes it."""
-        return ",".join(self.features)
+        """As LLVM takes it: without what code must not use since it is not required."""
+        unused = sorted(_known(NEVER_USED)) if self.is_x86 else ()
+        return ",".join([*self.features, *(f"-{name}" for name in unused)])
 
     def __str__(self) -> str:
         parts = [self.kind, f"-mcpu={self.cpu}", f"-mtriple={self.triple}"]
         if self.features:
-            parts.append(f"-mattr={self.feature_string}")
+            parts.append(f"-mattr={','.join(self.features)}")
         if self.l1_bytes != _DEFAULT_L1_BYTES:
             parts.append(f"-l1-bytes={self.l1_bytes}")
         if self.l2_bytes != _DEFAULT_L2_BYTES:
@@ -320,7 +299,8 @@ def _check_triple(text: str, triple: str) -> None:
 
 def _check_cpu(text: str, triple: str, cpu: str) -> None:
     """LLVM ends the process when it generates code for a processor that it does not know, so a child process tries."""
-    if cpu in _IMPLIED or cpu in ("generic", llvm.get_host_cpu_name()):
+    is_x86 = triple.startswith(("x86_64", "amd64"))
+    if cpu in ("generic", llvm.get_host_cpu_name(), *(_LEVELS if is_x86 else ())):
         return
     if not _is_known_cpu(triple, cpu):
         raise InvalidArgumentError(f"target {text!r}: LLVM does not know the processor {cpu!r} for {triple}")
@@ -336,6 +316,44 @@ def _is_known_cpu(triple: str, cpu: str) -> bool:
     )
     done = subprocess.run([sys.executable, "-c", code, triple, cpu], capture_output=True, text=True, check=False)
     return done.returncode == 0 and "not a recognized processor" not in done.stderr
+
+
+def _known(names: Iterable[str]) -> list[str]:
+    """Of these features of x86 those that LLVM knows, as far as can be told here: it prints warnings about others."""
+    found = llvm.get_host_cpu_features()
+    return [name for name in names if name in found] if "sse2" in found else list(names)
+
+
+@cache
+def _enabled(triple: str, cpu: str, features: tuple[str, ...]) -> frozenset[str]:
+    """The features that LLVM has for a CPU by its name, with others switched on and off.
+
+    LLVM inlines a function into another only where that one's features contain its own, so it inlines one that is
+    compiled for the target into one for the target without a feature just where the target does not have that.
+    """
+    named = {f[1:] for f in features if f[0] == "+"} - {f[1:] for f in features if f[0] == "-"}
+    host = Target.host()
+    if (cpu, features) == (host.cpu, host.features):
+        return frozenset(named)  # all features of the host are named
+    names = list(USED.get(triple.split("-")[0], ()))
+    names = _known(names) if "avx" in names else names
+    without = {name: f"without.{number}" for number, name in enumerate(names)}
+    lines = [f'target triple = "{triple}"', *_probe("with", cpu, features, "store i32 0, ptr %to")]
+    for name, function in without.items():
+        lines += _probe(function, cpu, (*features, f"-{name}"), "call void @with(ptr %to)")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = llvm.parse_assembly("\n".join(lines))
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
+    builder.getModulePassManager().run(module, builder)
+    found = {name for name, function in without.items() if "@with(" in str(module.get_function(function))}
+    return frozenset(found | (named - set(names)))
+
+
+def _probe(name: str, cpu: str, features: Iterable[str], statement: str) -> list[str]:
+    attributes = f'"target-cpu"="{cpu}" "target-features"="{",".join(features)}"'
+    return [f"define void @{name}(ptr %to) {attributes} {{", statement, "ret void", "}"]
 
 
 def _parse_features(text: str, value: str) -> tuple[str, ...]:

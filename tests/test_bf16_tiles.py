@@ -31,8 +31,8 @@ Array = np.ndarray
 HAS_DOTS = Target.host().has("avx512bf16")
 needs_dots = pytest.mark.skipif(not HAS_DOTS, reason="this processor has no bfloat16 dot products")
 needs_tiles = pytest.mark.skipif(not Target.host().has("amx-bf16"), reason="this processor has no bfloat16 tiles")
-WITH_DOTS = "llvm -mcpu=sapphirerapids -mtriple=x86_64-unknown-linux-gnu"
-WITH_TILES = f"{WITH_DOTS} -mattr=+amx-tile,+amx-bf16"
+WITH_TILES = "llvm -mcpu=sapphirerapids -mtriple=x86_64-unknown-linux-gnu"
+WITH_DOTS = f"{WITH_TILES} -mattr=-amx-tile"
 ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 127, 128, 129, 300)
 rng = np.random.default_rng(5)
 

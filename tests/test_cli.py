@@ -474,6 +474,15 @@ def test_inspect_shows_signature_target_memory_ops_and_kernels(run: Run) -> None
     assert run("inspect", "toy.onnx").out == done.out, "an ONNX file is compiled for it"
 
 
+@pytest.mark.parametrize("triple", ["aarch64-unknown-linux-gnu", "x86_64-pc-windows-msvc"])
+def test_inspect_shows_what_is_compiled_for_another_machine(run: Run, triple: str) -> None:
+    assert run("compile", "toy.onnx", "-o", "other.rlx", "--target", f"llvm -mtriple={triple}").status == 0
+    done = run("inspect", "other.rlx")
+    assert (done.status, done.err) == (0, "")
+    assert re.search(rf"^target +[\w-]+, {triple}, LLVM", done.out, re.MULTILINE)
+    assert "it was compiled for " in run("run", "other.rlx").err
+
+
 def test_inspect_speaks_json(run: Run) -> None:
     found = json.loads(run("inspect", "toy.rlx", "--json").out)
     assert found["inputs"][0] == {

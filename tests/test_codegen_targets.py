@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from relaxlite.errors import InvalidArgumentError
+from relaxlite.features import NEVER_USED
 from relaxlite.target import Target
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +110,55 @@ def test_a_feature_goes_with_what_it_needs() -> None:
     gone = ("avx2", "avx512f", "avx512vl", "avx512vnni", "avx512bf16", "avx512fp16")
     assert not any(map(target.has, gone)) and not set(gone) & set(target.required_features)
     assert target.has("avx") and target.has("fma") and target.vector_bits == 256
+
+
+def target_of(cpu: str, triple: str = "x86_64-unknown-linux-gnu") -> Target:
+    return Target.parse(f"llvm -mcpu={cpu} -mtriple={triple}")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "bits", "features"),
+    [
+        ("cooperlake", 512, "avx512bf16 avx512vnni"),
+        ("knl", 512, "avx512f avx512cd"),
+        ("cannonlake", 512, "avx512ifma avx512vbmi"),
+        ("diamondrapids", 512, "amx-int8 amx-fp8 egpr avx512fp16"),
+        ("arrowlake", 256, "avxvnni avxvnniint8"),
+        ("core-avx2", 256, "avx2 fma"),
+        ("sandybridge", 256, "avx"),
+        ("bdver4", 256, "xop fma4 avx2"),
+    ],
+)
+def test_a_name_implies_what_llvm_says_of_it(cpu: str, bits: int, features: str) -> None:
+    target = target_of(cpu)
+    assert target.vector_bits == bits and all(map(target.has, features.split()))
+    assert set(features.split()) <= set(target.required_features)
+
+
+def test_a_name_implies_nothing_more() -> None:
+    assert target_of("x86-64").required_features == ("cx8", "cmov", "mmx", "sse", "sse2")
+    assert not set(target_of("sandybridge").required_features) & {"avx2", "fma", "f16c", "bmi"}
+    assert not target_of("knl").has("avx512vl") and not target_of("diamondrapids").has("xop")
+    assert target_of("neoverse-v2", "aarch64-unknown-linux-gnu").required_features[-2:] == ("sve", "sve2")
+    assert target_of("generic", "aarch64-unknown-linux-gnu").required_features == ("fp-armv8", "neon")
+    other = Target.parse("llvm -mcpu=generic-rv64 -mattr=+v,-c -mtriple=riscv64-unknown-linux-gnu")
+    assert other.required_features == ("v",) and not other.has("c")
+
+
+def test_llvm_says_of_the_host_what_it_finds_there(capfd: pytest.CaptureFixture[str]) -> None:
+    host = Target.host()
+    asked = dataclasses.replace(host, features=host.features[::-1])
+    assert asked.required_features == host.required_features
+    assert capfd.readouterr().err == "", "LLVM does not know a feature"
+
+
+@pytest.mark.parametrize("cpu", ["host", "sapphirerapids", "arrowlake", "znver5"])
+def test_code_uses_nothing_that_is_not_required(cpu: str) -> None:
+    """As "uintr", which virtual machines of a Sapphire Rapids hide, or LLVM 20's "evex512"."""
+    target = Target.host() if cpu == "host" else target_of(cpu)
+    allowed = dataclasses.replace(target, features=tuple(target.feature_string.split(",")))
+    assert allowed.required_features == target.required_features
+    assert not any(map(allowed.has, NEVER_USED)) and "evex512" not in target.required_features
 
 
 @pytest.mark.parametrize(

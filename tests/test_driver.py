@@ -17,6 +17,7 @@ import relaxlite as rl
 from relaxlite import driver
 from relaxlite.codegen.interpreter import Interpreter, run_program
 from relaxlite.errors import (
+    ArtifactError,
     ExecutionError,
     InputError,
     InvalidArgumentError,
@@ -48,6 +49,7 @@ from relaxlite.ir.program import Binary, TensorProgram, compute
 from relaxlite.ir.types import TensorType, TupleType, Type
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.runtime.artifact import save
 from relaxlite.target import Target
 from tests import random_programs
 from tests.both_ways import assert_same_both_ways, interpreted
@@ -615,6 +617,29 @@ def test_times_and_notes_are_kept() -> None:
 def test_code_for_another_processor_is_made_but_not_run() -> None:
     data = driver.build(model(), "llvm -mtriple=aarch64-unknown-linux-gnu")
     assert data.target.triple == "aarch64-unknown-linux-gnu" and data.objects[0][:4] == b"\x7fELF"
+
+
+def test_code_for_another_system_is_made_but_not_run() -> None:
+    triple = "x86_64-pc-windows-msvc" if "windows" not in HOST.triple else "x86_64-unknown-linux-gnu"
+    target = f"llvm -mcpu=x86-64 -mtriple={triple}"
+    assert driver.build(model(), target, validate=True).objects
+    with pytest.raises(ArtifactError, match=r"cannot run here: it was compiled for (Windows|Linux|x86_64), and this"):
+        rl.compile(model(), target)
+
+
+@pytest.mark.parametrize(("cpu", "feature"), [("bdver4", "xop"), ("diamondrapids", "egpr")])
+def test_code_for_a_processor_with_other_instructions_is_refused(cpu: str, feature: str, tmp_path: Path) -> None:
+    if HOST.has(feature):
+        pytest.skip("this processor has them")
+    target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
+    data = driver.build(model(), target)
+    save(data, tmp_path / "model.rlx")
+    problem = f"it was compiled for {cpu}, and this CPU .* lacks|for x86_64, and this"
+    with pytest.raises(ArtifactError, match=problem):
+        rl.load(tmp_path / "model.rlx")
+    with pytest.raises(ArtifactError, match=f"the model cannot run here: {problem}"):
+        rl.compile(model(), str(target))
+    assert driver.build(model(), target, validate=True).objects, "what was compiled is not run"
 
 
 def test_passes_may_be_chosen(bb: BlockBuilder) -> None:

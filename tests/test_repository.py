@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 # What each part may import of relaxlite, beside itself.
-BASE = {"errors", "config", "dtypes", "records", "target", "version"}
+BASE = {"errors", "config", "dtypes", "features", "records", "target", "version"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -34,10 +34,11 @@ LAYERS: dict[str, set[str]] = {
     "records": set(),
     "config": {"errors", "records"},
     "dtypes": {"errors"},
-    "target": {"errors", "config", "dtypes", "records"},
+    "features": set(),
+    "target": {"errors", "config", "dtypes", "features", "records"},
     "models": {"errors", "config", "records"},
     "ir": BASE,
-    "runtime": {"errors", "config", "dtypes", "garbage", "records", "version"},
+    "runtime": {"errors", "config", "dtypes", "features", "garbage", "records", "version"},
     "model_cache": {"errors", "config", "records", "version", "runtime"},
     "passes": BASE | {"ir"},
     "frontend": BASE | {"ir", "garbage"},

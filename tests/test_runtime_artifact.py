@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import random
+import sys
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -39,7 +40,8 @@ from relaxlite.runtime.executable import (
     disassemble,
 )
 
-HOST = TargetInfo(f"{platform.machine()}-unknown-linux-gnu", "some-cpu", ())
+_SYSTEM = {"darwin": "apple-darwin", "win32": "pc-windows-msvc"}.get(sys.platform, "unknown-linux-gnu")
+HOST = TargetInfo(f"{platform.machine()}-{_SYSTEM}", "some-cpu", ())
 
 
 def sample(**fields: object) -> ExecutableData:
@@ -328,6 +330,21 @@ def test_other_processors_are_refused(tmp_path: Path) -> None:
     save(sample(target=dataclasses.replace(HOST, features=features)), path)
     assert "it was compiled for some-cpu, and this CPU (" in refused(path)
     assert "lacks avx1024, quantum; compile the model again" in refused(path)
+
+
+def test_other_systems_are_refused(tmp_path: Path) -> None:
+    names = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
+    other = "pc-windows-msvc" if sys.platform == "linux" else "unknown-linux-gnu"
+    save(sample(target=TargetInfo(f"{platform.machine()}-{other}", "some-cpu", ())), tmp_path / "m")
+    wanted = "Windows" if sys.platform == "linux" else "Linux"
+    assert refused(tmp_path / "m") == f"it was compiled for {wanted}, and this machine runs {names[sys.platform]}"
+
+
+def test_what_is_for_another_machine_can_be_looked_at(tmp_path: Path) -> None:
+    foreign = TargetInfo("riscv64-unknown-linux-gnu", "rv", ("v",))
+    save(sample(target=foreign), tmp_path / "m")
+    data = load(tmp_path / "m", to_run=False)
+    assert data.target == foreign and disassemble(data) == disassemble(sample())
 
 
 def test_an_artifact_without_kernels_runs_anywhere(tmp_path: Path) -> None:

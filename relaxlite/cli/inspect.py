@@ -31,7 +31,7 @@ def execute(args: argparse.Namespace) -> None:
         from relaxlite.cli.inspecting import show_inside
 
         return show_inside(args)
-    data = open_data(args)
+    data = open_data(args, to_run=False)
     if args.bytecode:
         print(disassemble(data), end="")
     elif args.json:

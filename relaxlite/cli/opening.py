@@ -61,8 +61,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return {f"--{name}": value for name in _OPTIONS if (value := getattr(args, name, None))}
 
 
-def open_data(args: argparse.Namespace) -> ExecutableData:
-    """What `args.model` holds, or compiles to."""
+def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableData:
+    """What `args.model` holds, or compiles to. `to_run=False`: a compiled file may be for another machine."""
     if not is_compiled(args.model):
         from relaxlite.cli.compiling import compile_model
 
@@ -71,7 +71,7 @@ def open_data(args: argparse.Namespace) -> ExecutableData:
         name: f"--{name.replace('_', '-')}" for name in ("dynamic_shape", "bound", "target", "tuning", "libraries")
     }
     check_not_compiled(args, **options)
-    return load(args.model)
+    return load(args.model, to_run=to_run)
 
 
 def is_compiled(path: str) -> bool:

@@ -19,7 +19,6 @@ import itertools
 import json
 import mmap
 import os
-import platform
 import struct
 import zlib
 from dataclasses import asdict
@@ -31,7 +30,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ArtifactError
 from relaxlite.garbage import without_collections
-from relaxlite.runtime import cpu, jit
+from relaxlite.runtime import cpu
 from relaxlite.runtime.executable import (
     ENTRY,
     Call,
@@ -71,7 +70,6 @@ _ALIGNMENT = 64
 _PAGE = 4096
 _MOST_OF_NAME = 230  # bytes of the 255 that systems allow: the temporary file adds 14
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
-_ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
@@ -99,13 +97,16 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
 
 
 @without_collections
-def load(path: str | os.PathLike[str], *, verify: bool = False) -> ExecutableData:
-    """Read a saved model; ArtifactError says what is wrong with the file. `verify`: check every byte of the weights."""
+def load(path: str | os.PathLike[str], *, verify: bool = False, to_run: bool = True) -> ExecutableData:
+    """Read a saved model; ArtifactError says what is wrong with the file, or why this machine cannot run it.
+
+    `verify`: check every byte of the weights. `to_run=False`: only to look at it, so it may be for another machine.
+    """
     source = Path(path)
     try:
         content = _map(source)
         manifest = _read_manifest(content)
-        return _read_data(content, manifest, verify=verify)
+        return _read_data(content, manifest, verify=verify, to_run=to_run)
     except ArtifactError as error:
         raise ArtifactError(f"cannot load {source}: {error}") from error
     except OSError as error:
@@ -266,7 +267,7 @@ def _read_manifest(content: np.ndarray) -> dict[str, Any]:
     return manifest
 
 
-def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -> ExecutableData:
+def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, to_run: bool) -> ExecutableData:
     target = TargetInfo(**{**manifest["target"], "features": tuple(manifest["target"]["features"])})
     names = manifest["attachments"]
     if len({str(name) for name in names}) < len(names) or len(names) + len(_CODE_SECTIONS) > len(manifest["sections"]):
@@ -274,8 +275,8 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool) -
     before = (*_CODE_SECTIONS, *(f"the attachment {name!r}" for name in names))
     bytecode, code, host_code, support_code, *others = _read_sections(content, manifest, before, verify=verify)
     attached, weights = others[: len(names)], others[len(names) :]
-    if len(code) or len(host_code):
-        _check_host(target)
+    if to_run and (len(code) or len(host_code)):
+        cpu.check(target)
     kinds = manifest["constants"]
     functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
@@ -346,21 +347,6 @@ def _read_sections(
             raise ArtifactError(f"it is corrupted: {name} does not match its checksum")
         blobs.append(blob)
     return blobs
-
-
-def _check_host(target: TargetInfo) -> None:
-    """ArtifactError unless the object code runs on this machine."""
-    machine = platform.machine().lower()
-    host = _ARCHITECTURES.get(machine, machine)
-    wanted = target.triple.partition("-")[0].lower()
-    if _ARCHITECTURES.get(wanted, wanted) != host:
-        raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
-    required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
-    if missing := cpu.lacking(required):
-        raise ArtifactError(
-            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({jit.host_cpu_name()}) "
-            f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
-        )
 
 
 def _kernel_from_json(item: dict[str, Any]) -> KernelInfo:

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from relaxlite.errors import RelaxliteError
+from relaxlite.errors import ArtifactError, RelaxliteError
+from relaxlite.features import NEVER_USED, NO_INSTRUCTIONS
 from relaxlite.runtime import jit, linker
 from relaxlite.runtime.code_memory import EXECUTABLE, CodeMemory
+from relaxlite.runtime.executable import TargetInfo
 
 Registers: TypeAlias = tuple[int, int, int, int]  # eax, ebx, ecx, edx
 
 _EAX, _EBX, _ECX, _EDX = range(4)
 _EXTENDED = 0x80000000
 _NOTHING: Registers = (0, 0, 0, 0)
+
+_APX = ("egpr", "push2pop2", "ppx", "ndd", "ccmp", "nf", "cf", "zu")
 
 # leaf, subleaf, register: the bit of each feature. A name that is there twice is there with either bit.
 _BITS: tuple[tuple[int, int, int, Mapping[str, int]], ...] = (
@@ -55,7 +61,8 @@ _BITS: tuple[tuple[int, int, int, Mapping[str, int]], ...] = (
     ),
     (
         0x7, 1, _EDX,
-        {"avxvnniint8": 4, "avxneconvert": 5, "amx-complex": 8, "avxvnniint16": 10, "prefetchi": 14, "usermsr": 15},
+        {"avxvnniint8": 4, "avxneconvert": 5, "amx-complex": 8, "avxvnniint16": 10, "prefetchi": 14, "usermsr": 15,
+         **dict.fromkeys(_APX, 21)},
     ),
     (0xD, 1, _EAX, {"xsaveopt": 0, "xsavec": 1, "xsaves": 3}),
     (0x14, 0, _EBX, {"ptwrite": 4}),
@@ -71,7 +78,7 @@ _BITS: tuple[tuple[int, int, int, Mapping[str, int]], ...] = (
 )  # fmt: skip
 
 # Registers that the system must save for a feature to be of use: the bits of XCR0.
-_AVX, _AVX512, _AMX = 0x6, 0xE6, 0x60000
+_AVX, _AVX512, _AMX, _MORE_REGISTERS = 0x6, 0xE6, 0x60000, 0x80000
 _SAVED: Mapping[str, int] = {
     **dict.fromkeys(
         ("avx", "avx2", "fma", "f16c", "xsave", "xsaveopt", "xsavec", "xsaves", "xop", "fma4", "vaes", "vpclmulqdq",
@@ -80,9 +87,14 @@ _SAVED: Mapping[str, int] = {
     ),
     **{name: _AVX512 for *_, bits in _BITS for name in bits if name.startswith("avx512")},
     **{name: _AMX for *_, bits in _BITS for name in bits if name.startswith("amx-")},
+    **dict.fromkeys(_APX, _MORE_REGISTERS),
 }  # fmt: skip
 _XSAVE_IS_ON = 27  # the bit of leaf 1, ecx: XCR0 can be read
 _AVX10 = 19  # the bit of leaf 7.1, edx: leaf 0x24 has its version
+
+_ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
+# By what triples, and Python's sys.platform, call them.
+_SYSTEMS = {"linux": "Linux", "darwin": "macOS", "macos": "macOS", "windows": "Windows", "win32": "Windows"}
 
 # void cpuid(uint32_t registers[4]), of the leaf in [0] and the subleaf in [2]
 _CPUID = bytes.fromhex(
@@ -102,14 +114,48 @@ _XGETBV = bytes.fromhex(
 _XGETBV_AT = 64
 
 
+def check(target: TargetInfo) -> None:
+    """ArtifactError unless the object code runs on this machine."""
+    machine = platform.machine().lower()
+    host = _ARCHITECTURES.get(machine, machine)
+    wanted = target.triple.partition("-")[0].lower()
+    if _ARCHITECTURES.get(wanted, wanted) != host:
+        raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
+    system = next((found for part, found in _SYSTEMS.items() if part in target.triple.lower()), None)
+    here = _SYSTEMS.get(sys.platform)
+    if None not in (system, here) and system != here:
+        raise ArtifactError(f"it was compiled for {system}, and this machine runs {here}")
+    required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
+    if missing := lacking(required):
+        raise ArtifactError(
+            f"it was compiled for {target.cpu or 'another CPU'}, and this CPU ({name()}) "
+            f"lacks {', '.join(missing)}; compile the model again, as with target 'llvm -mcpu=x86-64-v3'"
+        )
+
+
 def lacking(features: Iterable[str]) -> list[str]:
-    """Which of these, by LLVM's names, the processor does not have. LLVM has the last word on what is missing."""
+    """Which of these, by LLVM's names, the processor does not have. LLVM, where it is installed, has the last word on
+    what is missing. ArtifactError where only LLVM could tell and is not there."""
     known = _own_features()
-    doubtful = [name for name in features if not known.get(name, False)]
+    ignored = NEVER_USED | NO_INSTRUCTIONS
+    doubtful = [name for name in features if name not in ignored and not known.get(name, False)]
     if not doubtful:
         return []
-    present = jit.host_features()
+    try:
+        present = jit.host_features()
+    except ArtifactError:
+        if not known:
+            raise
+        return doubtful
     return [name for name in doubtful if not present.get(name, False)]
+
+
+def name() -> str:
+    """As LLVM calls the processor; where that is not installed, as the system does."""
+    try:
+        return jit.host_cpu_name()
+    except ArtifactError:
+        return described().get("model name", "unknown")
 
 
 @cache
@@ -159,7 +205,9 @@ def features_of(ask: Callable[[int, int], Registers], xcr0: Callable[[], int]) -
     found["widekl"] &= found["kl"]
     has_avx10 = registers(7, 1)[_EDX] >> _AVX10 & 1 and saved & _AVX512 == _AVX512
     version = registers(0x24, 0)[_EBX] & 0xFF if has_avx10 else 0
-    return {**found, "avx10.1": version >= 1, "avx10.2": version >= 2}
+    for number in (1, 2):  # with LLVM 20's names, as registers of 512 bits are always there
+        found |= dict.fromkeys((f"avx10.{number}", f"avx10.{number}-256", f"avx10.{number}-512"), version >= number)
+    return found
 
 
 @cache

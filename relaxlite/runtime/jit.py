@@ -20,8 +20,11 @@ _lock = threading.Lock()
 
 @cache
 def _llvm() -> Any:
-    """llvmlite's binding, ready for this machine."""
-    import llvmlite.binding as llvm
+    """llvmlite's binding, ready for this machine. ArtifactError where it is not installed."""
+    try:
+        import llvmlite.binding as llvm
+    except ImportError as error:
+        raise ArtifactError(f"this needs LLVM here ({error}); `pip install llvmlite` adds it") from error
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

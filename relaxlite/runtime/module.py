@@ -48,7 +48,8 @@ class Executable:
 
     @without_collections
     def __init__(self, data: ExecutableData, *, threads: int | None = None, is_checked: bool = False) -> None:
-        """`is_checked`: `artifact.load` has found the bytecode valid; else an ArtifactError says where it is not."""
+        """`is_checked`: `artifact.load` has found the bytecode valid, and the code to run here; else an ArtifactError
+        says where it is not, or why."""
         if threads is not None:
             threadpool.set_num_threads(threads)
         place = gathered if config.get("huge_pages") else aligned

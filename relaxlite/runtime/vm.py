@@ -19,9 +19,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite import config, dtypes
-from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
+from relaxlite.errors import (
+    ArtifactError,
+    ExecutionError,
+    InputError,
+    OutOfMemoryError,
+    RelaxliteError,
+    ShapeMismatchError,
+)
 from relaxlite.records import dataclass
-from relaxlite.runtime import array_reader, libraries, native, support, threadpool
+from relaxlite.runtime import array_reader, cpu, libraries, native, support, threadpool
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -77,13 +84,14 @@ class Decoded:
 
 class VirtualMachine:
     """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones; `is_checked`:
-    the bytecode is known to be valid."""
+    the bytecode is known to be valid, and the code to run on this machine."""
 
     def __init__(
         self, data: ExecutableData, *, kernels: Mapping[str, Kernel] | None = None, is_checked: bool = False
     ) -> None:
         if not is_checked:
             validate(data)
+            _check_machine(data)
         self.data = data
         self.poison = bool(config.get("poison_memory"))
         self.check_memory = bool(config.get("check_memory"))
@@ -170,6 +178,16 @@ def _link(data: ExecutableData, bound: libraries.Bound) -> tuple[object, dict[st
     return (library, bound), {
         name: _KERNEL_TYPE(library.address(kernel.symbol)) for name, kernel in data.kernels.items()
     }
+
+
+def _check_machine(data: ExecutableData) -> None:
+    """ArtifactError unless this machine can run the code."""
+    if not data.objects or not data.target.triple:
+        return
+    try:
+        cpu.check(data.target)
+    except ArtifactError as error:
+        raise ArtifactError(f"the model cannot run here: {error}") from error
 
 
 def _hold_workers() -> Callable[[int], None]:
