@@ -23,6 +23,7 @@ from relaxlite import cli, driver
 from relaxlite.cli import chat as chat_command
 from relaxlite.cli import compile as compile_command
 from relaxlite.cli import demo
+from relaxlite.cli import generate as generate_command
 from relaxlite.cli.chat import Conversation
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.sizes import bytes_text
@@ -512,6 +513,9 @@ def test_a_model_without_a_template_is_refused(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(chat_command, "open_language_model", lambda _: made(random_logits, chat_template=None))
     done = run("chat", "tiny.rlx")
     assert done.status == 2 and "tiny has no chat template; `relaxlite generate` needs none" in done.err
+    monkeypatch.setattr(generate_command, "open_language_model", lambda _: made(random_logits, chat_template=None))
+    done = run("generate", "tiny.rlx", "Hi", "--chat")
+    assert done.status == 2 and "tiny has no chat template; leave out --chat" in done.err
 
 
 # The demo

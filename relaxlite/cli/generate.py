@@ -15,6 +15,8 @@ def execute(args: argparse.Namespace) -> None:
     if args.chat and len(prompts) > 1:
         raise InvalidArgumentError("--chat takes one prompt")
     llm = open_language_model(args)
+    if args.chat and not llm.description.chat_template:
+        raise InvalidArgumentError(f"{llm.description.name} has no chat template; leave out --chat")
     options = generation_options(args)
     if len(prompts) > 1:
         results = llm.generate(prompts, **options)
