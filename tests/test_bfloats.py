@@ -41,7 +41,7 @@ from tests.native_kernel import NativeKernel
 
 HOST = Target.host()
 PORTABLE = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
-ZEN4 = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
+ZEN4 = Target.parse("llvm -mcpu=znver4 -mattr=-sse4a -mtriple=x86_64-unknown-linux-gnu")
 INTEL = Target.parse("llvm -mcpu=graniterapids -mtriple=x86_64-unknown-linux-gnu")
 TARGETS = [t for t in (HOST, PORTABLE, ZEN4) if t.runs_here]
 BF16 = ml_dtypes.bfloat16

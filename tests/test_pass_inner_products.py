@@ -29,7 +29,8 @@ from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.target import Target
 from tests.test_register_tile import inner_loops, vector_stack_references
 
-ZEN4 = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
+# Without what only processors of AMD have, so that others of these widths run the code too.
+ZEN4 = Target.parse("llvm -mcpu=znver4 -mattr=-sse4a -mtriple=x86_64-unknown-linux-gnu")
 EPS = float(np.finfo(np.float32).eps)
 Run = Callable[..., Any]
 _NAMES = [step.name for step in default_pipeline()]
