@@ -47,7 +47,7 @@ def load(
     weights too, which reads the whole file. Raises ArtifactError when a saved model is damaged or needs another
     machine, InvalidArgumentError for an option that it does not take, and what `from_onnx` and `compile` raise.
     """
-    source = Path(path)
+    source = Path(path_text(path))
     given = {
         "dynamic_shapes": dynamic_shapes,
         "bounds": bounds,
@@ -66,9 +66,17 @@ def load(
     return Executable(_onnx_data(source, options, verify=verify))
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """InvalidArgumentError: it is no path."""
+    try:
+        return os.fsdecode(path)
+    except TypeError as error:
+        raise InvalidArgumentError(f"a model is opened by the path of its file, got {path!r}") from error
+
+
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a GGUF file or a Hugging Face folder."""
-    text = os.fspath(path)
+    text = path_text(path)
     if not text or os.path.isdir(text):
         return bool(text) and (Path(text) / "config.json").exists()
     return _start(Path(text)).startswith(_CHECKPOINT)

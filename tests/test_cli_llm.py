@@ -287,6 +287,7 @@ def test_guesses_may_come_from_another_model_or_from_nobody(run: Run, folder: Pa
         (["generate", "none.rlx", "x"], 1, "there is no file 'none.rlx'"),
         (["generate", ".", "x"], 1, "'.' is a folder; give the path of a model in it, as 'cut.gguf'"),
         (["generate", "tiny.model/tokenizer.json", "x"], 1, "is no language model: give a file made by"),
+        (["generate", os.devnull, "x"], 1, "is no language model: give a file made by"),
         (
             ["compile", "tiny.model/config.json"],
             1,

@@ -91,6 +91,10 @@ def test_options_of_a_checkpoint_are_refused_for_what_is_compiled(saved: Path) -
         rl.llm.load(saved, max_context=30, quantize="q4_0")
     with pytest.raises(ArtifactError, match="there is no such file"):
         rl.llm.load("none.gguf")
+    for load in (rl.load, rl.llm.load):
+        for path in (None, 5):
+            with pytest.raises(InvalidArgumentError, match=f"by the path of its file, got {path}"):
+                load(path)  # type: ignore[arg-type]
 
 
 def test_loading_needs_neither_compiler_nor_transformers(saved: Path) -> None:

@@ -432,7 +432,7 @@ def test_shards(tmp_path: Path) -> None:
         write_safetensors(tmp_path / shard, {name: weights()[name] for name in names if files[name] == shard})
     assert len(read_checkpoint(tmp_path).weights) == len(SHAPES)
     (tmp_path / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(ImportModelError, match=r"model-2-of-2.safetensors is missing of 2 files of weights"):
+    with pytest.raises(ImportModelError, match=r"model-2-of-2.safetensors, one of 2 files of weights, is missing"):
         read_checkpoint(tmp_path)
 
 

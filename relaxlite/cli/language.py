@@ -28,6 +28,8 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
     if is_checkpoint(args.model):
         return LanguageModel.of(compile_once(args, LANGUAGE_MODEL, partial(_compile, args)))
     if not is_compiled(args.model):
+        if os.path.isfile(args.model) and not os.path.getsize(args.model):
+            raise RelaxliteError(f"{args.model!r} is empty")
         raise RelaxliteError(
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
             "with config.json"

@@ -12,7 +12,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.model import load as load_compiled
-from relaxlite.loading import is_checkpoint
+from relaxlite.loading import is_checkpoint, path_text
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ExecutableData
 
@@ -41,6 +41,7 @@ def load(
     """
     given = {"max_context": max_context, "cache_dtype": cache_dtype, "quantize": quantize, "precision": precision}
     options = {name: value for name, value in given.items() if value is not None}
+    path = path_text(path)
     if not is_checkpoint(path):
         if options:
             raise InvalidArgumentError(f"{', '.join(options)}: of a checkpoint, and '{os.fspath(path)}' is none")

@@ -99,8 +99,9 @@ def _tensors(folder: Path) -> dict[str, Weight]:
     found: dict[str, Weight] = {}
     for name in names:
         if not (folder / name).is_file():
-            hint = f" of {len(names)} files of weights" if shards is not whole else _instead(folder)
-            raise ImportModelError(f"{folder}: {name} is missing{hint}")
+            if shards is not whole:
+                raise ImportModelError(f"{folder}: {name}, one of {len(names)} files of weights, is missing")
+            raise ImportModelError(f"{folder}: {name} is missing{_instead(folder)}")
         found |= read_safetensors(folder / name)
     return found
 
