@@ -57,6 +57,14 @@ def test_the_date_and_options_can_be_used() -> None:
     assert render_chat("{{ tools | length }}", CHAT, {}, tools=[1, 2]) == "2"
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_the_name_that_a_template_knows(key: str) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "Yes", key: "Hm"}]
+    for known in ("reasoning_content", "thinking"):
+        assert render_chat(f"{{{{ messages[-1].{known} }}}}", chat, {}) == "Hm"
+    assert render_chat("{{ messages[0].thinking is defined }}", chat, {}) == "False"
+
+
 def test_messages_may_come_one_by_one() -> None:
     template = TEMPLATES["ChatML"]
     assert render_chat(template, (message for message in CHAT), {}) == render_chat(template, CHAT, {})

@@ -21,6 +21,7 @@ from relaxlite.llm.tokenizer import lone_surrogate
 
 Message = Mapping[str, Any]  # "role": "system", "user", "assistant", ...; "content": the text
 _PROBE = "probe-of-a-text"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _FAILURES = (
     TypeError, KeyError, ValueError, AttributeError, OverflowError, ZeroDivisionError, RecursionError, MemoryError
 )  # fmt: skip
@@ -84,7 +85,13 @@ def _checked(messages: Iterable[Message]) -> list[dict[str, Any]]:
         content = message.get("content")
         if isinstance(content, str) and (wrong := lone_surrogate(content)):
             raise InvalidArgumentError(f"message {k}: the text is not valid Unicode: {wrong}")
-    return [dict(message) for message in found]
+    return [_with_thoughts(message) for message in found]
+
+
+def _with_thoughts(message: Message) -> dict[str, Any]:
+    """Callers and templates name what a reply was thought to be by different keys: it is given under the usual two."""
+    thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
+    return dict(message) if thoughts is None else {**dict.fromkeys(_THOUGHTS[:2], thoughts), **message}
 
 
 def _texts_joined(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
