@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of ev
 if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the cache of whoever runs them
     os.environ["RELAXLITE_KERNEL_CACHE"] = tempfile.mkdtemp(prefix="relaxlite-kernels-")
     atexit.register(shutil.rmtree, os.environ["RELAXLITE_KERNEL_CACHE"], ignore_errors=True)
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that the programs that tests interrupt can be
 
 SLOW_FAILURE_SECONDS = 20.0
 """A registry that takes this long to fail does not answer: it is not asked again in the same session."""
