@@ -14,6 +14,7 @@ cache, and may compute products more coarsely (passes/integer_products.py), as n
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,7 @@ def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: 
     return found
 
 
+@lru_cache(maxsize=4)  # one array of all layers, which a compiled model then holds once
 def _rotation(width: int) -> np.ndarray[Any, Any]:
     """An orthogonal matrix (width, width): queries and keys that are both multiplied by it have the same products, and
     no element of a key is much larger than others, which would spoil these in 8 bits (Ashkboos et al., "QuaRot", arXiv
@@ -115,7 +117,9 @@ def _rotation(width: int) -> np.ndarray[Any, Any]:
     size = width & -width
     signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (width, 1))
     mixed = np.array(rotated(list(np.eye(size)))) / size**0.5
-    return (signs * np.kron(np.eye(width // size), mixed)).astype(np.float32)
+    found = (signs * np.kron(np.eye(width // size), mixed)).astype(np.float32)
+    found.flags.writeable = False
+    return found
 
 
 @dataclass(slots=True)
