@@ -16,7 +16,7 @@ from relaxlite import driver
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.config import Rope
 from relaxlite.frontend.llm.dense import build_dense
-from relaxlite.frontend.llm.step import build_step
+from relaxlite.frontend.llm.step import MOST_PARTS, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.runtime import kv_cache, threadpool
@@ -178,6 +178,29 @@ def test_long_contexts_are_shared_out_among_threads(architecture: str, monkeypat
     parts = engine.cache.describe([(ours, 0, 1)]).blocks[:, 4:]
     assert parts.tolist() == [[k, 7] for k in range(7)]
     engine.cache.cancel([(ours, 1)])
+
+
+def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "PAGES_OF_PART", 1)
+    monkeypatch.setattr(threadpool, "num_threads", lambda: 251)
+    cache = kv_cache.KVCache(kv_cache.CacheLayout(1, 1, 4, page=1, block=4), max_bytes=1 << 30)
+    batch = [(cache.new(), 300) for _ in range(20)]
+    cache.reserve(batch)
+    cache.commit(batch)
+    step = [(sequence, 0, 33 if k % 2 else 1) for k, (sequence, _) in enumerate(batch)]
+    cache.reserve([(sequence, count) for sequence, _, count in step])
+    blocks = cache.describe(step).blocks
+    assert len(blocks) <= sum(count for *_, count in step) + MOST_PARTS
+    assert len(blocks) > 500, "contexts are parted"
+    cache.cancel([(sequence, count) for sequence, _, count in step])
+
+
+def test_a_rotation_of_keys_is_held_once() -> None:
+    checkpoint = small_checkpoint("llama", head_width=64, rope=Rope(1e4, 64))
+    data = rl.compile(build_step(checkpoint, page=PAGE, step_tokens=32, cache_dtype="int8")).data
+    wide = rl.compile(build_step(checkpoint, page=PAGE, step_tokens=32)).data
+    more = sum(array.nbytes for array in data.constants) - sum(array.nbytes for array in wide.constants)
+    assert 64 * 64 * 4 <= more < 2 * 64 * 64 * 4 and checkpoint.config.layers > 1
 
 
 def test_what_forks_share_is_stored_once() -> None:

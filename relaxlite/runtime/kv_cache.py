@@ -227,9 +227,11 @@ class KVCache:
                 few += self._within_pages(k, row, start, count)
             row += count
         # How a context is parted decides how sums are rounded. Guesses and other sequences are not to change a reply,
-        # so that of few rows it follows from the position of each alone, unless that makes more than a step may have.
-        usual = min(self._usual_parts(1), 1 + ENOUGH_TASKS * MOST_THREADS // max(len(few), 1))
-        blocks = [*self._parted(few, usual), *self._parted(many, self._usual_parts(len(many)))]
+        # so that of few rows it follows from the position of each alone, unless that makes more than a step may have:
+        # half of the parts that it has room for are for few rows, half for many.
+        usual = [self._usual_parts(1), self._usual_parts(len(many))]
+        room = [1 + ENOUGH_TASKS * MOST_THREADS // 2 // max(len(part), 1) for part in (few, many)]
+        blocks = [*self._parted(few, min(usual[0], room[0])), *self._parted(many, min(usual[1], room[1]))]
         return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(blocks))
 
     def _within_pages(self, sequence: int, row: int, start: int, count: int) -> list[_Block]:
