@@ -59,7 +59,8 @@ def test_the_date_and_options_can_be_used() -> None:
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_have_the_name_that_a_template_knows(key: str) -> None:
-    chat = [*CHAT, {"role": "assistant", "content": "Yes", key: "Hm"}]
+    names = ("reasoning_content", "thinking", "reasoning")
+    chat = [*CHAT, {"role": "assistant", "content": "Yes", **dict.fromkeys(names), key: "Hm"}]
     for known in ("reasoning_content", "thinking"):
         assert render_chat(f"{{{{ messages[-1].{known} }}}}", chat, {}) == "Hm"
     assert render_chat("{{ messages[0].thinking is defined }}", chat, {}) == "False"

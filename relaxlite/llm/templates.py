@@ -91,7 +91,10 @@ def _checked(messages: Iterable[Message]) -> list[dict[str, Any]]:
 def _with_thoughts(message: Message) -> dict[str, Any]:
     """Callers and templates name what a reply was thought to be by different keys: it is given under the usual two."""
     thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
-    return dict(message) if thoughts is None else {**dict.fromkeys(_THOUGHTS[:2], thoughts), **message}
+    if thoughts is None:
+        return dict(message)
+    said = {key: value for key, value in message.items() if key not in _THOUGHTS or value is not None}
+    return {**dict.fromkeys(_THOUGHTS[:2], thoughts), **said}
 
 
 def _texts_joined(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -97,9 +97,7 @@ class TextStream:
         text = self._text()
         if not text.endswith(_REPLACEMENT):
             return self._say(text, is_whole=bool(text))
-        ends = len(text) - len(
-            text.rstrip(_REPLACEMENT)
-        )  # bytes that are no UTF-8: the last ones may become a character
+        ends = len(text) - len(text.rstrip(_REPLACEMENT))  # bytes, of which the last may become a character
         return self._say(text[: len(text) - min(ends, _LONGEST - 1)], is_whole=False)
 
     def finish(self) -> str:
