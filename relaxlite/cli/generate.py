@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from relaxlite.cli.language import argument_text, check_stdin, generation_options, is_unicode, open_language_model
+from relaxlite.cli.language import argument_text, check_stdin, generation_options, open_language_model
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
+from relaxlite.llm.tokenizer import lone_surrogate
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -41,7 +42,7 @@ def _piped() -> str:
     text = sys.stdin.read()
     if not text:
         raise RelaxliteError("standard input is empty: there is no prompt")
-    if not is_unicode(text):
+    if lone_surrogate(text):
         raise RelaxliteError("standard input is no valid text in UTF-8, or what else the locale says")
     return text
 

@@ -14,6 +14,7 @@ from relaxlite.cli.opening import checkpoint_options, compile_once, is_checkpoin
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.loading import load as load_any
 from relaxlite.llm.model import LOOKUP, LanguageModel, load
+from relaxlite.llm.tokenizer import lone_surrogate
 from relaxlite.model_cache import LANGUAGE_MODEL
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ExecutableData
@@ -51,21 +52,12 @@ def check_stdin(command: str) -> None:
 def argument_text(argument: str) -> str:
     """Text that the command line gives. Where the locale has no signs for it, as C, Python gives lone surrogates, which
     stand for its bytes: they are read as UTF-8, if they are that."""
-    if is_unicode(argument):
+    if not lone_surrogate(argument):
         return argument
     try:
         return os.fsencode(argument).decode("utf-8")
     except UnicodeError:
         return argument
-
-
-def is_unicode(text: str) -> bool:
-    """Whether no surrogate stands alone in a text."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _compile(args: argparse.Namespace) -> ExecutableData:

@@ -73,8 +73,11 @@ class Tokenizer:
 
 def lone_surrogate(text: str) -> str:
     """What UTF-8 does not have in a text; "" if there is nothing."""
-    place = next((k for k, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-    return "" if place is None else f"a surrogate stands alone at {place}, {text[place]!r}"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"a surrogate stands alone at {error.start}, {text[error.start]!r}"
+    return ""
 
 
 class TextStream:
