@@ -173,6 +173,10 @@ def test_wrong_usage_is_one_line_and_2(run: Run, argv: list[str], message: str) 
         (["compile", "toy.rlx", "-o", "again.rlx"], "'toy.rlx' is compiled already"),
         (["run", "toy.rlx", "--bound", "batch=1..2"], "--bound needs an ONNX file, and 'toy.rlx' is compiled already"),
         (["inspect", "toy.rlx", "--ir"], "--ir needs an ONNX file, and 'toy.rlx' is compiled already"),
+        (
+            ["inspect", "toy.onnx", "--verify"],
+            "--verify needs a file made by `relaxlite compile`, and 'toy.onnx' is none",
+        ),
         (["inspect", "toy.onnx", "--embed"], "--embed goes with --ir or --after"),
         (["inspect", "toy.onnx", "--after", "magic"], "there is no pass 'magic'; there are fold_shapes, "),
         (["opt", "-p", "magic"], "there is no pass 'magic'; there are fold_shapes, "),
@@ -481,6 +485,29 @@ def test_inspect_shows_what_is_compiled_for_another_machine(run: Run, triple: st
     assert (done.status, done.err) == (0, "")
     assert re.search(rf"^target +[\w-]+, {triple}, LLVM", done.out, re.MULTILINE)
     assert "it was compiled for " in run("run", "other.rlx").err
+
+
+def test_inspect_verifies_every_byte_of_the_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "CHECK_LIMIT", 0)
+    monkeypatch.setattr(artifact, "SAMPLE_STRIDE", 8192)
+    weight = np.arange(5000, dtype=np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "shift",
+        [helper.make_tensor_value_info("x", 1, ["batch", 5000])],
+        [helper.make_tensor_value_info("y", 1, None)],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), "shift.onnx")
+    assert run("compile", "shift.onnx", "-o", "shift.rlx").status == 0
+    whole = run("inspect", "shift.rlx", "--verify")
+    assert (whole.status, whole.err) == (0, "")
+    content = bytearray(Path("shift.rlx").read_bytes())
+    content[content.index(weight.tobytes()) + 5000] ^= 1  # between the sampled pages
+    Path("shift.rlx").write_bytes(content)
+    assert run("inspect", "shift.rlx").out == whole.out
+    damaged = run("inspect", "shift.rlx", "--verify")
+    assert damaged.status == 1 and "it is corrupted: weight 0 does not match its checksum" in damaged.err
 
 
 def test_inspect_speaks_json(run: Run) -> None:

@@ -27,6 +27,8 @@ def execute(args: argparse.Namespace) -> None:
         raise InvalidArgumentError("--embed goes with --ir or --after")
     if is_compiled(args.model):
         check_not_compiled(args, **_ONNX_ONLY)
+    elif args.verify:
+        raise InvalidArgumentError(f"--verify needs a file made by `relaxlite compile`, and {args.model!r} is none")
     if any(getattr(args, view) for view in _INSIDE):
         from relaxlite.cli.inspecting import show_inside
 

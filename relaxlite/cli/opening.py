@@ -71,7 +71,7 @@ def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableDat
         name: f"--{name.replace('_', '-')}" for name in ("dynamic_shape", "bound", "target", "tuning", "libraries")
     }
     check_not_compiled(args, **options)
-    return load(args.model, to_run=to_run)
+    return load(args.model, verify=getattr(args, "verify", False), to_run=to_run)
 
 
 def is_compiled(path: str) -> bool:

@@ -124,6 +124,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     views.add_argument("--notes", action="store_true", help="why calls were not fused (ONNX only)")
     views.add_argument("--schedules", action="store_true", help="how each kernel's loops were arranged (ONNX only)")
     views.add_argument("--bytecode", action="store_true", help="what the virtual machine executes")
+    parser.add_argument("--verify", action="store_true", help="check every byte of a compiled file's weights first")
     parser.add_argument(
         "--embed",
         action="store_true",

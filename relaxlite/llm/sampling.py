@@ -81,7 +81,8 @@ class Sampler:
             bad = np.flatnonzero(~np.isfinite(logits))
             raise ExecutionError(
                 f"{name}, position {len(tokens)}: the model computed logits that are no numbers, {bad.size} of "
-                f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True)?"
+                f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True, or "
+                "`relaxlite inspect --verify`)?"
             )
         scores = penalized(logits, tokens, how.repetition_penalty)
         if how.temperature == 0:
