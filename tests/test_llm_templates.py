@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Any
 
@@ -69,6 +70,38 @@ def test_thoughts_have_the_name_that_a_template_knows(key: str) -> None:
 def test_messages_may_come_one_by_one() -> None:
     template = TEMPLATES["ChatML"]
     assert render_chat(template, (message for message in CHAT), {}) == render_chat(template, CHAT, {})
+
+
+def test_what_a_message_has_none_of_is_left_out() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris", "unit": None}}}
+    chat = [*CHAT[:1], {"role": "assistant", "content": None, "tool_calls": [call]}, {**CHAT[1], "tool_calls": None}]
+    template = "{% for m in messages %}{{ m | tojson }}{{ m.content }}{{ '!' if 'tool_calls' in m }}#{% endfor %}"
+    found = render_chat(template, chat, {}).split("#")
+    assert found == [
+        '{"role": "user", "content": "Hi <b>"}Hi <b>',
+        f'{{"role": "assistant", "tool_calls": [{json.dumps(call)}]}}!',
+        '{"role": "assistant", "content": "Yes"}Yes',
+        "",
+    ]
+
+
+class Reply:
+    """As OpenAI's client has them, by pydantic."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def model_dump(self) -> dict[str, Any]:
+        return self._fields
+
+
+def test_messages_may_be_objects_of_a_client() -> None:
+    call = Reply(type="function", function=Reply(name="weather", arguments="{}"))
+    chat = [CHAT[0], Reply(role="assistant", content=None, refusal=None, tool_calls=(call,))]
+    assert json.loads(render_chat("{{ messages[1] | tojson }}", chat, {})) == {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": "{}"}}],
+    }
 
 
 LAST = [*CHAT, {"role": "assistant", "content": " Sure: "}]

@@ -74,27 +74,35 @@ def render_chat(
 
 
 def _checked(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    found = list(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else []
-    if not found:
+    given = list(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else []
+    if not given:
         raise InvalidArgumentError(
             'a chat is a list of messages such as {"role": "user", "content": "Hello"}, at least one'
         )
-    for k, message in enumerate(found):
+    found = []
+    for k, message in enumerate(map(_plain, given)):
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidArgumentError(f'message {k} is {message!r}; it needs a "role" and a "content"')
         content = message.get("content")
         if isinstance(content, str) and (wrong := lone_surrogate(content)):
             raise InvalidArgumentError(f"message {k}: the text is not valid Unicode: {wrong}")
-    return [_with_thoughts(message) for message in found]
+        found.append(_with_thoughts({key: value for key, value in message.items() if value is not None}))
+    return found
 
 
-def _with_thoughts(message: Message) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
+    """Messages of OpenAI's client, say, are objects with more of them inside: as the mappings that templates read."""
+    if callable(dump := getattr(value, "model_dump", None)):
+        return _plain(dump())
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     """Callers and templates name what a reply was thought to be by different keys: it is given under the usual two."""
-    thoughts = next((message[key] for key in _THOUGHTS if message.get(key) is not None), None)
-    if thoughts is None:
-        return dict(message)
-    said = {key: value for key, value in message.items() if key not in _THOUGHTS or value is not None}
-    return {**dict.fromkeys(_THOUGHTS[:2], thoughts), **said}
+    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
+    return message if thoughts is None else {**dict.fromkeys(_THOUGHTS[:2], thoughts), **message}
 
 
 def _texts_joined(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
