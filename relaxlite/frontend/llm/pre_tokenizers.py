@@ -48,17 +48,19 @@ class PreTokenizer:
     composes: bool = False
 
 
-def _named(names: str, *patterns: str, keeps_words: bool = False) -> dict[str, PreTokenizer]:
-    return dict.fromkeys(names.split(), PreTokenizer(patterns, keeps_words, adds_bos=keeps_words))
+def _named(names: str, *patterns: str, keeps_words: bool = False, composes: bool = False) -> dict[str, PreTokenizer]:
+    return dict.fromkeys(names.split(), PreTokenizer(patterns, keeps_words, adds_bos=keeps_words, composes=composes))
 
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    **_named("default gpt-2 phi-2 mpt olmo jais trillion roberta-bpe exaone4 mellum gigachat a.x-4.0", _GPT2),
-    **_named("smollm starcoder refact command-r codeshell exaone minerva-7b", r"\p{N}", _GPT2),
+    **_named("default gpt-2 phi-2 jais trillion roberta-bpe exaone4 mellum gigachat a.x-4.0", _GPT2),
+    **_named("mpt olmo", _GPT2, composes=True),
+    **_named("smollm starcoder refact codeshell exaone minerva-7b", r"\p{N}", _GPT2),
+    **_named("command-r", r"\p{N}", _GPT2, composes=True),
     **_named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0", _LLAMA3, keeps_words=True),
     **_named("smaug-bpe dbrx glm4 chatglm-bpe", _LLAMA3),
     **_named("deepseek-r1-qwen stablelm2 hunyuan megrez kormo", _QWEN2),
-    "qwen2": PreTokenizer((_QWEN2,), composes=True),
+    **_named("qwen2", _QWEN2, composes=True),
     **_named("tekken", _by_case("", r"\p{N}"), keeps_words=True),
     **_named("gpt-4o llama4 kanana2", _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")),
     **_named("seed-coder", _SEED_CODER),
@@ -71,8 +73,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 _BY_ARCHITECTURE = {
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen3", "qwen3moe"), "qwen2"),
-    **dict.fromkeys(("gpt2", "gptneox", "phi2"), "gpt-2"),
-    **{"starcoder2": "starcoder", "command-r": "command-r"},
+    **dict.fromkeys(("gpt2", "phi2"), "gpt-2"),
+    **{"gptneox": "mpt", "starcoder2": "starcoder", "command-r": "command-r"},  # MPT has GPT-NeoX's
 }
 
 
