@@ -70,6 +70,36 @@ def test_every_length_number_of_rows_and_of_parts(window: int | None) -> None:
             np.testing.assert_allclose(attention(window)(*given), wanted, atol=2e-6, err_msg=f"{length} {rows} {parts}")
 
 
+@pytest.mark.parametrize("target", ["llvm", "llvm -mcpu=x86-64-v3", "llvm -mcpu=x86-64"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (4, 2, 80), (3, 1, 72), (2, 1, 64), (4, 1, 256)])
+def test_a_row_beside_others_rounds_as_it_does_alone(
+    heads: int, kv_heads: int, width: int, dtype: str, target: str
+) -> None:
+    """Tiles of a few rows had several sums of each element, those of more rows one."""
+    page = 64  # as of language models
+    changes = {
+        "q": (("n", heads, width), "float32"),
+        "keys": ((kv_heads, "p", width, page), dtype),
+        "values": ((kv_heads, "p", page, width), dtype),
+    }
+    bb = BlockBuilder()
+    with bb.function("main", **types(**changes)) as params:
+        bb.result(bb.emit(ops.paged_attention(*params, scale=width**-0.5, block=32)))
+    exe = rl.compile(bb.module(), target=target)
+    rng = np.random.default_rng(width)
+    keys, values = rng.standard_normal((2, kv_heads, PAGES, width, page)).astype(dtype)
+    values = np.ascontiguousarray(values.swapaxes(2, 3))
+    table = rng.permutation(PAGES).astype(np.int32)[None]
+    for length, rows in ((2, 2), (9, 3), (66, 8), (300, 5), (500, 7)):
+        q = rng.standard_normal((rows, heads, width)).astype(np.float32)
+        first = length - rows
+        together = exe(q, keys, values, table, np.array([(0, 0, rows, first, 0, 1)]))
+        for row in range(rows):
+            alone = exe(q[row : row + 1], keys, values, table, np.array([(0, 0, 1, first + row, 0, 1)]))
+            np.testing.assert_array_equal(together[row], alone[0], err_msg=f"{length} {rows} {row}")
+
+
 def test_sinks_take_their_share_however_large_they_are() -> None:
     """As if each sequence began with one more key, whose value is 0; -inf is none."""
     params = {**types(), "sinks": TensorType.of((HEADS,), "float32")}

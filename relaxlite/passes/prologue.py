@@ -141,6 +141,7 @@ class Stream:
     column: SymVar
     row: SymVar | None
     period: int = 1
+    enough_sums: int = ENOUGH_SUMS
     panel: Buffer | None = None  # [steps, columns of a tile]: where the operand is kept as well, for other rows
 
     def sums(
@@ -181,7 +182,7 @@ class _StreamedTile:
     def _copies(self) -> int:
         """How many sums each element has, of every so many steps, for the latency of the additions."""
         vectors, _ = self._counts
-        return max(1, ENOUGH_SUMS // vectors)
+        return max(1, self.stream.enough_sums // vectors)
 
     def code(self) -> tuple[Allocate, Load]:
         found, (count, wide) = self.found, self._counts

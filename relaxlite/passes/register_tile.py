@@ -251,10 +251,11 @@ class Tile:
         """The steps of `over_panels`, added to `totals`, whose first element is that of column and row `corner`."""
         (first, base), (begin, end), outer = corner, blocks, self._stmts[1]
         assert isinstance(outer, For) and isinstance(outer.body, Store)
-        part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=PANEL_STEPS - 1)
-        start, depth = part * PANEL_STEPS, as_int(outer.extent)
-        is_whole = depth is not None and depth % PANEL_STEPS == 0
-        extent = sym(PANEL_STEPS) if is_whole else smin(PANEL_STEPS, outer.extent - start)
+        depth = as_int(outer.extent)
+        most = max(PANEL_STEPS, depth or 0) if self.enough_sums == 1 else PANEL_STEPS  # one sum: in one piece
+        part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=most - 1)
+        start, is_whole = part * most, depth is not None and depth % most == 0
+        extent = sym(most) if is_whole else smin(most, outer.extent - start)
         index = SymVar(f"{self._row.var.name}i", lower=0)
         top, height = SymVar(f"{self._row.var.name}0", lower=0), SymVar("rows", upper=self.most_rows)
 
@@ -274,13 +275,13 @@ class Tile:
             code = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
             return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
 
-        panels = [Buffer("panel", (sym(PANEL_STEPS), total.shape[1]), total.dtype, "local") for total in totals]
+        panels = [Buffer("panel", (sym(most), total.shape[1]), total.dtype, "local") for total in totals]
         making, reading = [], []
         for own, panel, total, operand in zip(self._tiles, panels, totals, operands, strict=True):
             steps = own._stmts[1]
             assert isinstance(steps, For)
             fresh, load = Substitute({steps.var: start + step}), Load(panel, (step, self.column.var - first))
-            stream = Stream(0, self.column.var, self._row.var, panel=panel)
+            stream = Stream(0, self.column.var, self._row.var, enough_sums=own.enough_sums, panel=panel)
             making.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
             reading.append((own, For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(steps.body))), total))
         if fill is not None:
@@ -290,7 +291,7 @@ class Tile:
         code: Stmt = seq(made, For(index, end - rest, tile(rest + index, reading, masked=False)))
         for panel in reversed(panels):
             code = Allocate(panel, code)
-        return For(part, ceildiv(outer.extent, PANEL_STEPS), code)
+        return For(part, ceildiv(outer.extent, most), code)
 
     @property
     def _row(self) -> For:

@@ -404,6 +404,8 @@ class _Rules:
             has_few_rows = bool(self.program.attrs.get(VARIANTS))  # of which none would have time to ask for more
             is_plain = packs and dots is None and not prologues and not has_few_rows
             choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
+            if self.is_counted_by_data(block, column):
+                choice = replace(choice, sums=1)
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
                     self.panels.setdefault(operand, width)  # a variant before this one may have chosen
@@ -429,6 +431,12 @@ class _Rules:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
         return tiled_turned(block, turned, lanes, registers, usual)
+
+    def is_counted_by_data(self, block: Block, column: For) -> bool:
+        """Whether data say how many rows there are, as in attention: a row comes now alone, now beside others. Each
+        element is then one sum, in the order of its terms, so that results are the same to the last bit."""
+        row = block.row_loop(column)
+        return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
     def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
         """A sum of several products per step, as Winograd's inner product is. Its tiles are one vector wide, so that

@@ -156,7 +156,7 @@ def tiled_prologue(
     if not pieces:
         return Seq(())
 
-    streaming = Stream(registers, column.var, None if row is None else row.var, found.period)
+    streaming = Stream(registers, column.var, None if row is None else row.var, found.period, tile.enough_sums)
     low = replace(tile, stream=streaming)
     down = _counter("row" if row is None else f"{row.var.name}o", low.rows.count)
     tiles = by_piece(pieces, across[0], lambda piece, number: low(piece, number, down[0]))
