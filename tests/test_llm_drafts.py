@@ -250,7 +250,13 @@ def compiled() -> CompiledEngine:
     return CompiledEngine(rl.compile(build_step(made), precision="int12"))
 
 
-def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(compiled: CompiledEngine) -> None:
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(kv_heads: int, cache_dtype: str) -> None:
+    """Of 4, 2 and 1 heads that share keys, so of tiles with at least as many rows."""
+    shape = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_width": 16, "intermediate": 96}
+    tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 16)), "q4_0")
+    compiled = CompiledEngine(rl.compile(build_step(tiny, cache_dtype=cache_dtype), precision="int12"))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
     sequence = compiled.new()
     alone = np.concatenate([compiled.forward([(sequence, [token])])[0] for token in tokens])

@@ -26,7 +26,6 @@ from relaxlite.frontend.llm.layers import Decoder
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.ops.block_codes import rotated
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
@@ -110,14 +109,10 @@ def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: 
 
 
 @lru_cache(maxsize=4)  # one array of all layers, which a compiled model then holds once
-def _rotation(width: int) -> np.ndarray[Any, Any]:
-    """An orthogonal matrix (width, width): queries and keys that are both multiplied by it have the same products, and
-    no element of a key is much larger than others, which would spoil these in 8 bits (Ashkboos et al., "QuaRot", arXiv
-    2404.00456). Signs, and the Walsh-Hadamard matrix of the largest power of two that divides the width."""
-    size = width & -width
-    signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (width, 1))
-    mixed = np.array(rotated(list(np.eye(size)))) / size**0.5
-    found = (signs * np.kron(np.eye(width // size), mixed)).astype(np.float32)
+def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
+    """Random signs, as large as a Walsh-Hadamard matrix of `size` needs to be orthogonal."""
+    found = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), width) / size**0.5
+    found = found.astype(np.float32)
     found.flags.writeable = False
     return found
 
@@ -140,7 +135,7 @@ class CachedAttention:
         keys, values, *scales = self.pools[at : at + count]
         assert isinstance(keys.ty, TensorType)
         if scales:
-            q, k = (d.op("matmul", x, _rotation(c.head_width)) for x in (q, k))
+            q, k = self._rotated(q), self._rotated(k)
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
         made = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
         if scales:
@@ -154,6 +149,15 @@ class CachedAttention:
             "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:], *sinks,
             scale=scale, window=window, cap=c.score_cap, block=self.block,
         )  # fmt: skip
+
+    def _rotated(self, x: Expr) -> Expr:
+        """Times an orthogonal matrix: queries and keys that both are have the same products, and no element of a key is
+        much larger than others, which would spoil these in 8 bits (Ashkboos et al., "QuaRot", arXiv 2404.00456). Signs,
+        and the Walsh-Hadamard matrix of the largest power of two that divides the width. As every row is added up
+        alike, a token beside others is stored as it is alone."""
+        d, width = self.decoder, self.decoder.config.head_width
+        size = width & -width
+        return d.op("walsh_hadamard", d.op("multiply", x, _signs(width, size)), size=size)
 
     def _stored(self, x: Expr, dtype: str) -> tuple[Expr, Expr | None]:
         """Keys or values (n, heads, width) as the cache holds them, and the scale (n, heads, 1) of each for int8."""

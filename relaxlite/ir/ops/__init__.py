@@ -12,6 +12,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     data_dependent,
     detection,
     elementwise,
+    hadamard,
     indexing,
     kv_cache,
     linalg,
