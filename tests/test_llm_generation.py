@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,26 @@ def test_stray_bytes_before_a_character_of_several_tokens_are_shown_once() -> No
         stream = TextStream(tokenizer)
         shown = "".join(stream.push(byte) for byte in text) + stream.finish()
         assert shown == tokenizer.decode(list(text)), text
+
+
+@pytest.mark.parametrize("token", [0x80, 0xF0, START, 999])
+def test_tokens_without_text_cost_the_same_however_many_came_before(
+    token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, decoded = Tokenizer(tokenizer_json()), 0
+    decode = tokenizer.decode
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    stream = TextStream(tokenizer, [65])
+    tokens = [token] * 1000 + tokenizer.encode("é")
+    shown = "".join(map(stream.push, tokens)) + stream.finish()
+    assert decoded < 100 * len(tokens)
+    assert shown == decode(tokens)
 
 
 @pytest.mark.parametrize("text", ["naïve 日本語 🦊", "plain", ""])
