@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -340,6 +341,8 @@ def test_a_chat_that_was_stopped_goes_on() -> None:
         (["a", "x" * 70], {}, "prompt 1 has 70 tokens, and the context holds 64"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1, got 0"),
         ("a", {"temperature": -1}, "temperature must be a number from 0, got -1"),
+        ("a", {"temperature": 10**400}, "temperature must be a number from 0, got 1000"),
+        ("a", {"repetition_penalty": Fraction(1, 10**400)}, "repetition_penalty must be a number from 0, 0 excluded"),
         ("a", {"temperature": float("nan")}, "temperature must be a number from 0, got nan"),
         ("a", {"top_k": 1.5}, "top_k must be a whole number from 0"),
         ("a", {"top_p": 0}, "top_p must be a number from 0 to 1, 0 excluded, got 0"),
