@@ -78,7 +78,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a GGUF file or a Hugging Face folder."""
     text = path_text(path)
     if not text or os.path.isdir(text):
-        return bool(text) and (Path(text) / "config.json").exists()
+        return bool(text) and os.path.exists(Path(text) / "config.json")
     return _start(Path(text)).startswith(_CHECKPOINT)
 
 
@@ -117,12 +117,12 @@ def _is_onnx(source: Path) -> bool:
     start = _start(source)
     if start.startswith(_CHECKPOINT):
         raise ArtifactError(f"cannot load {source}: it is the checkpoint of a language model; use relaxlite.llm.load")
-    return start.startswith(_ONNX) or (source.suffix == ".onnx" and source.is_file() and start != MAGIC)
+    return start.startswith(_ONNX) or (source.suffix == ".onnx" and os.path.isfile(source) and start != MAGIC)
 
 
 def _start(path: Path) -> bytes:
     """How a file begins; nothing where it cannot be read, or is a pipe, which could not be read again."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file() raises OSError for paths that are too long
         return b""
     try:
         with open(path, "rb") as file:

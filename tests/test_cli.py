@@ -385,6 +385,17 @@ def test_run_writes_every_output(run: Run) -> None:
     np.testing.assert_array_equal(np.load("out/deep/twice_ids.npy"), np.arange(5) * 2)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="files have no modes there")
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_outputs_are_readable_for_whom_the_umask_says(run: Run, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert run("run", "toy.rlx", "--shape", "x:0=2x4", "--output-dir", "out").status == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in Path("out").iterdir()} == {0o666 & ~umask}
+
+
 def test_random_inputs_have_the_shape_range_and_seed_that_are_asked_for(run: Run) -> None:
     def outputs(*options: str) -> np.ndarray:
         done = run("run", "toy.rlx", "--shape", "x:0=9x4", *options, "--output-dir", "out")

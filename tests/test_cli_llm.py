@@ -503,6 +503,14 @@ def test_figures_of_an_evaluation_are_json(run: Run, tmp_path: Path) -> None:
     assert found["loss_error"] is None and found["perplexity"] > 1
 
 
+def test_infinite_figures_of_a_comparison_are_json(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("ab")
+    done = run("eval", "tiny.rlx", "--text", str(tmp_path / "short.txt"), "--against", "tiny.rlx", "--json")
+    assert (done.status, done.err.count("bug")) == (0, 0)
+    comparison = json.loads(done.out, parse_constant=pytest.fail)["comparison"]
+    assert comparison["kl_divergence_error"] is None and comparison["kl_divergence"] == 0
+
+
 def test_a_second_interrupt_ends_the_program() -> None:
     with pytest.raises(KeyboardInterrupt), chat_command._interruptible() as seen:
         os.kill(os.getpid(), signal.SIGINT)

@@ -95,6 +95,8 @@ def test_options_of_a_checkpoint_are_refused_for_what_is_compiled(saved: Path) -
         for path in (None, 5):
             with pytest.raises(InvalidArgumentError, match=f"by the path of its file, got {path}"):
                 load(path)  # type: ignore[arg-type]
+        with pytest.raises(ArtifactError, match="too long"):
+            load("x" * 5000)
 
 
 def test_loading_needs_neither_compiler_nor_transformers(saved: Path) -> None:

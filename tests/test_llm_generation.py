@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,26 @@ def test_stray_bytes_before_a_character_of_several_tokens_are_shown_once() -> No
         stream = TextStream(tokenizer)
         shown = "".join(stream.push(byte) for byte in text) + stream.finish()
         assert shown == tokenizer.decode(list(text)), text
+
+
+@pytest.mark.parametrize("token", [0x80, 0xF0, START, 999])
+def test_tokens_without_text_cost_the_same_however_many_came_before(
+    token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, decoded = Tokenizer(tokenizer_json()), 0
+    decode = tokenizer.decode
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    stream = TextStream(tokenizer, [65])
+    tokens = [token] * 1000 + tokenizer.encode("é")
+    shown = "".join(map(stream.push, tokens)) + stream.finish()
+    assert decoded < 100 * len(tokens)
+    assert shown == decode(tokens)
 
 
 @pytest.mark.parametrize("text", ["naïve 日本語 🦊", "plain", ""])
@@ -319,6 +341,8 @@ def test_a_chat_that_was_stopped_goes_on() -> None:
         (["a", "x" * 70], {}, "prompt 1 has 70 tokens, and the context holds 64"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1, got 0"),
         ("a", {"temperature": -1}, "temperature must be a number from 0, got -1"),
+        ("a", {"temperature": 10**400}, "temperature must be a number from 0, got 1000"),
+        ("a", {"repetition_penalty": Fraction(1, 10**400)}, "repetition_penalty must be a number from 0, 0 excluded"),
         ("a", {"temperature": float("nan")}, "temperature must be a number from 0, got nan"),
         ("a", {"top_k": 1.5}, "top_k must be a whole number from 0"),
         ("a", {"top_p": 0}, "top_p must be a number from 0 to 1, 0 excluded, got 0"),

@@ -526,6 +526,33 @@ def test_tokenizer_template_and_stops(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path).tokenizer is None
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"post_processor": {"type": "Sequence", "processors": steps}} for steps in (None, 5, [5], [None])),
+        *({"post_processor": {"type": "TemplateProcessing", "single": pieces}} for pieces in (5, [5], {"a": 1})),
+        {"post_processor": {"single": [{"SpecialToken": {}}]}},
+        {"added_tokens": [{"id": 1, "content": ["<s>"]}]},
+    ],
+)
+def test_a_malformed_tokenizer_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, tokenizer={"added_tokens": [special(5, "<s>")], **changes})
+    with pytest.raises(ImportModelError, match="the tokenizer is malformed"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer={"added_tokens": []})
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(ImportModelError, match=r"chat_template.jinja: cannot be read: 'utf-8' codec"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_path_that_is_too_long_is_that_of_no_file() -> None:
+    with pytest.raises(ImportModelError, match="xx: no such file or folder"):
+        read_checkpoint("x" * 5000)
+
+
 def test_the_licence_stands_in_the_model_card(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Model\n")

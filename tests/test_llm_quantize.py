@@ -95,6 +95,9 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     whole = checkpoint(embed=floats(8, 64))
     with pytest.raises(InvalidArgumentError, match="cannot quantize to 'q3_k'; known are q4_0, q4_1, q5_0, q5_1, q8_0"):
         quantize_checkpoint(whole, "q3_k")
+    for other in (5, b"q4_0", ["q4_0"], True):
+        with pytest.raises(InvalidArgumentError, match="cannot quantize to "):
+            quantize_checkpoint(whole, other)  # type: ignore[arg-type]
     with pytest.raises(ImportModelError, match=r"tiny: weight embed is quantized already \(Q8_0\)"):
         quantize_checkpoint(quantize_checkpoint(whole, "q4_0"), "q4_0")
     with pytest.raises(ImportModelError, match="no weight has rows of whole blocks of 32"):

@@ -309,6 +309,21 @@ def test_marks_before_a_character_do_not_cut_it(make: Any) -> None:
     assert pieces == [""] * 6 + ["😀"]
 
 
+@pytest.mark.parametrize("make", [bytes_tokenizer, lambda: Tokenizer(tokenizer_json())])
+def test_long_runs_of_bytes_that_are_no_text_read_as_all_of_them_do(make: Any) -> None:
+    """In SentencePiece's decoder one such byte spoils the characters behind it, up to the next token that is none."""
+    tokenizer = make()
+    first = 4 if make is bytes_tokenizer else 0
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        stray = [b"\x80", b"\xf0", b"\x9f", b"\xff", *(bytes([byte]) for byte in rng.integers(128, 256, 4))]
+        letters = [*stray, "é".encode()]
+        text = b"\xff" + b"".join(letters[k] for k in rng.integers(0, len(letters), 100))
+        tokens = [first + byte for byte in text] + tokenizer.encode("a é", marks=False)
+        stream = TextStream(tokenizer)
+        assert "".join(map(stream.push, tokens)) + stream.finish() == tokenizer.decode(tokens), text
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from relaxlite.runtime.executable import (
     VMFunction,
     validate,
 )
-from relaxlite.runtime.host import LARGE_RESULT
+from relaxlite.runtime.host import LARGE_RESULT, OUT_BYTES, OUT_COPIED, FrameLayout
 from relaxlite.runtime.memory import MEMORY_LIMIT
 from relaxlite.runtime.module import Executable, load
 from relaxlite.runtime.vm import register_extern
@@ -217,9 +218,9 @@ def test_scalars_and_models_without_inputs(object_code: bytes) -> None:
     assert runs_natively(exe, []) and exe() == 7 and exe().shape == ()
 
 
-def test_sizes_that_depend_on_data(object_code: bytes, blocks: Counter[str]) -> None:
+def data_dependent(object_code: bytes) -> ExecutableData:
     """n comes from a tensor's values, so that Python cannot prepare the result: its guess is wrong, and it copies."""
-    data = data_of(
+    return data_of(
         object_code,
         (TensorSpec("k", "int64", (1,)), X),
         (out("n"), out("m")),
@@ -235,6 +236,10 @@ def test_sizes_that_depend_on_data(object_code: bytes, blocks: Counter[str]) -> 
         Ret(8),
         constants=(floats(100),),
     )
+
+
+def test_sizes_that_depend_on_data(object_code: bytes, blocks: Counter[str]) -> None:
+    data = data_dependent(object_code)
     exe, slow = Executable(data), interpreted(Executable(data))
     for k in (0, 2, 50, 3, 102, -2):
         assert_same_both_ways(exe, [np.array([k]), floats(5)], slow)
@@ -686,6 +691,58 @@ def test_results_that_are_copied_are_freed(object_code: bytes, blocks: Counter[s
     for flag in (True, False, True):
         exe(np.array(flag))
     assert (blocks["allocated"], blocks["freed"]) == (5, 5)
+
+
+def interrupted_behind(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """Ctrl-C as Python notices it: when a function that is not Python's returns, here for the last of `calls`."""
+    left = itertools.count(calls - 1, -1)
+
+    def call_and_interrupt(*args: Any) -> Any:
+        found = function(*args)
+        if next(left) == 0:
+            raise KeyboardInterrupt
+        return found
+
+    return call_and_interrupt
+
+
+@pytest.mark.parametrize(("place", "calls"), [("run", 1), ("empty", 1), ("empty", 2), ("empty", 3), ("finish", 1)])
+def test_ctrl_c_leaks_nothing_and_copies_no_result_into_an_array_of_another_size(
+    object_code: bytes, blocks: Counter[str], monkeypatch: pytest.MonkeyPatch, place: str, calls: int
+) -> None:
+    exe, args = Executable(data_dependent(object_code)), (np.array([50]), floats(5))
+    host = exe._host
+    assert host is not None and len(exe(*args)[1]) == 50
+    finish, layout = host._finish, FrameLayout.of(exe.data.signature)
+
+    def checked_finish(address: int) -> None:
+        words = (ctypes.c_int64 * layout.heap).from_address(address)
+        for at in layout.outputs:
+            if words[at + OUT_COPIED]:
+                assert ctypes.cast(words[at], ctypes.py_object).value.nbytes == words[at + OUT_BYTES]
+        finish(address)
+
+    monkeypatch.setattr(host, "_finish", checked_finish)
+    with monkeypatch.context() as patch:
+        owner, name = (np, place) if place == "empty" else (host, f"_{place}")
+        patch.setattr(owner, name, interrupted_behind(getattr(owner, name), calls))
+        with pytest.raises(KeyboardInterrupt):
+            exe(*args)
+    assert blocks["allocated"] == blocks["freed"] > 0
+    assert len(exe(*args)[1]) == 50
+    assert blocks["allocated"] == blocks["freed"]
+
+
+def test_ctrl_c_in_a_call_that_gave_up_frees_nothing_twice(
+    object_code: bytes, blocks: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exe = Executable(data_dependent(object_code))
+    host = exe._host
+    assert host is not None and runs_natively(exe, [np.array([50]), floats(5)])
+    monkeypatch.setattr(host, "_run", interrupted_behind(host._run, 1))
+    with pytest.raises(KeyboardInterrupt):
+        host((np.array([3]), floats(5)))
+    assert blocks["allocated"] == blocks["freed"] > 0
 
 
 def test_arenas_stay_with_their_frames_until_released(object_code: bytes) -> None:

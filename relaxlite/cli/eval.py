@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -40,11 +41,17 @@ def execute(args: argparse.Namespace) -> None:
         )  # fmt: skip
     if args.json:
         given = {name: getattr(args, name) for name in ("model", "against", "quantize", "cache_dtype", "precision")}
-        figures = {name: None if value == math.inf else value for name, value in asdict(found).items()}
-        print(json.dumps({**given, **figures}, allow_nan=False))
+        print(json.dumps({**given, **_without_infinities(asdict(found))}, allow_nan=False))
     else:
         _show(args, found)
     print(f"{found.tokens} tokens in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has none: null in their place."""
+    if isinstance(value, dict):
+        return {name: _without_infinities(figure) for name, figure in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _reference_options(args: argparse.Namespace) -> argparse.Namespace:

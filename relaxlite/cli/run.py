@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -56,14 +55,13 @@ def _save(outputs: Mapping[str, np.ndarray], folder: Path) -> dict[str, Path]:
     """Each file appears whole or not at all. Gives the path of each output."""
     paths = {name: folder / file for name, file in file_names(outputs).items()}
     for name, path in paths.items():
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        temporary = folder / f".{os.urandom(8).hex()}.tmp"
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "xb") as file:
                 np.save(file, outputs[name], allow_pickle=False)
             os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        finally:
+            temporary.unlink(missing_ok=True)
     return paths
 
 

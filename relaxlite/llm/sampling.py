@@ -42,22 +42,29 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _require("temperature", self.temperature, 0, math.inf)
-        _require("top_p", self.top_p, 0, 1, is_open=True)
-        _require("min_p", self.min_p, 0, 1)
-        _require("repetition_penalty", self.repetition_penalty, 0, math.inf, is_open=True)
+        numbers = {
+            "temperature": _number("temperature", self.temperature, 0, math.inf),
+            "top_p": _number("top_p", self.top_p, 0, 1, is_open=True),
+            "min_p": _number("min_p", self.min_p, 0, 1),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0, math.inf, is_open=True),
+        }
         if not isinstance(self.top_k, Integral) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise InvalidArgumentError(f"top_k must be a whole number from 0 (all tokens), got {self.top_k!r}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):  # fractions, NumPy's numbers
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
         object.__setattr__(self, "top_k", int(self.top_k))
 
 
-def _require(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not low <= float(value) <= high or (is_open and value == low) or math.isinf(value):  # type: ignore[arg-type]
+def _number(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> float:
+    """Of a fraction or one of NumPy's numbers, too."""
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high or (is_open and number == low) or math.isinf(number):
         limits = f"from {low}" + ("" if math.isinf(high) else f" to {high}") + (f", {low} excluded" if is_open else "")
         raise InvalidArgumentError(f"{name} must be a number {limits}, got {value!r}")
+    return number
 
 
 class Sampler:

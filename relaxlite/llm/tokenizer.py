@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"  # what bytes become that are no UTF-8 (yet)
 _LONGEST = 4  # bytes of a character in UTF-8, each of which may be a token
+_END = 4 * _LONGEST  # tokens: what follows them reads alike, whatever bytes that make no characters are before them
 
 
 class Tokenizer:
@@ -52,6 +53,15 @@ class Tokenizer:
     def is_same(self, other: Tokenizer) -> bool:
         """Whether tokens mean the same to another tokenizer."""
         return self._json == other._json or self._library.get_vocab() == other._library.get_vocab()
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        return frozenset(token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
+
+    def is_silent(self, token: int) -> bool:
+        """Whether texts are the same without a token: a special one, or one that the vocabulary lacks."""
+        name = self._library.id_to_token(token)
+        return name is None or name in self._special
 
     def encode(self, text: str, *, marks: bool = True) -> list[int]:
         """Tokens of a text. `marks`: with those that the model wants around every text; a chat template writes its own.
@@ -92,27 +102,43 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._shown, self._waiting = _at_characters(tokenizer, before)
-        self._said = self._text()  # of those that wait; at first how a character reads that `before` ends within
+        # of those that wait; at first how a character reads that `before` ends within
+        self._said = self._text(self._waiting)
 
     def push(self, token: int) -> str:
         """The text that a token completes; "" while a character is unfinished."""
+        if self._tokenizer.is_silent(token):
+            return ""
         self._waiting.append(token)
-        text = self._text()
+        text = self._text(self._waiting)
         if not text.endswith(_REPLACEMENT):
             return self._say(text, is_whole=bool(text))
         ends = len(text) - len(text.rstrip(_REPLACEMENT))  # bytes, of which the last may become a character
-        return self._say(text[: len(text) - min(ends, _LONGEST - 1)], is_whole=False)
+        new = self._say(text[: len(text) - min(ends, _LONGEST - 1)], is_whole=False)
+        if len(self._waiting) > 2 * _END:
+            self._shorten(text)
+        return new
 
     def finish(self) -> str:
         """What still waits, finished or not."""
-        return self._say(self._text(), is_whole=True)
+        return self._say(self._text(self._waiting), is_whole=True)
 
-    def _text(self) -> str:
-        """Of the tokens that wait."""
+    def _shorten(self, text: str) -> None:
+        """Forget tokens in the midst of those that wait, which read as `text`: as many tokens have made no character,
+        the first of them never will. These stay, as they spoil the bytes beside them in the decoder of SentencePiece,
+        and so do the last, of which some may begin one."""
+        unsaid = text[len(self._said) :]
+        waiting = [*self._waiting[:_LONGEST], *self._waiting[-_END:]]
+        short = self._text(waiting)
+        if len(short) < len(text) and short.endswith(unsaid):
+            self._waiting, self._said = waiting, short[: len(short) - len(unsaid)]
+
+    def _text(self, waiting: list[int]) -> str:
+        """Of tokens that wait."""
         before = self._tokenizer.decode(self._shown)
-        whole = self._tokenizer.decode([*self._shown, *self._waiting])
+        whole = self._tokenizer.decode([*self._shown, *waiting])
         if not whole.startswith(before) and not before.endswith(_REPLACEMENT):
-            return self._tokenizer.decode(self._waiting)  # bytes that are no text yet spoil those beside them
+            return self._tokenizer.decode(waiting)  # bytes that are no text yet spoil those beside them
         return whole[_common(before, whole) :]
 
     def _say(self, text: str, *, is_whole: bool) -> str:

@@ -113,19 +113,31 @@ class HostFunction:
             frame = _Frame(self._head, self._num_words)
         state = self._prepare(arguments, frame.address)
         if state == READY:
-            words, results = frame.words, []
+            words, prepared = frame.words, []
             for at, first, last, dtype in self._outputs:
                 array = np.empty(words[first:last], dtype)
                 words[at] = id(array)
-                results.append(array)
+                prepared.append(array)
         elif state == REFUSED:
             self._frames.append(frame)
             return None
         else:
-            results = self._make_room(frame)
-        status = self._run(frame.address)
+            prepared = self._make_room(frame)
+        results = prepared
+        try:
+            status = self._run(frame.address)
+            if status > 0:
+                results = self._to_copy_into(frame, prepared)
+        except MemoryError as error:
+            self._let_go(frame)
+            raise HostFailedError from error
+        except BaseException:  # Ctrl-C during run shows when it returns, before its status is known
+            self._let_go(frame)
+            raise
         if status > 0:
-            results = self._copied(frame, results)
+            self._finish(frame.address)
+            for at, *_ in self._outputs:
+                frame.words[at + OUT_OWNER] = 0  # as `_let_go` expects of frames that are not in use
         self._frames.append(frame)
         if status < 0:
             raise HostFailedError
@@ -157,22 +169,22 @@ class HostFunction:
             raise HostFailedError from error
         return results
 
-    def _copied(self, frame: _Frame, prepared: list[np.ndarray]) -> list[np.ndarray]:
+    def _to_copy_into(self, frame: _Frame, prepared: list[np.ndarray]) -> list[np.ndarray]:
         """The results, with new arrays for those that lie elsewhere: in an input, a constant, a block of the host
-        function, or in a prepared array of another shape or result. So all of those live until the copies are made."""
+        function, or in a prepared array of another shape or result. So all of those live until finish has copied."""
         words, results = frame.words, list(prepared)
-        try:
-            for number, (at, first, last, dtype) in enumerate(self._outputs):
-                if words[at + OUT_COPIED]:
-                    results[number] = array = np.empty(words[first:last], dtype)
-                    words[at] = id(array)
-        except MemoryError as error:
-            for at, *_ in self._outputs:
-                words[at + OUT_COPIED] = 0
-            raise HostFailedError from error
-        finally:
-            self._finish(frame.address)
+        for number, (at, first, last, dtype) in enumerate(self._outputs):
+            if words[at + OUT_COPIED]:
+                results[number] = array = np.empty(words[first:last], dtype)
+                words[at] = id(array)
         return results
+
+    def _let_go(self, frame: _Frame) -> None:
+        """Free what run has kept for results, wherever a call has ended. Nothing is copied: the arrays may be those
+        that were prepared, for other sizes."""
+        for at, *_ in self._outputs:
+            frame.words[at + OUT_COPIED] = 0
+        self._finish(frame.address)
 
 
 def _reading_plan(signature: Signature) -> list[int]:

@@ -20,6 +20,13 @@ def read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str
 
     ImportModelError: a file is damaged, or what names a token is none.
     """
+    try:
+        return _read_tokenizer(folder, raw, generation)
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
+        raise ImportModelError(f"{folder}: the tokenizer is malformed ({type(error).__name__}: {error})") from error
+
+
+def _read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> TokenizerData | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -99,8 +106,15 @@ def _chat_templates(folder: Path, said: Mapping[str, Any]) -> dict[str, str]:
     files = {DEFAULT: folder / "chat_template.jinja"} | {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
-    found |= {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    found |= {name: _read_text(path) for name, path in files.items() if path.exists()}
     return {name: template for name, template in found.items() if isinstance(template, str) and template}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (ValueError, OSError) as error:
+        raise ImportModelError(f"{path}: cannot be read: {error}") from error
 
 
 def _first_of_template(processor: Any) -> str | None:

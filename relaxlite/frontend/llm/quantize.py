@@ -35,7 +35,7 @@ def quantize_checkpoint(
     is in blocks already, has values that are not finite or too large for a scale in float16; or there is no matrix that
     could be quantized.
     """
-    kind = kind.upper()
+    kind = str(kind).upper()  # whatever was given: what is no text is no kind either
     if kind not in QUANTIZERS:
         known = ", ".join(name.lower() for name in QUANTIZERS)
         raise InvalidArgumentError(f"cannot quantize to {kind.lower()!r}; known are {known}")

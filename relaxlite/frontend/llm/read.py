@@ -14,8 +14,8 @@ from relaxlite.frontend.llm.hf_folder import read_folder
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """ImportModelError for what is neither a GGUF file nor a folder with config.json."""
     place = Path(path)
-    if place.is_dir():
+    if os.path.isdir(place):
         return read_folder(place)
-    if not place.exists():
+    if not os.path.exists(place):  # nor do paths that are too long, which Path.exists() raises OSError for
         raise ImportModelError(f"{place}: no such file or folder")
     return read_gguf(place)
