@@ -380,7 +380,7 @@ def test_a_chat_in_a_terminal(folder: Path) -> None:
 
 
 def conversation(llm: Any, **options: Any) -> Conversation:
-    given = {"max_new_tokens": None, **options}
+    given = {"max_new_tokens": None, "overflow": "error", **options}
     return Conversation(llm, None, given, is_terminal=False)
 
 
@@ -403,6 +403,9 @@ def test_a_full_context_forgets_the_oldest_messages_and_says_so(
     out, err = capsys.readouterr()
     assert out == "no\nyes\nyes\n"
     assert err.startswith("(the context is full: the 2 oldest messages are forgotten)\n")
+    talk(conversation(llm, max_new_tokens=50), monkeypatch, "c", "d", "e")  # more than half of the context
+    out, err = capsys.readouterr()
+    assert out == "yes\nyes\nyes\n" and err.count("the 2 oldest messages are forgotten") == 2
     talk(conversation(llm), monkeypatch, "y" * 99, "z")
     out, err = capsys.readouterr()
     assert out == "yes\n" and "the context holds 80" in err

@@ -43,6 +43,18 @@ def test_bytes_are_those_of_the_reference(kind: str, case: str) -> None:
     np.testing.assert_array_equal(found.data, wanted)
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_signs_of_zeros_are_those_of_the_reference(kind: str) -> None:
+    """Of quantize_row_*_ref: a peak or least value is taken where it is beyond the one before, from +0 and up."""
+    values = np.full((2, 32), -0.0, np.float32)
+    values[1, :2] = 0.0, 1.0
+    found = quantize(Weight(values, values.shape), kind).data.view(np.uint16)
+    if kind in ("Q4_0", "Q5_0"):
+        assert found[0, 0] == 0x8000  # 0 / -8
+    else:
+        assert found[0, 1] == 0x8000 and found[1, 1] == 0  # the first of zeros
+
+
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_errors_are_below_a_step(kind: str) -> None:
     values = blocks("normal")
@@ -102,8 +114,13 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         quantize_checkpoint(quantize_checkpoint(whole, "q4_0"), "q4_0")
     with pytest.raises(ImportModelError, match="no weight has rows of whole blocks of 32"):
         quantize_checkpoint(checkpoint(q=floats(8, 40)), "q8_0")
-    for value, problem in ((np.nan, "not finite"), (1e30, "too large for scales in float16")):
+    for kind, value, problem in (
+        ("q8_0", np.nan, "not finite"),
+        ("q8_0", 1e30, "too large"),
+        ("q4_1", -7e4, "too large"),
+    ):
         values = np.zeros((3, 32), np.float32)
         values[1, 5] = value
-        with pytest.raises(ImportModelError, match=f"weight head has values .*{problem}"):
-            quantize_checkpoint(checkpoint(head=Weight(values, values.shape)), "q8_0")
+        part = {"head" if kind == "q8_0" else "q": Weight(values, values.shape)}
+        with pytest.raises(ImportModelError, match=f"weight {next(iter(part))} has values .*{problem}"):
+            quantize_checkpoint(checkpoint(**part), kind)

@@ -87,7 +87,7 @@ class Conversation:
             usage = self._last.usage
             used = usage.prompt_tokens + usage.new_tokens - usage.forgotten_tokens
             return f"{stats_text(self._last)}\ncontext: {used} of {self._llm.context} tokens"
-        return HELP if text == "/help" else f"There is no command {text.split()[0]}.\n{HELP}"
+        return HELP if text == "/help" else f"There is no command {text}.\n{HELP}"
 
     def _reply(self, text: str) -> None:
         """Answer, or say why not; then the message counts as not written."""
@@ -120,7 +120,10 @@ class Conversation:
 
     def _make_room(self) -> None:
         """Forget the oldest turns where the context has no room for a reply, and say so."""
-        wanted = min(self._options["max_new_tokens"] or REPLY_ROOM, self._llm.context // 2)
+        given = self._options["max_new_tokens"]
+        wanted = min(given or REPLY_ROOM, self._llm.context // 2)
+        if given and self._options["overflow"] == "error":
+            wanted = given  # which a reply is refused without
         first, kept = len(self._start), list(self._messages)
         used = len(self._llm.encode_chat(kept))
         while len(kept) > first + 2 and used + wanted > self._llm.context:

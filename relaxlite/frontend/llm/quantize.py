@@ -71,8 +71,9 @@ def quantize(weight: Weight, kind: str, name: str = "weight") -> Weight:
         with np.errstate(over="ignore"):
             found = QUANTIZERS[kind](rows.reshape(-1, block.size))
         packed[at : at + step] = found.reshape(len(rows), -1)
-        if np.isinf(block.decode(found)[1].values).any():
-            raise ImportModelError(f"weight {name} has values too large for scales in float16: up to {abs(rows).max()}")
+        _, *numbers = block.decode(found)
+        if any(number is not None and np.isinf(number.values).any() for number in numbers):
+            raise ImportModelError(f"weight {name} has values too large for blocks of float16: up to {abs(rows).max()}")
     return Weight(packed, weight.shape, kind)
 
 
@@ -105,6 +106,7 @@ def _by_peak(bits: int) -> Callable[[Array], Array]:
 
     def quantize_blocks(blocks: Array) -> Array:
         peak = np.take_along_axis(blocks, abs(blocks).argmax(axis=1, keepdims=True), axis=1)
+        peak = np.where(peak == 0, np.float32(0), peak)  # not -0, as the reference has it
         scale = peak / np.float32(-zero)
         codes = _codes(blocks * _inverse(scale) + np.float32(zero + 0.5), 2 * zero - 1)
         return _packed(codes, scale, has_fifth_bit=bits == 5)
@@ -116,7 +118,7 @@ def _by_range(bits: int) -> Callable[[Array], Array]:
     most = (1 << bits) - 1
 
     def quantize_blocks(blocks: Array) -> Array:
-        least = blocks.min(axis=1, keepdims=True)
+        least = np.take_along_axis(blocks, blocks.argmin(axis=1, keepdims=True), axis=1)  # the first of 0 and -0
         scale = (blocks.max(axis=1, keepdims=True) - least) / np.float32(most)
         codes = _codes((blocks - least) * _inverse(scale) + np.float32(0.5), most)
         return _packed(codes, scale, least, has_fifth_bit=bits == 5)
