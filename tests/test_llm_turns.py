@@ -242,6 +242,12 @@ def test_a_prompt_may_be_an_iterator() -> None:
     assert found == model.generate([97, 98], max_new_tokens=3, stop_tokens=()).tokens
 
 
+def test_tokens_to_stop_at_may_be_an_iterator() -> None:
+    model = made(random_logits)
+    last = model.generate("ab", max_new_tokens=9, stop_tokens=()).tokens[4]
+    assert model.generate("ab", max_new_tokens=9, stop_tokens=iter([last])).finish_reason == "stop"
+
+
 def test_a_token_outside_of_the_vocabulary_names_its_prompt() -> None:
     with pytest.raises(InvalidArgumentError, match="prompt 1: token 999 is not in the vocabulary of 258"):
         made(random_logits).generate([[97], [999]])

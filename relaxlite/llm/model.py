@@ -108,7 +108,7 @@ class LanguageModel:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
-        stop_tokens: Sequence[int] | None = None,
+        stop_tokens: Iterable[int] | None = None,
         overflow: str = "error",
         draft: LanguageModel | str | None = LOOKUP,
         logprobs: bool = False,
@@ -248,7 +248,7 @@ class LanguageModel:
         sampling: Sampling,
         seed: int | None,
         stop: str | Sequence[str],
-        stop_tokens: Sequence[int] | None,
+        stop_tokens: Iterable[int] | None,
         overflow: str,
         draft: LanguageModel | str | None,
         logprobs: bool,
@@ -314,15 +314,16 @@ class LanguageModel:
         """Of all constants of the compiled model."""
         return sum(constant.nbytes for constant in self.data.constants) if self.data is not None else 0
 
-    def _stop_tokens(self, given: Sequence[int] | None) -> frozenset[int]:
+    def _stop_tokens(self, given: Iterable[int] | None) -> frozenset[int]:
         if given is None:
             return frozenset(self.description.stop)
         if not hasattr(given, "__iter__"):
             raise InvalidArgumentError(f"stop_tokens must be numbers of tokens, got {given!r}")
-        for token in given:
+        tokens = tuple(given)
+        for token in tokens:
             if not _is_token(token) or not 0 <= token < self.engine.vocab:
                 raise InvalidArgumentError(f"stop_tokens: {token!r} is not in the vocabulary of {self.engine.vocab}")
-        return frozenset(map(int, given))
+        return frozenset(map(int, tokens))
 
     def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None, *, slides: bool) -> int:
         """How many tokens may follow a prompt."""
