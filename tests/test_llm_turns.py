@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,43 @@ def test_a_growth_that_is_interrupted_goes_on_with_the_next_step(after: int, mon
     cache.cancel([(a, 60)])
     cache.remove(a)
     assert cache.used_pages == 0 and sorted(cache._free) == list(range(len(cache._references)))
+
+
+def calls_interrupted(work: Callable[[], object], *events: str) -> Iterator[None]:
+    """Interrupts `work` where Python looks for signals, at one place more each time: where functions are entered, and
+    where they return to if "return" is among the events."""
+    for after in count(1):
+        left = after
+
+        def trace(frame: Any, event: str, arg: object) -> Any:
+            nonlocal left
+            left -= event in events
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            work()
+            return
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        yield
+
+
+def test_an_interruption_leaves_no_lock_taken_for_which_other_threads_would_wait_for_ever(data: Any) -> None:
+    llm = LanguageModel.of(data)
+    engine: Any = llm.engine
+    sequence = engine.new()
+    places = 0
+    for _ in calls_interrupted(lambda: (llm.forget(), engine.drop(sequence, 0)), "call", "return"):
+        places += 1
+        assert not llm._turn.lock._is_owned() and not engine._turn.lock._is_owned()  # type: ignore[attr-defined]
+    assert places > 4
 
 
 def test_an_interrupt_stops_a_reply_at_once_before_its_first_word_and_else_after_a_word() -> None:
@@ -321,7 +361,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> 
     turn, entered, left = Turn(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turn:
+        with turn.lock:
             entered.set()
             left.wait(60)
 
@@ -331,7 +371,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> 
     child = os.fork()
     if not child:
         signal.alarm(20)
-        with turn, turn:
+        with turn.lock, turn.lock:
             os._exit(7)
     _, status = os.waitpid(child, 0)
     left.set()

@@ -57,19 +57,19 @@ class CompiledEngine:
         self._turn = Turn()
 
     def new(self) -> int:
-        with self._turn:
+        with self._turn.lock:
             return self.cache.new()
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        with self._turn:
+        with self._turn.lock:
             return self.cache.fork(sequence, length)
 
     def drop(self, sequence: int, count: int) -> None:
-        with self._turn:
+        with self._turn.lock:
             self.cache.drop(sequence, count)
 
     def remove(self, sequence: int) -> None:
-        with self._turn:
+        with self._turn.lock:
             self.cache.remove(sequence)
 
     def length(self, sequence: int) -> int:
@@ -80,12 +80,12 @@ class CompiledEngine:
     ) -> list[Array]:
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
-        with self._turn, self._appended(batch):
+        with self._turn.lock, self._appended(batch):
             return self._logits(batch, asked, asked if exact is None else exact)
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
-        with self._turn, self._appended([(sequence, tokens)]):
+        with self._turn.lock, self._appended([(sequence, tokens)]):
             self._fill_in({sequence: np.asarray(tokens, np.int64)}, [(sequence, 0, len(tokens))])
 
     @contextmanager

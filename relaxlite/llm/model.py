@@ -395,7 +395,7 @@ class LanguageModel:
 
     def _exchange(self, kept: _Kept | None) -> _Kept | None:
         """What was kept, in place of which this is: no two threads get the same."""
-        with self._turn:
+        with self._turn.lock:
             before, self._kept = self._kept, kept
         return before
 
