@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import signal
 import sys
@@ -137,15 +139,16 @@ def test_a_growth_that_is_interrupted_goes_on_with_the_next_step(after: int, mon
     assert cache.used_pages == 0 and sorted(cache._free) == list(range(len(cache._references)))
 
 
-def calls_interrupted(work: Callable[[], object], *events: str) -> Iterator[None]:
+def calls_interrupted(work: Callable[[], object], *events: str, within: str = "") -> Iterator[None]:
     """Interrupts `work` where Python looks for signals, at one place more each time: where functions are entered, and
-    where they return to if "return" is among the events."""
+    where they return to if "return" is among the events; of files whose path has `within` in it."""
     for after in count(1):
         left = after
 
         def trace(frame: Any, event: str, arg: object) -> Any:
             nonlocal left
-            left -= event in events
+            is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)  # whose end may be seen by nobody
+            left -= event in events and within in frame.f_code.co_filename and not is_generator
             if not left:
                 sys.settrace(None)
                 raise KeyboardInterrupt
@@ -157,10 +160,10 @@ def calls_interrupted(work: Callable[[], object], *events: str) -> Iterator[None
             work()
             return
         except KeyboardInterrupt:
-            pass
+            sys.settrace(before)
+            yield  # while the interruption is on its way
         finally:
             sys.settrace(before)
-        yield
 
 
 def test_an_interruption_leaves_no_lock_taken_for_which_other_threads_would_wait_for_ever(data: Any) -> None:
@@ -172,6 +175,47 @@ def test_an_interruption_leaves_no_lock_taken_for_which_other_threads_would_wait
         places += 1
         assert not llm._turn.lock._is_owned() and not engine._turn.lock._is_owned()  # type: ignore[attr-defined]
     assert places > 4
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_that_is_interrupted_anywhere_leaves_no_lock_taken_and_says_nothing_later(data: Any) -> None:
+    engine: Any = CompiledEngine(Executable(data))
+    sequences = [engine.new()]
+    for _ in calls_interrupted(lambda: engine.forward([(sequences[-1], [1, 2])]), "call", "return"):
+        assert engine.length(sequences[-1]) in (0, 2) and not engine._turn.lock._is_owned()
+        engine.remove(sequences[-1])
+        sequences.append(engine.new())
+    gc.collect()
+    assert engine.length(sequences[-1]) == 2 and len(sequences) > 30
+
+
+@pytest.mark.parametrize("kind", ["chat", "batch"])
+def test_an_interruption_loses_no_sequence(kind: str) -> None:
+    model = made(random_logits)
+    talk = [{"role": "user", "content": "ab"}]
+
+    def work() -> None:
+        if kind == "chat":
+            model.chat(talk, max_new_tokens=2)
+        else:
+            model.generate(["a", "bc"], max_new_tokens=2)
+
+    for _ in calls_interrupted(work, "call", within="/relaxlite/llm/"):
+        kept = model._kept
+        held = set() if kept is None else {kept.sequence}
+        assert model.engine._tokens.keys() == held  # type: ignore[attr-defined]
+        if kind == "chat":
+            model.chat(talk, max_new_tokens=1)
+            assert model._kept is not None and len(model.engine._tokens) == 1  # type: ignore[attr-defined]
+
+
+def test_a_tokenizer_that_cannot_be_read_loses_no_sequence() -> None:
+    model = made(random_logits)
+    model.tokenizer = Tokenizer(b"{}")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="the tokenizer cannot be read"):
+            model.generate([[1, 2], [3]], max_new_tokens=2)
+    assert not model.engine._tokens  # type: ignore[attr-defined]
 
 
 def test_an_interrupt_stops_a_reply_at_once_before_its_first_word_and_else_after_a_word() -> None:

@@ -286,10 +286,15 @@ class LanguageModel:
 
     def _events(self, requests: list[Request], draft: LanguageModel | str | None, *, keeps: bool) -> Any:
         """The pieces of requests. Sequences are opened when the first piece is asked for."""
-        for request in requests:
-            request.sequence, request.reused = self._open(request.prompt) if keeps else (self.engine.new(), 0)
+
+        def begin(request: Request) -> None:
+            if keeps:
+                self._take_kept(request)
+            if not request.sequence:
+                request.sequence = self.engine.new()
             request.drafter = self._drafter(draft)
-        yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
+
+        yield from run(self.engine, self.tokenizer, requests, begin, self._keep if keeps else self._remove, self.forget)
 
     def _check_draft(self, draft: LanguageModel | str | None) -> None:
         if draft is None or draft is self._draft or (isinstance(draft, str) and draft == LOOKUP):
@@ -357,47 +362,50 @@ class LanguageModel:
 
     # sequences
 
-    def _open(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """A sequence for a chat, and how many tokens of its prompt it holds: the kept one, if it has any of them.
+    # A sequence belongs to a request or to what is kept of the last chat. It changes hands under the lock, by one
+    # statement that calls nothing, so that neither another thread nor an interruption comes between.
+
+    def _take_kept(self, request: Request) -> None:
+        """Go on with the sequence of the last chat, if there is one, as far as it is the beginning of this one.
 
         Who uses the kept sequence takes it away, so that interleaved streams do not share it.
         """
-        kept = self._exchange(None)
-        if kept is None:
-            return self.engine.new(), 0
+        with self._turn.lock:
+            kept = self._kept
+            if kept is None:
+                return
+            request.sequence, self._kept = kept.sequence, None
         common = 0
-        for a, b in zip(kept.tokens, prompt[:-1], strict=False):  # the last token is computed again: for its logits
+        for a, b in zip(kept.tokens, request.prompt[:-1], strict=False):  # the last one is needed again: for its logits
             if a != b:
                 break
             common += 1
         if len(kept.tokens) > common:
             self.engine.drop(kept.sequence, len(kept.tokens) - common)
-        return kept.sequence, common
+        request.reused = common
 
     def _keep(self, request: Request, is_sound: bool) -> None:
         if not is_sound or request.forgotten:  # what is left does not begin as the next chat will
             self._remove(request, is_sound)
             return
         written = [*request.prompt, *request.tokens][: self.engine.length(request.sequence)]
-        before = self._exchange(_Kept(request.sequence, written))
+        kept = _Kept(request.sequence, written)
+        with self._turn.lock:
+            before, self._kept, request.sequence = self._kept, kept, 0
         if before is not None:
             self.engine.remove(before.sequence)
 
     def _remove(self, request: Request, is_sound: bool) -> None:
         self.engine.remove(request.sequence)
+        request.sequence = 0
 
     def forget(self) -> bool:
         """Give the memory of the last chat back; says whether there was any."""
-        kept = self._exchange(None)
+        with self._turn.lock:
+            kept, self._kept = self._kept, None
         if kept is not None:
             self.engine.remove(kept.sequence)
         return kept is not None
-
-    def _exchange(self, kept: _Kept | None) -> _Kept | None:
-        """What was kept, in place of which this is: no two threads get the same."""
-        with self._turn.lock:
-            before, self._kept = self._kept, kept
-        return before
 
     def __repr__(self) -> str:
         d = self.description
