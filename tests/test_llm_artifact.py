@@ -292,6 +292,11 @@ def test_checkpoints_without_a_tokenizer_and_contexts_beyond_the_models_are_refu
             build_checkpoint(checkpoint(), max_context=wrong)
 
 
+def test_a_context_may_be_a_number_of_numpy() -> None:
+    (said,) = {attachments_of(checkpoint(), context)["language_model"] for context in (32, np.int64(32))}  # type: ignore[arg-type]
+    assert Description.from_json(said).context == 32
+
+
 def test_a_token_to_stop_at_beyond_the_vocabulary_is_left_out() -> None:
     """As a configuration says that leaves it to its architecture's default: no reply can meet it."""
     tiny = checkpoint()
