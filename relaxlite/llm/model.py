@@ -86,9 +86,11 @@ class LanguageModel:
         tokenizer = Tokenizer(data.attachments[TOKENIZER], bos=description.bos, adds_bos=description.adds_bos)
         if not isinstance(cache_bytes, Real) or isinstance(cache_bytes, bool) or cache_bytes % 1 != 0:
             raise InvalidArgumentError(f"cache_bytes must be a whole number of bytes, got {cache_bytes!r}")
-        engine = CompiledEngine(Executable(data, threads=threads, is_checked=is_checked), max_bytes=int(cache_bytes))
+        executable = Executable(data, threads=threads, is_checked=is_checked)
+        engine = CompiledEngine(executable, max_bytes=int(cache_bytes))
         capacity = engine.cache.max_pages * engine.cache.layout.page
-        return LanguageModel(engine, tokenizer, description, data=data, capacity=capacity)
+        # The executable's data, not what it was made of: it may have copied the weights
+        return LanguageModel(engine, tokenizer, description, data=executable.data, capacity=capacity)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, which `load` reads. Raises ArtifactError."""
