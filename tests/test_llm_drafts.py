@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -225,6 +227,15 @@ def test_guesses_go_on_where_room_was_made_for_them() -> None:
     limit(model, max(held + 14, 50))
     found = model.generate("sing: \n")
     assert found.text == "la " * 11 + "la" and found.usage.accepted_tokens > 15
+
+
+def test_a_draft_model_is_freed_while_the_model_lives_that_it_guessed_for() -> None:
+    model, draft = made(repetitive), made(repetitive)
+    model.generate("abc", max_new_tokens=5, draft=draft)
+    found = weakref.ref(draft)
+    del draft
+    gc.collect()
+    assert found() is None
 
 
 def test_other_drafts_are_refused() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
@@ -66,7 +67,7 @@ class LanguageModel:
         """How many tokens a sequence holds, prompt and reply together."""
         self._kept: _Kept | None = None
         self._turn = Turn()
-        self._draft: LanguageModel | None = None  # whose vocabulary was compared last, which takes a while
+        self._drafts: WeakSet[LanguageModel] = WeakSet()  # whose vocabularies were compared, which takes a while
 
     @staticmethod
     def of(
@@ -299,16 +300,18 @@ class LanguageModel:
         yield from run(self.engine, self.tokenizer, requests, begin, self._keep if keeps else self._remove, self.forget)
 
     def _check_draft(self, draft: LanguageModel | str | None) -> None:
-        if draft is None or draft is self._draft or (isinstance(draft, str) and draft == LOOKUP):
+        if draft is None or (isinstance(draft, str) and draft == LOOKUP):
             return
         if not isinstance(draft, LanguageModel):
             raise InvalidArgumentError(f"draft must be {LOOKUP!r}, a LanguageModel or None, got {draft!r}")
+        if draft in self._drafts:
+            return
         if not self.tokenizer.is_same(draft.tokenizer) or draft.engine.vocab != self.engine.vocab:
             raise InvalidArgumentError(
                 f"draft: {draft.description.name} has another vocabulary ({draft.engine.vocab} tokens) than "
                 f"{self.description.name} ({self.engine.vocab}), so that its guesses would mean something else"
             )
-        self._draft = draft
+        self._drafts.add(draft)
 
     def _drafter(self, draft: LanguageModel | str | None) -> Drafter | None:
         row_cost = self.description.row_cost
