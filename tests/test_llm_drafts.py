@@ -249,6 +249,8 @@ def test_other_drafts_are_refused() -> None:
         InvalidArgumentError, match=r"draft: tiny has another vocabulary \(258 tokens\) than tiny \(258\)"
     ):
         model.generate("a", draft=other)
+    with pytest.raises(InvalidArgumentError, match="draft: a model does not guess for itself, which takes room in its"):
+        model.generate("a", draft=model)
     assert model.engine._tokens == {}  # type: ignore[attr-defined]
 
 

@@ -130,7 +130,7 @@ class LanguageModel:
         draft           where guesses come from of how the text goes on, which a step checks along with its token: they
                         make it faster where they are right, and do not change it, but that float weights and experts
                         may round otherwise, as in a batch. "lookup": what followed the same tokens before; another
-                        LanguageModel of the same vocabulary, a smaller one; None: no guesses
+                        LanguageModel of the same vocabulary, a smaller one, never the model itself; None: no guesses
         logprobs, logits  keep them in the result
         stream          return a Stream of pieces of text instead
 
@@ -304,6 +304,11 @@ class LanguageModel:
             return
         if not isinstance(draft, LanguageModel):
             raise InvalidArgumentError(f"draft must be {LOOKUP!r}, a LanguageModel or None, got {draft!r}")
+        if draft is self:
+            raise InvalidArgumentError(
+                "draft: a model does not guess for itself, which takes room in its cache and no time off; give a "
+                f"smaller one, {LOOKUP!r} or None"
+            )
         if draft in self._drafts:
             return
         if not self.tokenizer.is_same(draft.tokenizer) or draft.engine.vocab != self.engine.vocab:
