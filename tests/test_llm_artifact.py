@@ -65,6 +65,13 @@ def test_a_loaded_model_says_what_the_compiled_one_does(data: ExecutableData, sa
         assert result.tokens == tuple(logits.argmax(axis=1))
 
 
+def test_weights_of_a_compiled_model_are_in_memory_once(data: ExecutableData, saved: Path, tmp_path: Path) -> None:
+    llm = LanguageModel.of(data)
+    assert llm.data is llm.engine._run.data  # type: ignore[attr-defined]
+    artifact.save(data, tmp_path / "before.rlx")
+    assert (tmp_path / "before.rlx").read_bytes() == saved.read_bytes()
+
+
 def test_a_checkpoint_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAXLITE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RELAXLITE_VERIFY_PASSES", "0")  # who asks for that sees each compilation
@@ -292,6 +299,11 @@ def test_checkpoints_without_a_tokenizer_and_contexts_beyond_the_models_are_refu
             InvalidArgumentError, match=f"max_context must be from 1 to the model's own 64, got {wrong}"
         ):
             build_checkpoint(checkpoint(), max_context=wrong)
+
+
+def test_a_context_may_be_a_number_of_numpy() -> None:
+    (said,) = {attachments_of(checkpoint(), context)["language_model"] for context in (32, np.int64(32))}  # type: ignore[arg-type]
+    assert Description.from_json(said).context == 32
 
 
 def test_a_token_to_stop_at_beyond_the_vocabulary_is_left_out() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,15 @@ def test_guesses_go_on_where_room_was_made_for_them() -> None:
     assert found.text == "la " * 11 + "la" and found.usage.accepted_tokens > 15
 
 
+def test_a_draft_model_is_freed_while_the_model_lives_that_it_guessed_for() -> None:
+    model, draft = made(repetitive), made(repetitive)
+    model.generate("abc", max_new_tokens=5, draft=draft)
+    found = weakref.ref(draft)
+    del draft
+    gc.collect()
+    assert found() is None
+
+
 def test_other_drafts_are_refused() -> None:
     model = made(random_logits)
     with pytest.raises(InvalidArgumentError) as caught:
@@ -238,6 +249,8 @@ def test_other_drafts_are_refused() -> None:
         InvalidArgumentError, match=r"draft: tiny has another vocabulary \(258 tokens\) than tiny \(258\)"
     ):
         model.generate("a", draft=other)
+    with pytest.raises(InvalidArgumentError, match="draft: a model does not guess for itself, which takes room in its"):
+        model.generate("a", draft=model)
     assert model.engine._tokens == {}  # type: ignore[attr-defined]
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +139,85 @@ def test_a_growth_that_is_interrupted_goes_on_with_the_next_step(after: int, mon
     assert cache.used_pages == 0 and sorted(cache._free) == list(range(len(cache._references)))
 
 
+def calls_interrupted(work: Callable[[], object], *events: str, within: str = "") -> Iterator[None]:
+    """Interrupts `work` where Python looks for signals, at one place more each time: where functions are entered, and
+    where they return to if "return" is among the events; of files whose path has `within` in it."""
+    for after in count(1):
+        left = after
+
+        def trace(frame: Any, event: str, arg: object) -> Any:
+            nonlocal left
+            is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)  # whose end may be seen by nobody
+            left -= event in events and within in frame.f_code.co_filename and not is_generator
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            work()
+            return
+        except KeyboardInterrupt:
+            sys.settrace(before)
+            yield  # while the interruption is on its way
+        finally:
+            sys.settrace(before)
+
+
+def test_an_interruption_leaves_no_lock_taken_for_which_other_threads_would_wait_for_ever(data: Any) -> None:
+    llm = LanguageModel.of(data)
+    engine: Any = llm.engine
+    sequence = engine.new()
+    places = 0
+    for _ in calls_interrupted(lambda: (llm.forget(), engine.drop(sequence, 0)), "call", "return"):
+        places += 1
+        assert not llm._turn.lock._is_owned() and not engine._turn.lock._is_owned()  # type: ignore[attr-defined]
+    assert places > 4
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_that_is_interrupted_anywhere_leaves_no_lock_taken_and_says_nothing_later(data: Any) -> None:
+    engine: Any = CompiledEngine(Executable(data))
+    sequences = [engine.new()]
+    for _ in calls_interrupted(lambda: engine.forward([(sequences[-1], [1, 2])]), "call", "return"):
+        assert engine.length(sequences[-1]) in (0, 2) and not engine._turn.lock._is_owned()
+        engine.remove(sequences[-1])
+        sequences.append(engine.new())
+    gc.collect()
+    assert engine.length(sequences[-1]) == 2 and len(sequences) > 30
+
+
+@pytest.mark.parametrize("kind", ["chat", "batch"])
+def test_an_interruption_loses_no_sequence(kind: str) -> None:
+    model = made(random_logits)
+    talk = [{"role": "user", "content": "ab"}]
+
+    def work() -> None:
+        if kind == "chat":
+            model.chat(talk, max_new_tokens=2)
+        else:
+            model.generate(["a", "bc"], max_new_tokens=2)
+
+    for _ in calls_interrupted(work, "call", within="/relaxlite/llm/"):
+        kept = model._kept
+        held = set() if kept is None else {kept.sequence}
+        assert model.engine._tokens.keys() == held  # type: ignore[attr-defined]
+        if kind == "chat":
+            model.chat(talk, max_new_tokens=1)
+            assert model._kept is not None and len(model.engine._tokens) == 1  # type: ignore[attr-defined]
+
+
+def test_a_tokenizer_that_cannot_be_read_loses_no_sequence() -> None:
+    model = made(random_logits)
+    model.tokenizer = Tokenizer(b"{}")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="the tokenizer cannot be read"):
+            model.generate([[1, 2], [3]], max_new_tokens=2)
+    assert not model.engine._tokens  # type: ignore[attr-defined]
+
+
 def test_an_interrupt_stops_a_reply_at_once_before_its_first_word_and_else_after_a_word() -> None:
     def press() -> None:
         os.kill(os.getpid(), 2)
@@ -242,6 +326,12 @@ def test_a_prompt_may_be_an_iterator() -> None:
     assert found == model.generate([97, 98], max_new_tokens=3, stop_tokens=()).tokens
 
 
+def test_tokens_to_stop_at_may_be_an_iterator() -> None:
+    model = made(random_logits)
+    last = model.generate("ab", max_new_tokens=9, stop_tokens=()).tokens[4]
+    assert model.generate("ab", max_new_tokens=9, stop_tokens=iter([last])).finish_reason == "stop"
+
+
 def test_a_token_outside_of_the_vocabulary_names_its_prompt() -> None:
     with pytest.raises(InvalidArgumentError, match="prompt 1: token 999 is not in the vocabulary of 258"):
         made(random_logits).generate([[97], [999]])
@@ -330,7 +420,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> 
     turn, entered, left = Turn(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turn:
+        with turn.lock:
             entered.set()
             left.wait(60)
 
@@ -340,7 +430,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> 
     child = os.fork()
     if not child:
         signal.alarm(20)
-        with turn, turn:
+        with turn.lock, turn.lock:
             os._exit(7)
     _, status = os.waitpid(child, 0)
     left.set()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +19,7 @@ CACHE_BYTES = 1 << 30
 CHUNK = 128  # tokens of a long prompt in one step: more take memory and, as caches overflow, 10 to 20 % more time
 FILL = "fill"  # the function that gives no logits
 LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
+_Found = TypeVar("_Found")
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
 
 
@@ -57,19 +57,19 @@ class CompiledEngine:
         self._turn = Turn()
 
     def new(self) -> int:
-        with self._turn:
+        with self._turn.lock:
             return self.cache.new()
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        with self._turn:
+        with self._turn.lock:
             return self.cache.fork(sequence, length)
 
     def drop(self, sequence: int, count: int) -> None:
-        with self._turn:
+        with self._turn.lock:
             self.cache.drop(sequence, count)
 
     def remove(self, sequence: int) -> None:
-        with self._turn:
+        with self._turn.lock:
             self.cache.remove(sequence)
 
     def length(self, sequence: int) -> int:
@@ -80,25 +80,25 @@ class CompiledEngine:
     ) -> list[Array]:
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
-        with self._turn, self._appended(batch):
-            return self._logits(batch, asked, asked if exact is None else exact)
+        return self._appended(batch, lambda: self._logits(batch, asked, asked if exact is None else exact))
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
-        with self._turn, self._appended([(sequence, tokens)]):
-            self._fill_in({sequence: np.asarray(tokens, np.int64)}, [(sequence, 0, len(tokens))])
+        given = {sequence: np.asarray(tokens, np.int64)}
+        self._appended([(sequence, tokens)], lambda: self._fill_in(given, [(sequence, 0, len(tokens))]))
 
-    @contextmanager
-    def _appended(self, batch: Batch) -> Iterator[None]:
-        """The sequences are that much longer afterwards, or as they were where it fails."""
+    def _appended(self, batch: Batch, compute: Callable[[], _Found]) -> _Found:
+        """What is computed, by which the sequences are that much longer; they are as they were where it fails."""
         counts = [(sequence, len(tokens)) for sequence, tokens in batch]
-        self.cache.reserve(counts)
-        try:
-            yield
-        except BaseException:
-            self.cache.cancel(counts)
-            raise
-        self.cache.commit(counts)
+        with self._turn.lock:
+            self.cache.reserve(counts)
+            try:
+                found = compute()
+            except BaseException:
+                self.cache.cancel(counts)
+                raise
+            self.cache.commit(counts)
+        return found
 
     def _logits(self, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
         shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}

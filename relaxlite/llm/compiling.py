@@ -125,7 +125,7 @@ def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
     is_number = isinstance(max_context, Integral) and not isinstance(max_context, bool)
     if max_context is not None and not (is_number and 1 <= max_context <= most):
         raise InvalidArgumentError(f"max_context must be from 1 to the model's own {most}, got {max_context}")
-    return max_context or checkpoint.config.usual_context or most
+    return int(max_context or checkpoint.config.usual_context or most)
 
 
 def _row_cost(checkpoint: Checkpoint) -> float:

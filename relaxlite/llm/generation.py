@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from relaxlite.errors import CacheFullError
+from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.llm.drafts import Drafter
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import Sampler, log_probability
@@ -82,7 +83,7 @@ class Request:
     wants_logits: bool = False
     window: int | None = None
     drafter: Drafter | None = None
-    sequence: int = 0
+    sequence: int = 0  # which engines count from 1; 0: it has none, before it begins and when it has ended
     reused: int = 0  # tokens of the prompt that the sequence has already
 
     begun: int = 0  # tokens of the sequence that were given at once: the prompt, or what was left where it slid
@@ -125,6 +126,7 @@ def run(
     engine: Engine,
     tokenizer: Tokenizer,
     requests: Sequence[Request],
+    begin: Callable[[Request], None],
     release: Callable[[Request, bool], None],
     make_room: Callable[[], bool],
 ) -> Generator[tuple[int, str], None, None]:
@@ -132,21 +134,16 @@ def run(
 
     What a request's drafter guesses is computed along with its last token, and stays as far as it is right.
 
-    The sequences hold `reused` tokens at first. `release(request, is_sound)` takes each sequence back, also when the
-    generator is closed early; unsound is one at which the engine failed.
+    `begin(request)` gives each its sequence, which holds `reused` tokens at first, and its drafter;
+    `release(request, is_sound)` takes the sequence back, also when the generator is closed early or fails; unsound is
+    one at which the engine failed.
 
     Where the cache is full, `make_room` may free some of it; else the last sequence is taken out, and computed again
     when another has ended. CacheFullError: not even one fits.
     """
     names = ["the sequence"] if len(requests) == 1 else [f"sequence {k}" for k in range(len(requests))]
-    writers = {id(r): _Writer(tokenizer, r, name) for r, name in zip(requests, names, strict=True)}
     numbers = {id(r): k for k, r in enumerate(requests)}
-    start = time.perf_counter()
-    for request in requests:
-        request.started, request.begun = start, len(request.prompt)
     active, waiting = list(requests), list[Request]()
-    fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
-    again: dict[int, int] = {}  # of these, how many of the last were computed one by one before
     is_sound, is_full = False, False
 
     def end(request: Request, is_sound: bool) -> None:
@@ -155,6 +152,14 @@ def run(
         release(request, is_sound)
 
     try:
+        for request in requests:
+            begin(request)
+        writers = {id(r): _Writer(tokenizer, r, name) for r, name in zip(requests, names, strict=True)}
+        start = time.perf_counter()
+        for request in requests:
+            request.started, request.begun = start, len(request.prompt)
+        fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
+        again: dict[int, int] = {}  # of these, how many of the last were computed one by one before
         while active:
             for request in active:
                 if request.window is not None:
@@ -199,9 +204,12 @@ def run(
         raise
     finally:
         now = time.perf_counter()
-        for request in [*active, *waiting]:
-            request.ended = request.ended if request.finish_reason is not None else now
-            end(request, is_sound)
+        for request in requests:
+            if request.finish_reason is None:
+                request.ended = now
+            if request.sequence:
+                with suppress(InvalidArgumentError):  # an interruption came when it had just been removed
+                    end(request, is_sound)
 
 
 def _slide(engine: Engine, request: Request, window: int, given: list[int]) -> list[int]:

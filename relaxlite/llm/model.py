@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
@@ -66,7 +67,7 @@ class LanguageModel:
         """How many tokens a sequence holds, prompt and reply together."""
         self._kept: _Kept | None = None
         self._turn = Turn()
-        self._draft: LanguageModel | None = None  # whose vocabulary was compared last, which takes a while
+        self._drafts: WeakSet[LanguageModel] = WeakSet()  # whose vocabularies were compared, which takes a while
 
     @staticmethod
     def of(
@@ -86,9 +87,11 @@ class LanguageModel:
         tokenizer = Tokenizer(data.attachments[TOKENIZER], bos=description.bos, adds_bos=description.adds_bos)
         if not isinstance(cache_bytes, Real) or isinstance(cache_bytes, bool) or cache_bytes % 1 != 0:
             raise InvalidArgumentError(f"cache_bytes must be a whole number of bytes, got {cache_bytes!r}")
-        engine = CompiledEngine(Executable(data, threads=threads, is_checked=is_checked), max_bytes=int(cache_bytes))
+        executable = Executable(data, threads=threads, is_checked=is_checked)
+        engine = CompiledEngine(executable, max_bytes=int(cache_bytes))
         capacity = engine.cache.max_pages * engine.cache.layout.page
-        return LanguageModel(engine, tokenizer, description, data=data, capacity=capacity)
+        # The executable's data, not what it was made of: it may have copied the weights
+        return LanguageModel(engine, tokenizer, description, data=executable.data, capacity=capacity)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, which `load` reads. Raises ArtifactError."""
@@ -108,7 +111,7 @@ class LanguageModel:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
-        stop_tokens: Sequence[int] | None = None,
+        stop_tokens: Iterable[int] | None = None,
         overflow: str = "error",
         draft: LanguageModel | str | None = LOOKUP,
         logprobs: bool = False,
@@ -127,7 +130,7 @@ class LanguageModel:
         draft           where guesses come from of how the text goes on, which a step checks along with its token: they
                         make it faster where they are right, and do not change it, but that float weights and experts
                         may round otherwise, as in a batch. "lookup": what followed the same tokens before; another
-                        LanguageModel of the same vocabulary, a smaller one; None: no guesses
+                        LanguageModel of the same vocabulary, a smaller one, never the model itself; None: no guesses
         logprobs, logits  keep them in the result
         stream          return a Stream of pieces of text instead
 
@@ -248,7 +251,7 @@ class LanguageModel:
         sampling: Sampling,
         seed: int | None,
         stop: str | Sequence[str],
-        stop_tokens: Sequence[int] | None,
+        stop_tokens: Iterable[int] | None,
         overflow: str,
         draft: LanguageModel | str | None,
         logprobs: bool,
@@ -286,22 +289,34 @@ class LanguageModel:
 
     def _events(self, requests: list[Request], draft: LanguageModel | str | None, *, keeps: bool) -> Any:
         """The pieces of requests. Sequences are opened when the first piece is asked for."""
-        for request in requests:
-            request.sequence, request.reused = self._open(request.prompt) if keeps else (self.engine.new(), 0)
+
+        def begin(request: Request) -> None:
+            if keeps:
+                self._take_kept(request)
+            if not request.sequence:
+                request.sequence = self.engine.new()
             request.drafter = self._drafter(draft)
-        yield from run(self.engine, self.tokenizer, requests, self._keep if keeps else self._remove, self.forget)
+
+        yield from run(self.engine, self.tokenizer, requests, begin, self._keep if keeps else self._remove, self.forget)
 
     def _check_draft(self, draft: LanguageModel | str | None) -> None:
-        if draft is None or draft is self._draft or (isinstance(draft, str) and draft == LOOKUP):
+        if draft is None or (isinstance(draft, str) and draft == LOOKUP):
             return
         if not isinstance(draft, LanguageModel):
             raise InvalidArgumentError(f"draft must be {LOOKUP!r}, a LanguageModel or None, got {draft!r}")
+        if draft is self:
+            raise InvalidArgumentError(
+                "draft: a model does not guess for itself, which takes room in its cache and no time off; give a "
+                f"smaller one, {LOOKUP!r} or None"
+            )
+        if draft in self._drafts:
+            return
         if not self.tokenizer.is_same(draft.tokenizer) or draft.engine.vocab != self.engine.vocab:
             raise InvalidArgumentError(
                 f"draft: {draft.description.name} has another vocabulary ({draft.engine.vocab} tokens) than "
                 f"{self.description.name} ({self.engine.vocab}), so that its guesses would mean something else"
             )
-        self._draft = draft
+        self._drafts.add(draft)
 
     def _drafter(self, draft: LanguageModel | str | None) -> Drafter | None:
         row_cost = self.description.row_cost
@@ -314,15 +329,16 @@ class LanguageModel:
         """Of all constants of the compiled model."""
         return sum(constant.nbytes for constant in self.data.constants) if self.data is not None else 0
 
-    def _stop_tokens(self, given: Sequence[int] | None) -> frozenset[int]:
+    def _stop_tokens(self, given: Iterable[int] | None) -> frozenset[int]:
         if given is None:
             return frozenset(self.description.stop)
         if not hasattr(given, "__iter__"):
             raise InvalidArgumentError(f"stop_tokens must be numbers of tokens, got {given!r}")
-        for token in given:
+        tokens = tuple(given)
+        for token in tokens:
             if not _is_token(token) or not 0 <= token < self.engine.vocab:
                 raise InvalidArgumentError(f"stop_tokens: {token!r} is not in the vocabulary of {self.engine.vocab}")
-        return frozenset(map(int, given))
+        return frozenset(map(int, tokens))
 
     def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None, *, slides: bool) -> int:
         """How many tokens may follow a prompt."""
@@ -356,47 +372,50 @@ class LanguageModel:
 
     # sequences
 
-    def _open(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """A sequence for a chat, and how many tokens of its prompt it holds: the kept one, if it has any of them.
+    # A sequence belongs to a request or to what is kept of the last chat. It changes hands under the lock, by one
+    # statement that calls nothing, so that neither another thread nor an interruption comes between.
+
+    def _take_kept(self, request: Request) -> None:
+        """Go on with the sequence of the last chat, if there is one, as far as it is the beginning of this one.
 
         Who uses the kept sequence takes it away, so that interleaved streams do not share it.
         """
-        kept = self._exchange(None)
-        if kept is None:
-            return self.engine.new(), 0
+        with self._turn.lock:
+            kept = self._kept
+            if kept is None:
+                return
+            request.sequence, self._kept = kept.sequence, None
         common = 0
-        for a, b in zip(kept.tokens, prompt[:-1], strict=False):  # the last token is computed again: for its logits
+        for a, b in zip(kept.tokens, request.prompt[:-1], strict=False):  # the last one is needed again: for its logits
             if a != b:
                 break
             common += 1
         if len(kept.tokens) > common:
             self.engine.drop(kept.sequence, len(kept.tokens) - common)
-        return kept.sequence, common
+        request.reused = common
 
     def _keep(self, request: Request, is_sound: bool) -> None:
         if not is_sound or request.forgotten:  # what is left does not begin as the next chat will
             self._remove(request, is_sound)
             return
         written = [*request.prompt, *request.tokens][: self.engine.length(request.sequence)]
-        before = self._exchange(_Kept(request.sequence, written))
+        kept = _Kept(request.sequence, written)
+        with self._turn.lock:
+            before, self._kept, request.sequence = self._kept, kept, 0
         if before is not None:
             self.engine.remove(before.sequence)
 
     def _remove(self, request: Request, is_sound: bool) -> None:
         self.engine.remove(request.sequence)
+        request.sequence = 0
 
     def forget(self) -> bool:
         """Give the memory of the last chat back; says whether there was any."""
-        kept = self._exchange(None)
+        with self._turn.lock:
+            kept, self._kept = self._kept, None
         if kept is not None:
             self.engine.remove(kept.sequence)
         return kept is not None
-
-    def _exchange(self, kept: _Kept | None) -> _Kept | None:
-        """What was kept, in place of which this is: no two threads get the same."""
-        with self._turn:
-            before, self._kept = self._kept, kept
-        return before
 
     def __repr__(self) -> str:
         d = self.description
