@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.convert_shapes import cut, normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -89,12 +89,8 @@ def split_to_sequence(n: Node) -> Result:
         if count is None:
             n.fail("the number of parts must be known when the model is compiled")
         sizes, keepdims = [smin(part, extent - part * k) for k in range(count)], True
-    parts, begin = [], sym(0)
-    for size in sizes:
-        piece = n.emit(ops.slice(n.input(0), (begin,), (size,), axes=(axis,)))
-        parts.append(piece if keepdims else n.emit(ops.squeeze(piece, axes=(axis,))))
-        begin = begin + size
-    return Tuple(tuple(parts))
+    parts = cut(n, axis, sizes)
+    return Tuple(tuple(parts if keepdims else (n.emit(ops.squeeze(x, axes=(axis,))) for x in parts)))
 
 
 @onnx_op("SequenceMap", since=17)
