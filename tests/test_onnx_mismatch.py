@@ -181,3 +181,27 @@ def test_as_many_sizes_as_parts(sizes: list[int]) -> None:
     )
     with pytest.raises(ImportModelError, match=f"2 outputs need as many sizes, got {len(sizes)}"):
         rl.from_onnx(proto)
+
+
+def test_sums_of_a_product_are_broadcast_to_it_only() -> None:
+    """The one row of a product was added to each of two."""
+    exe = rl.compile(rl.from_onnx(of("Gemm", [ones(1, 2), ones(2, 4), ones(1, 4)])))
+    assert exe(ones(3, 2), ones(2, 4), ones(1, 4)).shape == exe(ones(3, 2), ones(2, 4), ones(3, 1)).shape == (3, 4)
+    for a, b, c in ((ones(1, 2), ones(2, 4), ones(2, 4)), (ones(3, 2), ones(2, 1), ones(3, 4))):
+        with pytest.raises(ExecutionError, match="ONNX node 'N'"):
+            exe(a, b, c)
+        fixed = [value(f"x{k}", x.shape) for k, x in enumerate((a, b, c))]
+        with pytest.raises(ImportModelError, match="cannot be broadcast to"):
+            rl.from_onnx(model([node("Gemm", ["x0", "x1", "x2"])], fixed))
+
+
+@pytest.mark.parametrize(("k", "v"), [((1, 2, 5, 4), (1, 2, 5, 4)), ((2, 2, 5, 4), (2, 1, 5, 4))])
+def test_attention_broadcasts_no_batches_or_heads(k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    shapes = ((2, 2, 3, 4), k, v)
+    exe = rl.compile(rl.from_onnx(of("Attention", [ones(*s) for s in shapes], opset=23)))
+    assert exe(ones(2, 2, 3, 4), ones(2, 2, 5, 4), ones(2, 2, 5, 4)).shape == (2, 2, 3, 4)
+    with pytest.raises(ExecutionError, match=r"^ONNX node 'N' \(Attention\).*got 1"):
+        exe(*(ones(*s) for s in shapes))
+    given = [value(f"x{k}", s) for k, s in enumerate(shapes)]
+    with pytest.raises(ImportModelError, match=r"axis . of input . has size 1, but must have 2"):
+        rl.from_onnx(model([node("Attention", ["x0", "x1", "x2"])], given, opset=23))

@@ -263,7 +263,7 @@ class GraphImporter:
         converter = find_converter(domain, node.op_type, node.opset)
         if converter is not None:
             return converter(node)
-        return self._expand(node, expand_schema(node, domain))
+        return self.expand(node)
 
     def _explain(self, message: str, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> ImportModelError:
         lines = [f"{self.bb.loc}: {message}"]
@@ -311,6 +311,10 @@ class GraphImporter:
                 self.narrow[leaf] = narrow
 
     # functions
+
+    def expand(self, node: Node) -> Result:
+        """The body that the ONNX specification gives for the op."""
+        return self._expand(node, expand_schema(node, canonical_domain(node.proto.domain)))
 
     def _expand(self, node: Node, expansion: Expansion) -> Result:
         """Inline a function: its inputs are the node's, its attributes those given, or their defaults."""
