@@ -190,6 +190,15 @@ def transpose(n: Node) -> Result:
     return ops.transpose(n.input(0), axes=perm)
 
 
+def move_first(n: Node, x: Expr, axis: int) -> Expr:
+    """x with its first axis moved to `axis`."""
+    rank = len(n.shape_of(x))
+    axis = normalize_axis(n, axis, rank)
+    order = list(range(1, rank))
+    order.insert(axis, 0)
+    return x if axis == 0 else n.emit(ops.transpose(x, axes=tuple(order)))
+
+
 # Joining and cutting
 
 

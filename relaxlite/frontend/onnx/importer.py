@@ -268,7 +268,8 @@ class GraphImporter:
     def _explain(self, message: str, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> ImportModelError:
         lines = [f"{self.bb.loc}: {message}"]
         for name, value in zip(proto.input, inputs, strict=False):
-            lines.append(f"  input '{name}': {'absent' if value is None else value.ty}")
+            kind = "absent" if value is None else "a sequence" if isinstance(value, Tuple) else value.ty
+            lines.append(f"  input '{name}': {kind}")
         self._explained = ImportModelError("\n".join(lines))
         return self._explained
 
