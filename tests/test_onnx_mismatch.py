@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import relaxlite as rl
-from relaxlite.errors import ExecutionError
+from relaxlite.errors import ExecutionError, ImportModelError
 from tests.onnx_models import model, node, value
 
 
@@ -128,3 +128,80 @@ def test_a_real_signal_has_any_of_its_ranks(dims: list[Any]) -> None:
     if dims[-1] is None:
         with pytest.raises(ExecutionError, match=r"expects 1, got 2"):
             exe(np.concatenate([given, given], -1))
+
+
+SPLITS = [
+    pytest.param("Split", {}, 13, [3, 2], [5], [4, 9], id="sizes"),
+    pytest.param("Split", {}, 18, [3, 2], [5], [4, 9], id="sizes-18"),
+    pytest.param("Split", {"split": [3, 2]}, 11, None, [5], [4, 9], id="attribute"),
+    pytest.param("Split", {}, 13, None, [0, 6], [1, 5], id="equal"),
+    pytest.param("SplitToSequence", {}, 13, [3, 2], [5], [4, 9], id="sequence"),
+]
+
+
+@pytest.mark.parametrize(("op", "attrs", "opset", "sizes", "fitting", "others"), SPLITS)
+def test_parts_that_do_not_make_up_the_axis_are_refused(
+    op: str, attrs: dict[str, Any], opset: int, sizes: list[int] | None, fitting: list[int], others: list[int]
+) -> None:
+    """Split of 9 into 3 and 2 gave the first 5."""
+    inputs = ["x"] if sizes is None else ["x", "sizes"]
+    weights = {} if sizes is None else {"sizes": np.int64(sizes)}
+    is_sequence = op == "SplitToSequence"
+    nodes = [node(op, inputs, ["parts"] if is_sequence else ["a", "b"], name="N", **attrs)]
+    if is_sequence:
+        nodes.append(node("ConcatFromSequence", ["parts"], ["a"], axis=0))
+
+    def of_dims(t: Any) -> onnx.ModelProto:
+        return model(nodes, [value("x", [t, 4])], ["a"], weights=weights, opset=opset)
+
+    exe = rl.compile(rl.from_onnx(of_dims("t")))
+    for t in fitting:
+        assert exe(ones(t, 4)).shape == (t if is_sequence else (t + 1) // 2, 4)
+    for t in others:
+        with pytest.raises(ExecutionError, match=f"^ONNX node 'N' \\({op}\\).*got {t}"):
+            exe(ones(t, 4))
+        with pytest.raises(ImportModelError, match=f"parts of .* add up to .*, but axis 0 has size {t}"):
+            rl.from_onnx(of_dims(t))
+
+
+def test_parts_of_sizes_that_the_model_computes_make_up_the_axis() -> None:
+    given = [value("x", ["t"]), value("sizes", [2], "int64")]
+    exe = rl.compile(rl.from_onnx(model([node("Split", ["x", "sizes"], ["a", "b"], name="N")], given, ["a", "b"])))
+    x = np.arange(5, dtype=np.float32)
+    assert [part.tolist() for part in exe(x, np.int64([1, 4]))] == [[0], [1, 2, 3, 4]]
+    for sizes in ([1, 3], [5, 1], [6, -1]):
+        with pytest.raises(ExecutionError, match="ONNX node 'N'"):
+            exe(x, np.int64(sizes))
+
+
+@pytest.mark.parametrize("sizes", [[5], [2, 2, 1]])
+def test_as_many_sizes_as_parts(sizes: list[int]) -> None:
+    proto = model(
+        [node("Split", ["x", "sizes"], ["a", "b"])], [value("x", [5])], ["a"], weights={"sizes": np.int64(sizes)}
+    )
+    with pytest.raises(ImportModelError, match=f"2 outputs need as many sizes, got {len(sizes)}"):
+        rl.from_onnx(proto)
+
+
+def test_sums_of_a_product_are_broadcast_to_it_only() -> None:
+    """The one row of a product was added to each of two."""
+    exe = rl.compile(rl.from_onnx(of("Gemm", [ones(1, 2), ones(2, 4), ones(1, 4)])))
+    assert exe(ones(3, 2), ones(2, 4), ones(1, 4)).shape == exe(ones(3, 2), ones(2, 4), ones(3, 1)).shape == (3, 4)
+    for a, b, c in ((ones(1, 2), ones(2, 4), ones(2, 4)), (ones(3, 2), ones(2, 1), ones(3, 4))):
+        with pytest.raises(ExecutionError, match="ONNX node 'N'"):
+            exe(a, b, c)
+        fixed = [value(f"x{k}", x.shape) for k, x in enumerate((a, b, c))]
+        with pytest.raises(ImportModelError, match="cannot be broadcast to"):
+            rl.from_onnx(model([node("Gemm", ["x0", "x1", "x2"])], fixed))
+
+
+@pytest.mark.parametrize(("k", "v"), [((1, 2, 5, 4), (1, 2, 5, 4)), ((2, 2, 5, 4), (2, 1, 5, 4))])
+def test_attention_broadcasts_no_batches_or_heads(k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    shapes = ((2, 2, 3, 4), k, v)
+    exe = rl.compile(rl.from_onnx(of("Attention", [ones(*s) for s in shapes], opset=23)))
+    assert exe(ones(2, 2, 3, 4), ones(2, 2, 5, 4), ones(2, 2, 5, 4)).shape == (2, 2, 3, 4)
+    with pytest.raises(ExecutionError, match=r"^ONNX node 'N' \(Attention\).*got 1"):
+        exe(*(ones(*s) for s in shapes))
+    given = [value(f"x{k}", s) for k, s in enumerate(shapes)]
+    with pytest.raises(ImportModelError, match=r"axis . of input . has size 1, but must have 2"):
+        rl.from_onnx(model([node("Attention", ["x0", "x1", "x2"])], given, opset=23))

@@ -277,6 +277,51 @@ def test_a_loop_stacks_what_has_sizes_that_only_the_loop_knows() -> None:
     assert np.array_equal(z, [[[0, 2]], [[0, 2]]])
 
 
+@pytest.mark.parametrize(("new_axis", "axis"), [(0, 0), (0, 1), (0, -1), (1, 0), (1, 1), (1, -1)])
+def test_a_list_that_a_loop_appends_to_is_concatenated(new_axis: int, axis: int) -> None:
+    """As PyTorch scripts it: outs.append(h) in the loop, torch.stack(outs, 1) or torch.cat(outs, 1) behind it."""
+    body = loop_body(
+        [node("Add", ["v", "x"], ["v2"]), node("SequenceInsert", ["list", "v2"], ["list2"])],
+        [value("v", None), value("list", None)],
+        ["v2", "list2"],
+    )
+    nodes = [
+        node("SequenceEmpty", [], ["empty"], dtype=1),
+        node("Loop", ["m", "", "x", "empty"], ["last", "all"], body=body),
+        node("ConcatFromSequence", ["all"], axis=axis, new_axis=new_axis),
+    ]
+    module = imported(model(nodes, [value("m", [], "int64"), value("x", ["a", "b"])]))
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for rounds in (1, 4):
+        parts = [x * (k + 2) for k in range(rounds)]
+        expected = np.stack(parts, axis) if new_axis else np.concatenate(parts, axis)
+        assert np.array_equal(run(module, np.int64(rounds), x), expected)
+
+
+def test_a_list_that_a_loop_reads_is_refused() -> None:
+    def of(nodes: Any, start: Any, after: Any = "ConcatFromSequence", **attrs: Any) -> onnx.ModelProto:
+        body = loop_body(nodes, [value("list", None)], ["list2"])
+        loop = node("Loop", ["m", "", "start"], ["all"], body=body)
+        return model([start, loop, node(after, ["all"], **attrs)], [value("m", [], "int64"), value("x", ["n"])])
+
+    empty, append = node("SequenceEmpty", [], ["start"]), node("SequenceInsert", ["list", "x"], ["list2"])
+    changes = "sequence 'list' changes in the loop: this is supported only where it is empty at first"
+    for nodes, start in (
+        ([append], node("SequenceConstruct", ["x"], ["start"])),
+        ([node("SequenceInsert", ["list", "x", "i"], ["list2"])], empty),
+        ([node("SequenceLength", ["list"], ["size"]), append], empty),
+        ([append, node("SequenceLength", ["list2"], ["size"])], empty),
+        ([node("SequenceErase", ["list"], ["list2"])], empty),
+    ):
+        with pytest.raises(ImportModelError, match=f"{changes}(.|\n)* input 'start': a sequence"):
+            from_onnx(of(nodes, start, axis=0))
+    with pytest.raises(ImportModelError, match="a sequence that a loop appends to can only be concatenated"):
+        from_onnx(of([append], empty, "SequenceLength"))
+    ragged = [node("NonZero", ["x"], ["p"]), node("SequenceInsert", ["list", "p"], ["list2"])]
+    with pytest.raises(ImportModelError, match="appends to sequence 'list' has sizes that only the loop knows"):
+        from_onnx(of(ragged, empty, axis=0))
+
+
 def test_loop_invariants_stay_outside() -> None:
     nodes = [node("Add", ["v", "w"], ["v2"])]
     body = loop_body(nodes, [value("v", None), value("w", None)], ["v2", "w"])

@@ -138,3 +138,88 @@ def _chained(x: np.ndarray, b: np.ndarray) -> np.ndarray:
         other = b if k % 3 else x
         result = result * other if k % 2 else result - other
     return result
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        pytest.param([node("Sub", ["b", "a"], ["size"])], [(-2, 1), (-3, -1), (1, 4), (4, 4)], id="difference"),
+        pytest.param([node("Mul", ["a", "b"], ["size"])], [(-2, -3), (2, 3), (-1, 0)], id="product"),
+        pytest.param([node("Max", ["a", "b"], ["size"])], [(-2, 3), (2, -3)], id="maximum"),
+        pytest.param([node("Neg", ["a"], ["size"])], [(-2, 0), (0, 0)], id="negative"),
+        pytest.param(
+            [node("Concat", ["a", "b"], ["both"], axis=0), node("Gather", ["both", "one"], ["size"])],
+            [(-2, 3), (2, 3)],
+            id="element",
+        ),
+    ],
+)
+def test_what_a_size_is_computed_of_may_be_negative(size: list[onnx.NodeProto], cases: list[tuple[int, int]]) -> None:
+    """zeros(b - a) with a = -2: "a = -2 is below its lower bound 0"."""
+    inputs = [value("a", [1], "int64"), value("b", [1], "int64")]
+    proto = model([*size, node("ConstantOfShape", ["size"])], inputs, weights={"one": np.int64([1])})
+    compiled = relaxlite.compile(imported(proto))
+    for a, b in cases:
+        (expected,) = onnxruntime_result(proto, {"a": np.int64([a]), "b": np.int64([b])})
+        assert compiled(np.int64([a]), np.int64([b])).shape == expected.shape
+
+
+def test_a_size_is_not_negative() -> None:
+    inputs = [value("a", [1], "int64"), value("b", [1], "int64")]
+    nodes = [node("Sub", ["b", "a"], ["size"]), node("ConstantOfShape", ["size"])]
+    compiled = relaxlite.compile(imported(model(nodes, inputs)))
+    with pytest.raises(RelaxliteError, match="= -3 is below its lower bound 0"):
+        compiled(np.int64([4]), np.int64([1]))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float32"])
+def test_a_range_away_from_its_limit_is_empty(dtype: str) -> None:
+    proto = model([node("Range", ["a", "b", "c"])], [value(name, [], dtype) for name in "abc"])
+    compiled = relaxlite.compile(imported(proto))
+    for given in ((0, 5, 2), (0, -3, 1), (5, 0, -1), (5, 9, -1), (-4, -1, 1)):
+        assert compiled(*np.array(given, dtype)).tolist() == list(range(*given))
+
+
+def test_elements_of_a_size_that_are_known_are_not_read() -> None:
+    """One of two comes out of data: the other keeps its symbol."""
+    nodes = [
+        node("Shape", ["x"], ["batch"], end=1),
+        node("Concat", ["batch", "n"], ["both"], axis=0),
+        node("Mul", ["both", "two"], ["twice"]),
+        node("Gather", ["both", "zero"], ["first"]),
+        node("ConstantOfShape", ["twice"], ["y"]),
+        node("ConstantOfShape", ["first"], ["z"]),
+    ]
+    inputs = [value("x", ["b", "t"]), value("n", [1], "int64")]
+    module = imported(model(nodes, inputs, ["y", "z"], weights={"two": np.int64([2]), "zero": np.int64([0])}))
+    assert output_dims(module) == [["b*2", "twice_1"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("length", "cases"),
+    [
+        pytest.param([node("Gather", ["lengths", "zero"], ["n"])], [[3], [2, -7], [4, 1, 1]], id="element"),
+        pytest.param([node("ReduceSum", ["lengths", "zero"], ["n"], keepdims=1)], [[], [3], [2, 2]], id="sum"),
+        pytest.param([node("ReduceProd", ["lengths"], ["n"], keepdims=1, axes=[0])], [[], [3], [2, 2]], id="product"),
+    ],
+)
+@pytest.mark.parametrize("use", ["Slice", "ConstantOfShape"])
+def test_a_size_from_a_vector_of_unknown_length(use: str, length: list[onnx.NodeProto], cases: list[list[int]]) -> None:
+    """x[:lengths[0]]: "an input that stands for a shape has n elements"."""
+    last = node("Slice", ["x", "zero", "n"]) if use == "Slice" else node("ConstantOfShape", ["n"])
+    proto = model(
+        [*length, last], [value("x", ["t"]), value("lengths", ["k"], "int64")], weights={"zero": np.int64([0])}
+    )
+    compiled = relaxlite.compile(imported(proto))
+    x = np.arange(5, dtype=np.float32)
+    for lengths in cases:
+        (expected,) = onnxruntime_result(proto, {"x": x, "lengths": np.int64(lengths)})
+        assert np.array_equal(compiled(x, np.int64(lengths)), expected)
+
+
+def test_a_shape_of_unknown_rank_is_refused() -> None:
+    proto = model([node("ConstantOfShape", ["shape"])], [value("shape", ["rank"], "int64")])
+    with pytest.raises(RelaxliteError, match=r"is \(rank,\) int64: its number of elements must be known"):
+        imported(proto)
+    empty = model([node("ConstantOfShape", ["shape"])], [value("shape", [0], "int64")])
+    assert relaxlite.compile(imported(empty))(np.int64([])).shape == ()

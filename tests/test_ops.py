@@ -15,7 +15,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.ops.broadcast import broadcast_shapes
 from relaxlite.ir.ops.shape import infer_dimension, reshape_index
-from relaxlite.ir.symbolic import SymVar, smin, syms
+from relaxlite.ir.symbolic import SymVar, as_int, smin, substitute, syms
 from relaxlite.ir.types import ShapeType, TensorType
 from tests.test_ops_conformance import program_of
 
@@ -65,6 +65,15 @@ def test_shapes_that_cannot_be_broadcast_are_named() -> None:
 def test_sizes_that_can_never_agree_are_refused() -> None:
     with pytest.raises(TypeInferenceError, match="cannot be broadcast"):
         ops.add(tensor(n + 2), tensor(n + 3))
+
+
+def test_sizes_that_divide_by_a_symbol_broadcast() -> None:
+    """Division by zero at import: blocks of t // (t // 4) rows beside u // (t // 4)."""
+    t, u = SymVar("t", lower=0), SymVar("u", lower=0)
+    for a, b, expected in ((t // (t // 4), u // (t // 4), 4), (t // u, t, 9), (t % u, u, 8)):
+        for pair in ((a, b), (b, a)):
+            (found,) = broadcast_shapes(*((d,) for d in pair))
+            assert as_int(substitute(found, {t: 9, u: 8})) == expected
 
 
 def test_broadcasting_several_shapes_at_once() -> None:

@@ -1,19 +1,21 @@
 """Fused attention of onnxruntime (com.microsoft): Attention, MultiHeadAttention, GroupQueryAttention, RotaryEmbedding.
 
-Attention of the standard domain is expanded by the body that ONNX gives for it.
+Attention of the standard domain is expanded by the body that ONNX gives for it, once its sizes are seen to fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
 from relaxlite.frontend.onnx.convert_quantization import zero_points
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, sym
 
 Shape = tuple[SymExpr, ...]
@@ -106,6 +108,23 @@ def _scale(n: Node, width: SymExpr) -> float:
     if not width.is_const:
         n.fail("the size of a head must be known")
     return 1 / math.sqrt(width.const)
+
+
+@onnx_op("Attention", since=23)
+def standard_attention(n: Node) -> Result:
+    """Inputs: q, k and v, (b, h, s, d) or (b, s, h * d). The body would broadcast batches, and the heads of v."""
+    batch, is_split = n.shape()[0], n.rank(1) == 4
+    n.inputs[1] = _of_sizes(n, 1, {0: batch})
+    n.inputs[2] = _of_sizes(n, 2, {0: batch, 1: n.shape(1)[1]} if is_split else {0: batch})
+    return n.importer.expand(n)
+
+
+def _of_sizes(n: Node, index: int, sizes: Mapping[int, SymExpr]) -> Expr:
+    """An input that must have these sizes (axis -> size)."""
+    for axis, size in sizes.items():
+        if PROVER.can_prove_ne(n.shape(index)[axis], size):
+            n.fail(f"axis {axis} of input {index} has size {n.shape(index)[axis]}, but must have {size}")
+    return unify_dims(n.bb, n.input(index), sizes)
 
 
 @onnx_op("Attention", domain=MICROSOFT)

@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+from onnx import GraphProto
 
-from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.appended import Stacked, only_appends, yielding_elements
+from relaxlite.frontend.onnx.convert_shapes import move_first, normalize_axis
 from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Constant, Expr, Var
+from relaxlite.ir.expr import Constant, Expr, Tuple, Var
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
@@ -184,18 +186,19 @@ def loop_op(n: Node) -> Result:
     count, *final = n.importer.flow.loop(_goes_on(n, cond, ZERO, limit), values, labels, make)
     gathered = _collected(n, collectors, final[carried:], count)
     results = list(body.inits)
-    for k, value in zip(body.carried + body.last, final[:carried] + gathered, strict=False):
-        results[k] = value
-    return (*results, *gathered[len(body.last) :])
+    for k, value in zip(body.carried + body.last + body.lists, final[:carried] + gathered, strict=False):
+        results[k] = Stacked((value,)) if k in body.lists else value
+    return (*results, *gathered[len(body.last + body.lists) :])
 
 
 class _LoopBody:
-    """The body of an ONNX Loop and how its values are carried: some never change, some are never read back."""
+    """The body of an ONNX Loop and how its values are carried: some never change, some are never read back; lists that
+    are only appended to yield what is appended."""
 
     def __init__(self, n: Node) -> None:
-        self.n, self.graph = n, n.graph("body")
+        graph, self.n = n.graph("body"), n
         self.inits = [self._present(k) for k in range(2, len(n.inputs))]
-        total, graph = len(self.inits), self.graph
+        total = len(self.inits)
         if len(graph.input) != total + 2 or len(graph.output) < total + 1:
             n.fail(
                 f"the body must take 2 + {total} inputs and yield at least 1 + {total} outputs, not "
@@ -204,8 +207,20 @@ class _LoopBody:
         self.names = [i.name for i in graph.input[2:]]
         changing = [k for k in range(total) if graph.output[k + 1].name != self.names[k]]
         read = names_read(graph) | {o.name for o in graph.output}
-        self.carried = [k for k in changing if self.names[k] in read]
+        self.lists = [k for k in changing if self._is_list(graph, k)]
+        self.carried = [k for k in changing if self.names[k] in read and k not in self.lists]
         self.last = [k for k in changing if self.names[k] not in read]
+        self.graph = yielding_elements(graph, self.lists)
+
+    def _is_list(self, graph: GraphProto, k: int) -> bool:
+        """Whether value k is one; ImportModelError for another sequence."""
+        init = self.inits[k]
+        if isinstance(init, Tuple) and (init.fields or not only_appends(graph, k)):
+            self.n.fail(
+                f"sequence '{self.names[k]}' changes in the loop: this is supported only where it is empty at first "
+                "and each iteration just appends a tensor; concatenate a tensor instead"
+            )
+        return isinstance(init, Tuple)
 
     def _present(self, index: int) -> Expr:
         found = self.n.optional(index)
@@ -219,13 +234,14 @@ class _LoopBody:
         for k, value in zip(self.carried, held, strict=True):
             values[k] = value
         cond, *outputs = self.n.importer.subgraph(self.graph, [step, TRUE, *values], self.n.label)
-        collected = [outputs[k] for k in self.last] + outputs[len(values) :]
+        collected = [outputs[k] for k in self.last + self.lists] + outputs[len(values) :]
         return _scalar(self.n, cond), [outputs[k] for k in self.carried], collected
 
     def collectors(self) -> list[_Collector]:
         """For the outputs to collect: their types show in a loop that is built and thrown away."""
         n, total = self.n, len(self.inits)
         stacked = [n.proto.output[k] if k < n.num_outputs else "" for k in range(total, len(self.graph.output) - 1)]
+        stacked = [self.names[k] for k in self.lists] + stacked
         if not stacked and not self.last:
             return []
         marker = SymVar("outer").serial
@@ -240,7 +256,11 @@ class _LoopBody:
             n.importer.flow.loop(TRUE, [ZERO, *(self.inits[k] for k in self.carried)], labels, make)
         count = len(self.last)
         lasts = [self._last(k, x, marker) for k, x in zip(self.last, found, strict=False)]
-        return [*lasts, *_stacks(n, found[count:], stacked, marker)]
+        stacks = _stacks(n, found[count:], stacked, marker)
+        for stack in stacks[: len(self.lists)]:
+            if stack.is_flat:
+                n.fail(f"what the loop appends to sequence '{stack.name}' has sizes that only the loop knows")
+        return [*lasts, *stacks]
 
     def _last(self, k: int, value: Expr, marker: int) -> _Last:
         dims = tuple(sym(0) if any(v.serial > marker for v in d.free_vars()) else d for d in self.n.shape_of(value))
@@ -312,13 +332,4 @@ def scan_op(n: Node) -> Result:
         lead += [None, None] if stack.is_flat else [length]
     final = n.importer.flow.loop(n.emit(ops.less(ZERO, trip)), [ZERO, *states, *starts], labels, make, lead)
     stacked = _collected(n, stacks, final[count + 1 :], final[0])
-    return (*final[1 : count + 1], *(_move_first(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))
-
-
-def _move_first(n: Node, x: Expr, axis: int) -> Expr:
-    """x with its first axis moved to `axis`."""
-    rank = len(n.shape_of(x))
-    axis = normalize_axis(n, axis, rank)
-    order = list(range(1, rank))
-    order.insert(axis, 0)
-    return x if axis == 0 else n.emit(ops.transpose(x, axes=tuple(order)))
+    return (*final[1 : count + 1], *(move_first(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))

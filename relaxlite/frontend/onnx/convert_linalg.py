@@ -8,7 +8,10 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
-from relaxlite.ir.symbolic import as_int
+from relaxlite.ir.ops.broadcast import PROVER
+from relaxlite.ir.symbolic import SymExpr, as_int
+
+Shape = tuple[SymExpr, ...]
 
 _MAX_DET = 5
 
@@ -46,8 +49,17 @@ def gemm(n: Node) -> Result:
     c = n.optional(2)
     if c is None or beta == 0.0:
         return product
-    added = c if beta == 1.0 else n.emit(scaled(n, c, beta))
-    return ops.add(n.emit(product), added)
+    made = n.emit(product)
+    added = _fitted(n, c if beta == 1.0 else n.emit(scaled(n, c, beta)), n.shape_of(made))
+    return ops.add(made, added)
+
+
+def _fitted(n: Node, x: Expr, target: Shape) -> Expr:
+    """x for a sum with a tensor of this shape, which is not to be broadcast to x."""
+    dims = n.shape_of(x)
+    pairs = zip(reversed(dims), reversed(target), strict=False)
+    fits = (as_int(d) == 1 or PROVER.can_prove_equal(d, t) or PROVER.can_prove_ne(t, 1) for d, t in pairs)
+    return x if len(dims) <= len(target) and all(fits) else n.emit(ops.broadcast_to(x, target))
 
 
 def scaled(n: Node, x: Expr, factor: float) -> Expr:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.frontend.onnx.convert_shapes import normalize_axis
+from relaxlite.frontend.onnx.appended import Stacked
+from relaxlite.frontend.onnx.convert_shapes import cut, move_first, normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -16,6 +17,8 @@ def _elements(n: Node, index: int) -> list[Expr]:
     found = n.input(index)
     if not isinstance(found, Tuple):
         n.fail(f"input {index} is a tensor, not a sequence")
+    if isinstance(found, Stacked):
+        n.fail("a sequence that a loop appends to can only be concatenated")
     return list(found.fields)
 
 
@@ -65,11 +68,25 @@ def sequence_length(n: Node) -> Result:
 
 @onnx_op("ConcatFromSequence", since=11)
 def concat_from_sequence(n: Node) -> Result:
-    fields, axis = _elements(n, 0), n.int("axis")
+    axis, found = n.int("axis"), n.input(0)
+    if isinstance(found, Stacked):
+        return _joined(n, found.fields[0], axis, new_axis=n.flag("new_axis"))
+    fields = _elements(n, 0)
     if n.flag("new_axis"):
         axis = normalize_axis(n, axis, len(n.shape_of(fields[0])) + 1)
         fields = [n.emit(ops.expand_dims(x, axes=(axis,))) for x in fields]
     return ops.concat(*fields, axis=axis)
+
+
+def _joined(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
+    """The slices along the first axis, side by side along another."""
+    rank = len(n.shape_of(stack))
+    if new_axis:
+        return move_first(n, stack, axis)
+    axis = normalize_axis(n, axis, rank - 1)
+    moved = move_first(n, stack, axis)
+    dims = n.shape_of(moved)
+    return ops.reshape(moved, (*dims[:axis], dims[axis] * dims[axis + 1], *dims[axis + 2 :]))
 
 
 @onnx_op("SplitToSequence", since=11)
@@ -89,12 +106,8 @@ def split_to_sequence(n: Node) -> Result:
         if count is None:
             n.fail("the number of parts must be known when the model is compiled")
         sizes, keepdims = [smin(part, extent - part * k) for k in range(count)], True
-    parts, begin = [], sym(0)
-    for size in sizes:
-        piece = n.emit(ops.slice(n.input(0), (begin,), (size,), axes=(axis,)))
-        parts.append(piece if keepdims else n.emit(ops.squeeze(piece, axes=(axis,))))
-        begin = begin + size
-    return Tuple(tuple(parts))
+    parts = cut(n, axis, sizes)
+    return Tuple(tuple(parts if keepdims else (n.emit(ops.squeeze(x, axes=(axis,))) for x in parts)))
 
 
 @onnx_op("SequenceMap", since=17)

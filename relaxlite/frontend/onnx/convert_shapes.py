@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from relaxlite import dtypes
@@ -9,6 +11,7 @@ from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.slices import SliceRange, resolve_slice
 from relaxlite.frontend.onnx.tensors import sparse_constant
+from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_dim
@@ -187,6 +190,15 @@ def transpose(n: Node) -> Result:
     return ops.transpose(n.input(0), axes=perm)
 
 
+def move_first(n: Node, x: Expr, axis: int) -> Expr:
+    """x with its first axis moved to `axis`."""
+    rank = len(n.shape_of(x))
+    axis = normalize_axis(n, axis, rank)
+    order = list(range(1, rank))
+    order.insert(axis, 0)
+    return x if axis == 0 else n.emit(ops.transpose(x, axes=tuple(order)))
+
+
 # Joining and cutting
 
 
@@ -205,28 +217,45 @@ def split_1(n: Node) -> Result:
     sizes = n.ints("split", None)
     if sizes is None and n.optional(1) is not None:
         sizes = n.const_ints(1, "the sizes of the parts")
-    return _split(n, None if sizes is None else tuple(map(sym, sizes)), n.num_outputs)
+    return _split(n, None if sizes is None else tuple(map(sym, sizes)))
 
 
 @onnx_op("Split", since=13)
+def split_13(n: Node) -> Result:
+    return _split(n, None if n.optional(1) is None else n.shape_values(1, lower=0))
+
+
+@onnx_op("Split", since=18)
 def split(n: Node) -> Result:
+    """Without sizes, the last part may be smaller."""
     count = n.int("num_outputs", n.num_outputs)
-    return _split(n, None if n.optional(1) is None else n.shape_values(1, lower=0), count)
+    if n.optional(1) is not None:
+        return split_13(n)
+    extent = n.shape()[normalize_axis(n, n.int("axis", 0), n.rank())]
+    part = ceildiv(extent, count)
+    return _split(n, (part,) * (count - 1) + (extent - part * (count - 1),))
 
 
-def _split(n: Node, sizes: Shape | None, count: int) -> Result:
+def _split(n: Node, sizes: Shape | None) -> Result:
     axis = normalize_axis(n, n.int("axis", 0), n.rank())
-    extent = n.shape()[axis]
     if sizes is None:
-        part = ceildiv(extent, count)
-        sizes = (part,) * (count - 1) + (extent - part * (count - 1),)
-    if len(sizes) < n.num_outputs:
+        sizes = (n.shape()[axis] // n.num_outputs,) * n.num_outputs
+    if len(sizes) != n.num_outputs:
         n.fail(f"{n.num_outputs} outputs need as many sizes, got {len(sizes)}")
-    parts, begin = [], sym(0)
-    for size in sizes[: n.num_outputs]:
-        parts.append(ops.slice(n.input(0), (begin,), (size,), axes=(axis,)))
+    return tuple(cut(n, axis, sizes))
+
+
+def cut(n: Node, axis: int, sizes: Sequence[SymExpr]) -> list[Expr]:
+    """The first input in parts of these sizes, which must make up the axis."""
+    total, extent = sum(sizes, sym(0)), n.shape()[axis]
+    if PROVER.can_prove_ne(total, extent):
+        n.fail(f"parts of {', '.join(map(str, sizes))} add up to {total}, but axis {axis} has size {extent}")
+    x = unify_dims(n.bb, n.input(0), {axis: total})
+    parts, begin = list[Expr](), sym(0)
+    for size in sizes:
+        parts.append(n.emit(ops.slice(x, (begin,), (size,), axes=(axis,))))
         begin = begin + size
-    return tuple(parts)
+    return parts
 
 
 @onnx_op("Slice")

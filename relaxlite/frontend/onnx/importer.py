@@ -263,12 +263,13 @@ class GraphImporter:
         converter = find_converter(domain, node.op_type, node.opset)
         if converter is not None:
             return converter(node)
-        return self._expand(node, expand_schema(node, domain))
+        return self.expand(node)
 
     def _explain(self, message: str, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> ImportModelError:
         lines = [f"{self.bb.loc}: {message}"]
         for name, value in zip(proto.input, inputs, strict=False):
-            lines.append(f"  input '{name}': {'absent' if value is None else value.ty}")
+            kind = "absent" if value is None else "a sequence" if isinstance(value, Tuple) else value.ty
+            lines.append(f"  input '{name}': {kind}")
         self._explained = ImportModelError("\n".join(lines))
         return self._explained
 
@@ -311,6 +312,10 @@ class GraphImporter:
                 self.narrow[leaf] = narrow
 
     # functions
+
+    def expand(self, node: Node) -> Result:
+        """The body that the ONNX specification gives for the op."""
+        return self._expand(node, expand_schema(node, canonical_domain(node.proto.domain)))
 
     def _expand(self, node: Node, expansion: Expansion) -> Result:
         """Inline a function: its inputs are the node's, its attributes those given, or their defaults."""

@@ -191,7 +191,7 @@ class FlowBuilder:
 
 def _tensor_type(x: Expr) -> TensorType:
     if not isinstance(x.ty, TensorType):
-        raise ImportModelError(f"a branch or loop carries {x.ty}, not a tensor")
+        raise ImportModelError("a branch or loop carries a sequence, not a tensor")
     return x.ty
 
 

@@ -7,9 +7,9 @@ time: `tensor_to_shape`, then a MatchShape that binds a fresh symbol.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,9 @@ _TRANSPARENT = frozenset((
     "less_equal", "greater_equal", "floor_divide", "floormod", "power", "prod", "sum", "abs", "logical_not",
     "logical_and", "logical_or",
 ))  # fmt: skip
+# Those of them whose elements are elements of their operands, each of them: what bounds a size bounds these too.
+_MOVES = frozenset(("concat", "expand_dims", "squeeze", "reshape", "cast", "transpose", "broadcast_to"))
+_Read: TypeAlias = "Callable[[Expr, int | None, Sequence[SymExpr | None] | None], object]"
 _MAX_VISITED = 200  # variables that one question follows
 
 
@@ -78,12 +81,11 @@ class ShapeResolver:
 
     def values(self, x: Expr, *, lower: int | None = None) -> tuple[SymExpr, ...]:
         """The elements of an integer tensor of rank 0 or 1; `lower` bounds those that are read at run time."""
+        self._resolve(x, lower, set(), self._read)
         known = self._bb.known_shape(x)
-        if known is not None:
-            return known
-        self._resolve(x, lower, set())
-        known = self._bb.known_shape(x)
-        return known if known is not None else self._read(x, lower)
+        if known is None:
+            raise ImportModelError(f"an input that stands for a shape is {x.ty}: its number of elements must be known")
+        return known
 
     def reshape_target(self, x: Expr, target: Expr, *, allow_zero: bool) -> tuple[SymExpr, ...]:
         """The shape that ONNX Reshape means by a target that only run time knows: its 0 and -1 are resolved there."""
@@ -120,26 +122,51 @@ class ShapeResolver:
 
     def derived(self, x: Expr) -> Any:
         """The elements of an integer tensor, as far as they follow from what is known without reading any."""
-        self._resolve(x, None, set(), may_read=False)
+        self._resolve(x, None, set(), None)
         return self._bb.known_value(x)
 
-    def _resolve(self, x: Expr, lower: int | None, visited: set[Var], *, may_read: bool = True) -> None:
+    def _resolve(self, x: Expr, lower: int | None, visited: set[Var], read: _Read | None) -> None:
         """Make the elements of x known, if they can be followed to values that are known or can be read."""
         if not isinstance(x, Var) or self._bb.known_value(x) is not None or x in visited:
             return
         visited.add(x)
-        call = self._bb.definition(x)
+        call, known = self._bb.definition(x), None
         if isinstance(call, Call) and isinstance(call.callee, Op) and len(visited) < _MAX_VISITED:
             found = self._from_floats(call)
             if found is None and call.callee.name in _TRANSPARENT and _is_integer(call):
-                for operand in call.args:
-                    self._resolve(operand, lower, visited, may_read=may_read)
-                found = self._bb.evaluate(call)
+                if lower is None or call.callee.name in _MOVES:
+                    for operand in call.args:
+                        self._resolve(operand, lower, visited, read)
+                    found = self._bb.evaluate(call)
+                else:
+                    found, known = self._without_reading(call)
             if found is not None:
                 self._learn(x, found.reshape(-1), found.shape)
                 return
-        if may_read:
-            self._read(x, lower)
+        if read is not None:
+            read(x, lower, known)
+
+    def _without_reading(self, call: Call) -> tuple[Any, list[SymExpr | None] | None]:
+        """The elements of what a call computes. Where some depend on what only run time knows: None, and each of the
+        others."""
+        unread: set[SymVar] = set()
+
+        def stand_in(x: Expr, lower: int | None, known: Sequence[SymExpr | None] | None) -> None:
+            count = _count(x)
+            if isinstance(x, Var) and count is not None:
+                symbols = [SymVar("unread") for _ in range(count)]
+                self._learn(x, symbols, _extents(x))
+                unread.update(symbols)
+
+        with self.scope():
+            for operand in call.args:
+                self._resolve(operand, None, set(), stand_in)
+            found: Any = self._bb.evaluate(call)
+        if found is None:
+            return None, None
+        elements = [sym(e) for e in found.reshape(-1).tolist()]
+        known = [None if unread.intersection(e.free_vars()) else e for e in elements]
+        return (None, known) if None in known else (found, None)
 
     def _from_floats(self, call: Call) -> Any:
         """What a cast of floats yields, where these are fractions of symbols."""
@@ -155,25 +182,33 @@ class ShapeResolver:
         found = self.ratios(call.args[0])
         return None if found is None else truncated_values(found)
 
-    def _read(self, x: Expr, lower: int | None) -> tuple[SymExpr, ...]:
-        """Bind fresh symbols to the elements of x at run time; () where x cannot be read so."""
-        ty = x.ty
-        if not isinstance(ty, TensorType) or ty.shape is None or len(ty.shape) > 1 or not dtypes.is_integer(ty.dtype):
-            return ()
-        count = as_int(product(ty.shape))
+    def _read(self, x: Expr, lower: int | None, known: Sequence[SymExpr | None] | None = None) -> tuple[SymExpr, ...]:
+        """Bind fresh symbols to the elements of x at run time, but those that are known; () if x cannot be read so."""
+        count = _count(x)
         if count is None:
-            raise ImportModelError(
-                f"an input that stands for a shape has {ty.shape[0]} elements: their number must be known"
-            )
-        if count == 0:
             return ()
         hint = x.name if isinstance(x, Var) else "dim"
-        symbols = [self._symbols.fresh(hint if count == 1 else f"{hint}_{k}", lower=lower) for k in range(count)]
-        shape = self._bb.emit(ops.tensor_to_shape(x))
-        self._bb.match_shape(shape, tuple(symbols))
+        names = [hint if count == 1 else f"{hint}_{k}" for k in range(count)]
+        given = known or [None] * count
+        elements = [self._symbols.fresh(n, lower=lower) if e is None else e for n, e in zip(names, given, strict=True)]
+        if elements:
+            self._bb.match_shape(self._bb.emit(ops.tensor_to_shape(x)), tuple(elements))
         if isinstance(x, Var):
-            self._learn(x, symbols, tuple(as_int(d) or 0 for d in ty.shape))
-        return tuple(symbols)
+            self._learn(x, elements, _extents(x))
+        return tuple(elements)
+
+
+def _extents(x: Expr) -> tuple[int, ...]:
+    assert isinstance(x.ty, TensorType)
+    return tuple(as_int(d) or 0 for d in x.ty.shape or ())
+
+
+def _count(x: Expr) -> int | None:
+    """How many elements a scalar or vector of integers has; None for other values, and where only run time knows."""
+    ty = x.ty
+    if not isinstance(ty, TensorType) or ty.shape is None or len(ty.shape) > 1 or not dtypes.is_integer(ty.dtype):
+        return None
+    return as_int(product(ty.shape))
 
 
 def _is_integer(call: Call) -> bool:

@@ -52,8 +52,12 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 def names_read(graph: GraphProto) -> set[str]:
     """Every name that a node of the graph, or of a graph inside it, takes as input."""
+    return names_read_by(graph.node)
+
+
+def names_read_by(nodes: Iterable[NodeProto]) -> set[str]:
     found: set[str] = set()
-    for node in graph.node:
+    for node in nodes:
         found.update(node.input)
         for sub in subgraphs(node):
             found |= names_read(sub) | {o.name for o in sub.output}

@@ -60,7 +60,7 @@ def _is_empty_with(a: SymExpr, b: SymExpr) -> bool:
     zeros = [v for v in b.free_vars() if (v.lower or 0) <= 0]
     if not PROVER.can_prove_le(1, substitute(b, _positive(zeros))):
         return False
-    return all(as_int(substitute(a, {v: 0})) == 0 for v in zeros)
+    return _vanishes_with_each(a, zeros)
 
 
 def _agree_unless_empty(vanishing: SymExpr, other: SymExpr) -> bool:
@@ -70,10 +70,18 @@ def _agree_unless_empty(vanishing: SymExpr, other: SymExpr) -> bool:
     zeros = [v for v in symbols if v.lower == 0]
     if any(v.lower is None or v.lower < 0 for v in symbols):
         return False
-    if not all(as_int(substitute(vanishing, {v: 0})) == 0 for v in zeros):
+    if not _vanishes_with_each(vanishing, zeros):
         return False
     positive = _positive(zeros)
     return PROVER.can_prove_equal(substitute(vanishing, positive), substitute(other, positive))
+
+
+def _vanishes_with_each(size: SymExpr, symbols: Iterable[SymVar]) -> bool:
+    """Whether it is 0 where any of the symbols is; one that divides by a symbol has no value there."""
+    try:
+        return all(as_int(substitute(size, {v: 0})) == 0 for v in symbols)
+    except ZeroDivisionError:
+        return False
 
 
 def _positive(symbols: Iterable[SymVar]) -> dict[SymVar, SymVar]:
