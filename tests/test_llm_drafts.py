@@ -206,7 +206,15 @@ def test_a_draft_model_is_asked_only_for_tokens_it_is_sure_of() -> None:
     assert drafter.propose([1, 2, 3, 3, 3, 4, *[4] * 5, 6], 5, 1) == [6] * 5  # all right
     assert drafter.propose(list(range(48)), 5, 1) == [47] * 2  # its context is full
     assert drafter.propose(list(range(60)), 5, 1) == []
-    assert DraftModel(sure, 0.1).propose([1, 2, 3], 5, 20) == []  # it would take longer than it saves
+    for steps, cost, sequences in (
+        (0, 1.0, 1),
+        (0, 0.1, 20),
+        (1, 0.1, 1),
+    ):  # nor where it would take longer than it saves
+        asked: list[int] = []
+        counted = RecomputingEngine(lambda t, a=asked: (a.append(1), np.eye(VOCAB)[None, t[0]])[1], VOCAB, 50)
+        DraftModel(counted, cost).propose([1, 2, 3], 5, sequences)
+        assert len(asked) == steps, (cost, sequences)
 
 
 def test_a_draft_model_whose_cache_is_full_guesses_no_more() -> None:

@@ -134,11 +134,11 @@ class DraftModel:
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
         most = min(most, MOST, self._engine.context - len(tokens))
-        if self._sequence is None or most < 1:
+        least = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
+        if self._sequence is None or most < 1 or least >= 1:  # then no guess pays, however sure
             return []
         self._catch_up(tokens)
         self._guesses, chance = [], 1.0
-        least = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
         given = list(tokens[self._sure :])
         while len(self._guesses) < most:
             try:
