@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,6 +24,7 @@ from relaxlite.frontend.llm.step import MOST_PARTS, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.runtime import kv_cache, threadpool
+from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
 from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, small_checkpoint
 
@@ -250,6 +255,63 @@ def test_a_full_cache_refuses_and_the_others_go_on() -> None:
     engine.remove(b)
     engine.remove(fork)
     close(engine.forward([(a, tokens(10))])[0], oracle.forward([(twin, tokens(10))])[0])
+
+
+def interrupted(call: Callable[[], Any], line: int) -> bool:
+    """Whether the call reaches so many lines of the cache, before which a KeyboardInterrupt then comes."""
+    lines = itertools.count()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != kv_cache.__file__:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("what", ["reserve", "fork", "drop", "remove"])
+def test_an_interruption_loses_no_page_and_shares_none_that_is_written(what: str) -> None:
+    for line in itertools.count():
+        layout = CacheLayout(1, 1, 2, 4, "float32", 4)
+        cache = KVCache(layout, max_bytes=12 * layout.page_bytes)
+        first = cache.new()
+        for count in (6, 11):
+            cache.reserve([(first, count)])
+            cache.commit([(first, count)])
+        others = [cache.fork(first), cache.fork(first, 9)]
+        step = [(first, 5), (others[1], 3), (others[0], 1)]
+        calls = {
+            "reserve": lambda c=cache, s=step: c.reserve(s),
+            "fork": lambda c=cache, s=first: c.fork(s, 7),
+            "drop": lambda c=cache, s=others[1]: c.drop(s, 6),
+            "remove": lambda c=cache, s=first: c.remove(s),
+        }
+        came = interrupted(calls[what], line)
+        if what == "reserve":
+            cache.cancel(step)
+        held = Counter(page for sequence in cache._sequences.values() for page in sequence.pages)
+        for sequence in cache._sequences.values():
+            assert sequence.table[: len(sequence.pages)].tolist() == sequence.pages, line
+        assert all(cache._references[page] >= count for page, count in held.items()), line
+        assert not held.keys() & set(cache._free), line
+        for sequence in list(cache._sequences):
+            cache.remove(sequence)
+        whole = cache.new()
+        cache.reserve([(whole, 12 * 4)])
+        assert sorted(cache._sequences[whole].pages) == list(range(12)), line
+        if not came:
+            break
+    assert line > 5
 
 
 def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

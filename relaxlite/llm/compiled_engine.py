@@ -91,8 +91,8 @@ class CompiledEngine:
         """What is computed, by which the sequences are that much longer; they are as they were where it fails."""
         counts = [(sequence, len(tokens)) for sequence, tokens in batch]
         with self._turn.lock:
-            self.cache.reserve(counts)
             try:
+                self.cache.reserve(counts)
                 found = compute()
             except BaseException:
                 self.cache.cancel(counts)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import field
 from numbers import Integral
@@ -97,8 +98,11 @@ class _Sequence:
 
 
 class KVCache:
-    """Sequences and the pools that hold their keys and values. Not for several threads at once; an interruption
-    (KeyboardInterrupt) leaves nothing that the next `reserve` would not mend."""
+    """Sequences and the pools that hold their keys and values. Not for several threads at once.
+
+    An interruption (KeyboardInterrupt) may come between any two statements. Their order is such that a page counts as
+    held for too long then, never for too short; `cancel` and a `reserve` that finds the cache full mend what is left.
+    """
 
     def __init__(self, layout: CacheLayout, *, max_bytes: int) -> None:
         self.layout = layout
@@ -262,9 +266,11 @@ class KVCache:
             self._sequences[sequence].length += count
 
     def cancel(self, batch: Sequence[tuple[int, int]]) -> None:
-        """Give back what was reserved."""
+        """Give back what was reserved, or as much as an interrupted `reserve` has got."""
         for sequence, _ in batch:
-            self._trim(self._sequences[sequence])
+            if (found := self._sequences.get(sequence)) is not None:
+                self._trim(found)
+                found.table[: len(found.pages)] = found.pages
 
     # pages
 
@@ -291,9 +297,9 @@ class KVCache:
         made, at = self._take(), sequence.length // self.layout.page
         for pool in self.pools:
             pool[:, made] = pool[:, page]
-        self._references[page] -= 1
         sequence.pages[at] = made
         sequence.table[at] = made
+        self._references[page] -= 1
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -312,13 +318,22 @@ class KVCache:
     def _make_room(self, wanted: int) -> None:
         """At least `wanted` free pages, or CacheFullError."""
         if wanted > self.free_pages:
+            self._count_again()
+        if wanted > self.free_pages:
             size, most = self.layout.page, self.max_pages * self.layout.page_bytes
             raise CacheFullError(
                 f"the cache is full: {wanted} more pages of {size} tokens are needed, {self.free_pages} of "
                 f"{self.max_pages} are free; remove sequences, or give it more than {most} bytes"
             )
         pages = len(self._references)
-        self._grow(min(max(pages + pages // 2, self.used_pages + wanted), self.max_pages))
+        if wanted > len(self._free):
+            self._grow(min(max(pages + pages // 2, self.used_pages + wanted), self.max_pages))
+
+    def _count_again(self) -> None:
+        """Find the pages that no sequence has, though they count as held."""
+        held = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
+        self._references = [held[page] for page in range(len(self._references))]
+        self._free = [page for page in reversed(range(len(self._references))) if not held[page]]
 
     def _pool(self, number: int, pages: int) -> Array:
         """Of zeros: attention computes with what lies behind a page's last token before it drops the result, and where
