@@ -18,7 +18,6 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import LibraryError, RelaxliteError, ValidationError
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module, verify
 from relaxlite.ir.builder import BlockBuilder
@@ -35,6 +34,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime import libraries
 from relaxlite.target import Streams, Target
 from tests.block_weights import BlockWeight, block_weight
+from tests.dense_llm import build_dense
 from tests.llm_models import VOCAB, small_checkpoint
 
 ROOT = Path(__file__).parent.parent

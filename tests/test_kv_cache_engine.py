@@ -19,14 +19,14 @@ import relaxlite as rl
 from relaxlite import driver
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.config import Rope
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.step import MOST_PARTS, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
-from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.runtime import kv_cache, threadpool
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
+from tests.dense_llm import build_dense
 from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, small_checkpoint
+from tests.recomputing_engine import RecomputingEngine
 
 PAGE = 4
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "int8": 6e-2}  # of the largest logit

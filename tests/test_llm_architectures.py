@@ -15,8 +15,8 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.read import read_checkpoint
+from tests.dense_llm import build_dense
 from tests.tiny_llm import tokenizer_json
 
 torch = pytest.importorskip("torch")

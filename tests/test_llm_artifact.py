@@ -22,7 +22,6 @@ from relaxlite.errors import (
 )
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import Experts
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.llm.compiling import attachments_of, build_checkpoint
 from relaxlite.llm.description import Description
@@ -31,6 +30,7 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.version import STEP_VERSION, __version__
+from tests.dense_llm import build_dense
 from tests.tiny_llm import checkpoint, save_folder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,10 +19,10 @@ from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.description import Description
 from relaxlite.llm.drafts import MOST, DraftModel, Lookup, worth
-from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.runtime import kv_cache, threadpool
+from tests.recomputing_engine import RecomputingEngine
 from tests.test_llm_generation import limit
 from tests.tiny_llm import END, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
 

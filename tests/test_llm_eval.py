@@ -15,14 +15,14 @@ import relaxlite as rl
 from relaxlite.cli import main
 from relaxlite.errors import ExecutionError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantize import quantize, quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm import evaluate as module
 from relaxlite.llm.compiled_engine import CompiledEngine
-from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.llm.evaluate import count_predictions, evaluate
+from tests.dense_llm import build_dense
+from tests.recomputing_engine import RecomputingEngine
 
 VOCAB = 11
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 57).tolist()

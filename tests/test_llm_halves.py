@@ -14,10 +14,10 @@ import relaxlite as rl
 from relaxlite import dtypes
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.config import Rope
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
+from tests.dense_llm import build_dense
 from tests.llm_models import ARCHITECTURES, VOCAB, small_checkpoint
 
 TARGET = "llvm -l2-bytes=1024"  # so that small weights count as large ones

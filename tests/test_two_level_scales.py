@@ -13,7 +13,6 @@ import pytest
 import relaxlite as rl
 from relaxlite.errors import TypeInferenceError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
-from relaxlite.frontend.llm.dense import build_dense
 from relaxlite.frontend.llm.layers import Blocks
 from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 from relaxlite.ir import ops
@@ -24,6 +23,7 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_codes import pack_codes, unpack_codes
 from relaxlite.ir.types import TensorType
 from tests import tiny_llm
+from tests.dense_llm import build_dense
 
 HALVES: Mapping[str, tuple[int, ...]] = {
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)

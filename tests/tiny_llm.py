@@ -15,9 +15,9 @@ from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGIN
 from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, expected_weights
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.llm.description import Description
-from relaxlite.llm.engine import RecomputingEngine
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
+from tests.recomputing_engine import RecomputingEngine
 
 SPECIAL = ("<|start|>", "<|end|>")
 VOCAB = 256 + len(SPECIAL)

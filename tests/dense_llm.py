@@ -1,0 +1,79 @@
+"""A whole-sequence model without a cache: tokens int64 [batch, seq] -> logits float32 [batch, seq, vocab]."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.layers import Decoder
+from relaxlite.ir.builder import BlockBuilder
+from relaxlite.ir.expr import Expr, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.types import TensorType
+
+
+def build_dense(checkpoint: Checkpoint) -> IRModule:
+    """The module of a checkpoint; positions count from 0 in each row."""
+    bb = BlockBuilder()
+    batch = bb.symbol("batch", lower=1)
+    seq = bb.symbol("seq", lower=1, upper=checkpoint.config.context)
+    with bb.function("main", tokens=TensorType.of((batch, seq), "int64")) as (tokens,):
+        decoder = Decoder(bb, checkpoint.config, checkpoint.weights)
+        row = decoder.op("expand_dims", decoder.op("arange", np.int64(0), np.int64(1), (seq,)), axes=(0,))
+        positions = decoder.op("broadcast_to", row, (batch, seq))
+        bb.result(decoder.logits(decoder.hidden(tokens, positions, DenseAttention(decoder, seq))))
+    return bb.module()
+
+
+class DenseAttention:
+    """Causal attention within each row of a batch [batch, seq], without a cache."""
+
+    def __init__(self, decoder: Decoder, seq: SymExpr) -> None:
+        self.decoder, self.seq = decoder, seq
+        self._biases: dict[bool, Var] = {}
+
+    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
+        d, c = self.decoder, self.decoder.config
+        scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
+        k, v = (self._spread(x) for x in (k, v))
+        turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, k, v)]
+        keys = d.op("transpose", turned[1], axes=(0, 1, 3, 2))
+        scores = d.op("multiply", d.op("matmul", turned[0], keys), np.float32(scale))
+        if c.score_cap is not None:
+            scores = d.capped(scores, c.score_cap)
+        scores = d.op("add", scores, self._bias(c.is_local_layer(layer)))
+        if c.has_sinks:
+            batch, heads, seq, _ = _dims(scores)
+            sinks = d.vector(f"layers.{layer}.sinks").reshape(-1, 1, 1)
+            scores = d.op("concat", scores, d.op("broadcast_to", sinks, (batch, heads, seq, sym(1))), axis=-1)
+        weights = d.op("softmax", scores, axis=-1)
+        if c.has_sinks:
+            weights = d.op("slice", weights, (0,) * 4, (batch, heads, seq, seq))
+        return d.op("transpose", d.op("matmul", weights, turned[2]), axes=(0, 2, 1, 3))
+
+    def _spread(self, x: Expr) -> Var:
+        """Each head of keys or values for its group of query heads."""
+        d, c = self.decoder, self.decoder.config
+        batch, seq, heads, width = _dims(x)
+        wide = d.op("expand_dims", x, axes=(3,))
+        wide = d.op("broadcast_to", wide, (batch, seq, heads, c.heads // c.kv_heads, width))
+        return d.op("reshape", wide, (batch, seq, c.heads, width))
+
+    def _bias(self, is_local: bool) -> Var:
+        """0 where row i may see column j, else the least float: [seq, seq]."""
+        if is_local not in self._biases:
+            d, zero, one = self.decoder, np.int64(0), np.int64(1)
+            places = d.op("arange", zero, one, (self.seq,))
+            rows, columns = d.op("expand_dims", places, axes=(1,)), d.op("expand_dims", places, axes=(0,))
+            seen = d.op("less_equal", columns, rows)
+            if is_local:
+                first = d.op("subtract", rows, np.int64(d.config.window or 0))
+                seen = d.op("logical_and", seen, d.op("greater", columns, first))
+            self._biases[is_local] = d.op("where", seen, np.float32(0), np.float32(np.finfo(np.float32).min))
+        return self._biases[is_local]
+
+
+def _dims(x: Expr) -> tuple[SymExpr, ...]:
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+    return tuple(sym(d) for d in x.ty.shape)
