@@ -14,8 +14,14 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Var
 from relaxlite.ir.op import get_op
+from relaxlite.ir.program import Allocate
+from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
+from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.module import Executable
+from relaxlite.target import Target
 
 HEADS, KV_HEADS, WIDTH, PAGE, PAGES = 4, 2, 12, 8, 9
 
@@ -98,6 +104,24 @@ def test_a_row_beside_others_rounds_as_it_does_alone(
         for row in range(rows):
             alone = exe(q[row : row + 1], keys, values, table, np.array([(0, 0, 1, first + row, 0, 1)]))
             np.testing.assert_array_equal(together[row], alone[0], err_msg=f"{length} {rows} {row}")
+
+
+@pytest.mark.parametrize(("width", "steps"), [(256, 256), (512, 512), (1024, 128)])
+def test_panels_of_single_sums_stay_within_the_caches(width: int, steps: int) -> None:
+    """What many rows share of keys in float16, where converting them takes time of its own."""
+    changes = {
+        "q": (("n", 4, width), "float32"),
+        "keys": ((1, "p", width, 64), "float16"),
+        "values": ((1, "p", 64, width), "float16"),
+    }
+    bb = BlockBuilder()
+    with bb.function("main", **types(**changes)) as params:
+        bb.result(bb.emit(ops.paged_attention(*params, block=32)))
+    passes = default_pipeline()
+    passes = passes[: 1 + [step.name for step in passes].index("schedule")]
+    made = run_passes(bb.module(), passes, PassContext(Target.parse("llvm -mcpu=x86-64-v3")))
+    allocated = [s.buffer for p in made.programs().values() for s in walk_stmts(p.body) if isinstance(s, Allocate)]
+    assert {as_int(buffer.shape[0]) for buffer in allocated if buffer.name == "panel"} == {steps, 128}
 
 
 def test_sinks_take_their_share_however_large_they_are() -> None:

@@ -52,6 +52,7 @@ Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
 PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
+WHOLE_PANEL = 512  # of one that is to be a single sum: a panel of all its steps still fits the second cache
 MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 LONG_FUNCTION = 10  # FLOPs of a function that is not
@@ -252,7 +253,8 @@ class Tile:
         (first, base), (begin, end), outer = corner, blocks, self._stmts[1]
         assert isinstance(outer, For) and isinstance(outer.body, Store)
         depth = as_int(outer.extent)
-        most = max(PANEL_STEPS, depth or 0) if self.enough_sums == 1 else PANEL_STEPS  # one sum: in one piece
+        is_one = self.enough_sums == 1 and depth is not None and depth <= WHOLE_PANEL
+        most = max(PANEL_STEPS, depth or 0) if is_one else PANEL_STEPS
         part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=most - 1)
         start, is_whole = part * most, depth is not None and depth % most == 0
         extent = sym(most) if is_whole else smin(most, outer.extent - start)

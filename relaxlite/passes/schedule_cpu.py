@@ -433,8 +433,9 @@ class _Rules:
         return tiled_turned(block, turned, lanes, registers, usual)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
-        """Whether data say how many rows there are, as in attention: a row comes now alone, now beside others. Each
-        element is then one sum, in the order of its terms, so that results are the same to the last bit."""
+        """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
+        pages: a row comes now alone, now beside others. Each element is then one sum, in the order of its terms, so
+        that results are the same to the last bit."""
         row = block.row_loop(column)
         return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
