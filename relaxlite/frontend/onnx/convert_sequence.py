@@ -1,4 +1,5 @@
-"""Sequences and optionals whose length is known at import: they exist there only, as tuples of tensors."""
+"""Sequences and optionals whose length is known at import: they exist there only, as tuples of tensors. So do lists
+that a loop appends to, as one tensor of all that it appended (appended.py)."""
 
 from __future__ import annotations
 
