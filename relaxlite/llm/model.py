@@ -128,10 +128,9 @@ class LanguageModel:
         overflow        "error": InvalidArgumentError where max_new_tokens do not fit into the context; "slide": where
                         it is full, its older half is forgotten (`Usage.forgotten_tokens` counts), and it goes on
         draft           where guesses come from of how the text goes on, which a step checks along with its token: they
-                        make it faster where they are right, and do not change it, but that products in float (float
-                        weights, experts) may round otherwise, as in a batch. "lookup": what followed the same tokens
-                        before; another LanguageModel of the same vocabulary, a smaller one, never the model itself;
-                        None: no guesses
+                        make it faster where they are right, and do not change it. "lookup": what followed the same
+                        tokens before; another LanguageModel of the same vocabulary, a smaller one, never the model
+                        itself; None: no guesses
         logprobs, logits  keep them in the result
         stream          return a Stream of pieces of text instead
 

@@ -49,6 +49,7 @@ from relaxlite.passes.balanced_weights import balanced
 from relaxlite.passes.constant_products import Way, take
 from relaxlite.passes.inner_product_loops import FloatProducts
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.schedule_choice import BATCH_INVARIANT
 from relaxlite.passes.two_ways import Product
 
 LEAST_COLUMNS = 64  # over which the pass over x is spread
@@ -57,7 +58,7 @@ LEAST_DEPTH = 96  # terms of a sum
 
 def inner_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights by fewer multiplications, where additions are free."""
-    if not context.target.adds_beside_products:
+    if not context.target.adds_beside_products or module.attrs.get(BATCH_INVARIANT):
         return module
     lanes = context.target.vector_lanes(4)
 

@@ -64,8 +64,8 @@ class PairTile(Tile):
 
     @property
     def _tiles(self) -> tuple[Tile, ...]:
-        own = (self.row, self.column, self.lanes, self.most_rows, self.enough_sums, self.least_rows)
-        return replace(self.partner, least_rows=self.least_rows), Tile(self.block, *own)
+        own = (self.row, self.column, self.lanes, self.most_rows, self.enough_sums, self.least_rows, self.part)
+        return replace(self.partner, least_rows=self.least_rows, part=self.part), Tile(self.block, *own)
 
     def _beside(self, sums: Sequence[Allocate], then: Stmt) -> Stmt:
         return _side_by_side(sums[0], sums[1], then) if len(sums) == 2 else Tile._beside(self, sums, then)

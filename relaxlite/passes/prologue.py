@@ -184,6 +184,11 @@ class _StreamedTile:
         vectors, _ = self._counts
         return max(1, self.stream.enough_sums // vectors)
 
+    @property
+    def _is_single(self) -> bool:
+        """Whether each element is one sum of what a panel would hold, as for more rows than a tile has."""
+        return self.stream.enough_sums == 1
+
     def code(self) -> tuple[Allocate, Load]:
         found, (count, wide) = self.found, self._counts
         shape = tuple(loop.extent for loop in self.loops)
@@ -192,7 +197,7 @@ class _StreamedTile:
         place = tuple(loop.var for loop in self.loops)
         sum_of_part: Value = Load(part, (sym(0), *place))
         by_group = found.group > 0 and (1 + self._copies) * count + wide + 2 <= self.stream.registers
-        factored = found.scale is not None and (by_group or not found.group)
+        factored = not self._is_single and found.scale is not None and (by_group or not found.group)
         if factored and found.scale is not None:
             sum_of_part = Binary("mul", sum_of_part, self._guarded(found.scale))
         operand = found.inner if factored else found.operand

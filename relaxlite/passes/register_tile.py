@@ -52,7 +52,6 @@ Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
 PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
-WHOLE_PANEL = 512  # of one that is to be a single sum: a panel of all its steps still fits the second cache
 MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 LONG_FUNCTION = 10  # FLOPs of a function that is not
@@ -153,6 +152,7 @@ class Tile:
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
     least_rows: int = 1  # where the tiles run, there are no fewer
+    part: int | None = None  # how many terms are summed apart from the others; None: as suits so many rows
     row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
     together: int = 1  # see RowSplit
     stream: Stream | None = None  # how an operand is taken in that is more than a load
@@ -252,9 +252,7 @@ class Tile:
         """The steps of `over_panels`, added to `totals`, whose first element is that of column and row `corner`."""
         (first, base), (begin, end), outer = corner, blocks, self._stmts[1]
         assert isinstance(outer, For) and isinstance(outer.body, Store)
-        depth = as_int(outer.extent)
-        is_one = self.enough_sums == 1 and depth is not None and depth <= WHOLE_PANEL
-        most = max(PANEL_STEPS, depth or 0) if is_one else PANEL_STEPS
+        depth, most = as_int(outer.extent), self.part or PANEL_STEPS
         part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=most - 1)
         start, is_whole = part * most, depth is not None and depth % most == 0
         extent = sym(most) if is_whole else smin(most, outer.extent - start)
@@ -388,17 +386,17 @@ class Tile:
         assert isinstance(outer, For)
         length, inner = as_int(outer.extent), [as_int(loop.extent) for loop in perfect_nest(outer).loops[1:]]
         is_sum = _combination(outer) == "add" and dtypes.is_float(self.block.buffer.dtype) and self.starts_neutral()
-        if not is_sum or length is None or None in inner:
+        if not is_sum:
+            return None
+        if self.part is not None:
+            return None if length is not None and length <= self.part else _in_parts(outer, self.part)
+        if length is None or None in inner:
             return None
         count = -(-length * math.prod(size or 1 for size in inner) // LONGEST_SUM)
         if count < 2 or length < 2:
             return None
         period = 1 if self.stream is None else self.stream.period
-        size = -(-length // (count * period)) * period
-        part, step = SymVar(f"{outer.var.name}o"), SymVar(outer.var.name, upper=size - 1)
-        body = Substitute({outer.var: part * size + step}).stmt(outer.body)
-        extent = sym(size) if length % size == 0 else smin(size, length - part * size)
-        return For(part, ceildiv(sym(length), size), For(step, extent, body))
+        return _in_parts(outer, -(-length // (count * period)) * period)
 
     def starts_neutral(self) -> bool:
         """Whether combining the initial value in once more changes nothing."""
@@ -447,6 +445,14 @@ def _combination(update: Stmt) -> str:
     store = perfect_nest(update).body
     assert isinstance(store, Store)
     return store.combine or "add"
+
+
+def _in_parts(loop: For, size: int) -> For:
+    """The loop as one over parts of `size` steps, round one over the steps of a part."""
+    part, step = SymVar(f"{loop.var.name}o", lower=0), SymVar(loop.var.name, lower=0, upper=size - 1)
+    is_whole, body = as_int(loop.extent % size) == 0, Substitute({loop.var: part * size + step}).stmt(loop.body)
+    extent = sym(size) if is_whole else smin(size, loop.extent - part * size)
+    return For(part, ceildiv(loop.extent, size), For(step, extent, body))
 
 
 def _every(stmt: Stmt, times: int, copy: SymVar) -> Stmt:

@@ -15,6 +15,9 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.records import dataclass
 
 Outer = Literal["rows", "columns"]
+BATCH_INVARIANT = "batch_invariant"
+"""Attribute of a module whose results for a row must be the same to the last bit whatever rows are beside it: products
+of several tokens of a language model, or of several sequences, are then those of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 }
 
 DEFAULT = ScheduleChoice()
+ONE_SUM = 1  # `sums`: each element is one sum, whose terms are added in the same order for any number of rows
 
 
 def _is_valid(name: str, value: object) -> bool:

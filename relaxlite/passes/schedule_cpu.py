@@ -77,7 +77,7 @@ from relaxlite.passes.schedule import (
     without_unit_loops,
 )
 from relaxlite.passes.schedule_blocks import Larger, block_product, tiled_blocks
-from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
+from relaxlite.passes.schedule_choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_halves import by_halves
@@ -119,6 +119,8 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
         if program.attrs.get("scheduled"):
             return program
         choice = tuning.choice(program, target)
+        if module.attrs.get(BATCH_INVARIANT):
+            choice = replace(choice, sums=ONE_SUM)
         made: tuple[TensorProgram] = context.kept.recall(
             "schedule", program, repr(choice), lambda: (schedule_program(program, target, choice),)
         )
@@ -405,7 +407,7 @@ class _Rules:
             is_plain = packs and dots is None and not prologues and not has_few_rows
             choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
             if self.is_counted_by_data(block, column):
-                choice = replace(choice, sums=1)
+                choice = replace(choice, sums=ONE_SUM)
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
                     self.panels.setdefault(operand, width)  # a variant before this one may have chosen

@@ -42,6 +42,7 @@ from relaxlite.passes.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.register_tile import (
     ENOUGH_SUMS,
     MOST_BLOCKS,
+    PANEL_STEPS,
     ColumnPiece,
     Fill,
     Tile,
@@ -50,7 +51,7 @@ from relaxlite.passes.register_tile import (
     grid,
 )
 from relaxlite.passes.schedule import fuse, less, with_variant
-from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice
+from relaxlite.passes.schedule_choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.records import dataclass
 
 MOST_ROWS = 8
@@ -90,6 +91,9 @@ def tiled(
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
     tile = replace(tile, least_rows=shape.least, row_unit=shape.unit, together=shape.together or 1)
     found = prologues_of(block, column) if body is None else ()
+    has_panels = bool(found) and row is not None and not (hides_conversions and all(each.is_cheap for each in found))
+    if has_panels and choice.sums == ONE_SUM:
+        tile = replace(tile, part=-(-PANEL_STEPS // (period := math.lcm(*(each.period for each in found)))) * period)
     if len(found) == 1:
         return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
     pieces = column_pieces(column.extent, lanes, vectors)

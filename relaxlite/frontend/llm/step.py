@@ -38,6 +38,7 @@ MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 th
 CACHE_DTYPES = ("float32", "float16", "int8")
 DONATED = "donated"  # as passes/donate.py calls it
 EXPORTED = "exported"  # as passes/reachable.py does
+BATCH_INVARIANT = "batch_invariant"  # as passes/schedule_choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_")
 _GREATEST = 127  # of an int8
@@ -72,7 +73,7 @@ def build_step(
             hidden = layers.hidden(tokens, positions, mix, wanted)
             bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools)))
     facts = {"context": config.context, "attention_block": block, "step_tokens": step_tokens}
-    return bb.module(Attrs({**facts, "step_version": STEP_VERSION}))
+    return bb.module(Attrs({**facts, "step_version": STEP_VERSION, BATCH_INVARIANT: True}))
 
 
 def _parameters(
