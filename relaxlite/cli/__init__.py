@@ -10,6 +10,7 @@ terminated. Results go to stdout; times, progress, warnings and errors to stderr
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -23,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from relaxlite.cli.parser import make_parser
+from relaxlite.cli.wording import as_typed
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 
 _PACKAGES = {"PIL": "pillow", "google": "protobuf"}  # those that are named unlike their modules
@@ -76,7 +78,7 @@ def _execute(argv: Sequence[str] | None, received: list[int]) -> int:
             _end(received[-1], None)
         if getattr(args, "verbose", False):
             traceback.print_exc()
-        print(f"relaxlite {args.command}: error: {_explain(error)}", file=sys.stderr)
+        print(f"relaxlite {args.command}: error: {_explain(error, args)}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError) else 1
 
 
@@ -120,10 +122,10 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, args: argparse.Namespace) -> str:
     """What a person can do something about; a bug is called one."""
     if isinstance(error, RelaxliteError):
-        return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+        return as_typed("\n  ".join([str(error), *getattr(error, "__notes__", ())]), args)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     if (

@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.language import argument_text, check_stdin, generation_options, open_language_model
+from relaxlite.cli.wording import as_typed
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
 from relaxlite.llm.model import LanguageModel
@@ -37,15 +39,26 @@ def execute(args: argparse.Namespace) -> None:
             import readline  # noqa: F401  (lets `input` edit lines)
         print(f"{llm.description.name}, a context of {llm.context} tokens. /help says more.")
     system = argument_text(args.system) if args.system else None
-    conversation = Conversation(llm, system, generation_options(args), is_terminal)
+    wording = partial(as_typed, args=args)
+    conversation = Conversation(llm, system, generation_options(args), is_terminal=is_terminal, wording=wording)
     conversation.run()
     if conversation.failures and not is_terminal:
         raise RelaxliteError(f"{conversation.failures} of {conversation.messages} messages got no reply")
 
 
 class Conversation:
-    def __init__(self, llm: LanguageModel, system: str | None, options: dict[str, Any], is_terminal: bool) -> None:
-        self._llm, self._options, self._is_terminal = llm, options, is_terminal
+    """`wording`: of an error's text."""
+
+    def __init__(
+        self,
+        llm: LanguageModel,
+        system: str | None,
+        options: dict[str, Any],
+        *,
+        is_terminal: bool,
+        wording: Callable[[str], str] = str,
+    ) -> None:
+        self._llm, self._options, self._wording, self._is_terminal = llm, options, wording, is_terminal
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._last: Result | None = None
@@ -110,7 +123,7 @@ class Conversation:
         except RelaxliteError as error:
             self._messages = before
             self.failures += 1
-            print(f"relaxlite chat: {error}", file=sys.stderr, flush=True)
+            print(f"relaxlite chat: {self._wording(str(error))}", file=sys.stderr, flush=True)
             return
         interrupted = interruption.came
         stream.close()
