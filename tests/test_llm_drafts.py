@@ -205,7 +205,10 @@ def test_a_draft_model_is_asked_only_for_tokens_it_is_sure_of() -> None:
     assert drafter.propose([1, 2, 3, 3, 3, 4], 5, 1) == [4] * 5  # two right, one wrong
     assert drafter.propose([1, 2, 3, 3, 3, 4, *[4] * 5, 6], 5, 1) == [6] * 5  # all right
     assert drafter.propose(list(range(48)), 5, 1) == [47] * 2  # its context is full
-    assert drafter.propose(list(range(60)), 5, 1) == []
+    assert drafter.propose(list(range(50)), 5, 1) == [49] * 5  # of half of which it holds the end then
+    assert drafter.propose(list(range(55)), 5, 1) == [54] * 5
+    assert drafter.propose(list(range(200)), 5, 1) == [199] * 5
+    assert sure.length(1) <= 25 + 5
     for steps, cost, sequences in (
         (0, 1.0, 1),
         (0, 0.1, 20),
@@ -215,6 +218,19 @@ def test_a_draft_model_is_asked_only_for_tokens_it_is_sure_of() -> None:
         counted = RecomputingEngine(lambda t, a=asked: (a.append(1), np.eye(VOCAB)[None, t[0]])[1], VOCAB, 50)
         DraftModel(counted, cost).propose([1, 2, 3], 5, sequences)
         assert len(asked) == steps, (cost, sequences)
+
+
+def test_a_draft_model_fell_silent_once_the_text_was_longer_than_its_context() -> None:
+    def alphabet(tokens: Any) -> Any:
+        return np.eye(VOCAB, dtype=np.float32)[None, 97 + (tokens[0] - 96) % 26] * 99
+
+    for overflow, context in (("error", 200), ("slide", 60)):
+        model, draft = made(alphabet, context=context), made(alphabet, context=24)
+        counts = counting(draft)
+        found = model.generate("a", max_new_tokens=150, overflow=overflow, draft=draft)
+        assert found.text == ("bcdefghijklmnopqrstuvwxyza" * 6)[:150] and found.usage.accepted_tokens > 100
+        assert max(counts) <= 12 and sum(counts) < 500  # what is remembered is read anew
+        assert draft.engine._tokens == {}  # type: ignore[attr-defined]
 
 
 def test_a_draft_model_whose_cache_is_full_guesses_no_more() -> None:

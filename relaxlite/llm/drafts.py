@@ -123,16 +123,19 @@ class Lookup:
 class DraftModel:
     """Guesses the likeliest tokens of a smaller model, as long as that is sure enough of all of them together.
 
+    A text that outgrows the smaller model's context is forgotten but for as much as half of that holds.
     `step_cost`: of a step of its own, in steps of the model.
     """
 
     def __init__(self, engine: Engine, step_cost: float, row_cost: float = ROW_COST) -> None:
         self._engine, self._step_cost, self._row_cost = engine, step_cost, row_cost
         self._sequence: int | None = engine.new()
+        self._first = 0  # tokens of the text that are forgotten
         self._sure = 0  # tokens of the sequence that are no guesses
         self._guesses: list[int] = []
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
+        tokens = self._remembered(tokens)
         most = min(most, MOST, self._engine.context - len(tokens))
         least = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
         if self._sequence is None or most < 1 or least >= 1:  # then no guess pays, however sure
@@ -162,6 +165,13 @@ class DraftModel:
         if self._sequence is not None:
             self._engine.remove(self._sequence)
             self._sequence = None
+
+    def _remembered(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The end of a text that leaves room in the context."""
+        if len(tokens) - self._first >= self._engine.context:
+            self._first = len(tokens) - self._engine.context // 2
+            self._sure, self._guesses = 0, []
+        return tokens[self._first :]
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Keep the guesses that came true, but for the last token, whose logits are wanted."""
