@@ -270,6 +270,38 @@ def test_large_weights_are_sampled_unless_all_is_asked_for(saved: Path, monkeypa
     assert "weight 0 does not match its checksum" in refused(saved)
 
 
+def test_much_bytecode_is_decoded_when_somebody_asks_for_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "DECODE_LIMIT", 0)
+    found = load(saved)
+    decoded: list[int] = []
+    read = artifact._function_from_json
+    monkeypatch.setattr(artifact, "_function_from_json", lambda item: (decoded.append(1), read(item))[1])
+    kept = dataclasses.replace(found, constants=found.constants[:1])
+    assert decoded == []
+    assert found.functions == sample().functions and kept.functions["main"] == sample().functions["main"]
+    assert list(found.functions) == ["main", "fill"] and len(decoded) == 2
+    save(found, saved)
+    assert load(saved).functions == sample().functions
+
+
+def test_much_bytecode_that_is_malformed_is_refused_when_it_is_needed(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forge(saved, {"kernels": []})
+    assert "there is no kernel 'k'" in refused(saved)
+    monkeypatch.setattr(artifact, "DECODE_LIMIT", 0)
+    found = load(saved)
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=r"function 'main', 2: .*: there is no kernel 'k'"):
+            found.functions["main"]
+    for options in ({"verify": True}, {"to_run": False}):
+        with pytest.raises(ArtifactError, match="there is no kernel 'k'"):
+            load(saved, **options)
+    save(sample(host=HostCode()), saved)  # where functions are interpreted
+    forge(saved, {"kernels": []})
+    assert "there is no kernel 'k'" in refused(saved)
+
+
 def forge(path: Path, change: dict[str, object]) -> None:
     """Rewrite the manifest with valid checksums, as a person with an editor and bad intentions would."""
     content = path.read_bytes()

@@ -21,7 +21,8 @@ import mmap
 import os
 import struct
 import zlib
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,16 +51,20 @@ from relaxlite.runtime.executable import (
     Reg,
     Ret,
     Signature,
+    Surroundings,
     TargetInfo,
     TensorSpec,
     VMFunction,
     validate,
+    validate_functions,
+    validate_values,
 )
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
 FORMAT = 7
 CHECK_LIMIT = 64 << 20
+DECODE_LIMIT = 1 << 20  # of bytecode: less is decoded, and found valid, in milliseconds
 SAMPLE_STRIDE = 4 << 20
 
 _MOST = (1 << 32) - 1  # a checksum
@@ -69,6 +74,7 @@ _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
 _MOST_OF_NAME = 230  # bytes of the 255 that systems allow: the temporary file adds 14
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)  # of reading bad data
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
 
 
@@ -111,7 +117,7 @@ def load(path: str | os.PathLike[str], *, verify: bool = False, to_run: bool = T
         raise ArtifactError(f"cannot load {source}: {error}") from error
     except OSError as error:
         raise ArtifactError(f"cannot load {source}: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ArtifactError(f"cannot load {source}: it is malformed ({type(error).__name__}: {error})") from error
 
 
@@ -278,13 +284,12 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
     if to_run and (len(code) or len(host_code)):
         cpu.check(target)
     kinds = manifest["constants"]
-    functions = [_function_from_json(item) for item in json.loads(bytecode.tobytes())]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
     entries = _entries_from_json(manifest["entries"], host_code.tobytes())
     main = entries.pop(ENTRY)
     support_keys, support_sizes = [key for key, _ in manifest["support"]], [size for _, size in manifest["support"]]
     data = ExecutableData(
-        functions={function.name: function for function in functions},
+        functions={},
         signature=main.signature,
         kernels={kernel.name: kernel for kernel in kernels},
         objects=_split(code.tobytes(), manifest["objects"]),
@@ -300,8 +305,12 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
         support=dict(zip(support_keys, _split(support_code.tobytes(), support_sizes), strict=True)),
         others=entries,
     )
-    validate(data)
-    return data
+    validate_values(data)
+    functions = StoredFunctions(bytecode.tobytes(), Surroundings.of(data))
+    has_code = all(entry.host.object_code for entry in data.entries.values())
+    if verify or not (to_run and has_code) or len(bytecode) <= DECODE_LIMIT:
+        functions.decode()
+    return replace(data, functions=functions)
 
 
 def _entry_to_json(name: str, entry: Entry) -> list[Any]:
@@ -369,6 +378,36 @@ def _specs_from_json(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
         )
         for item in items
     )
+
+
+class StoredFunctions(Mapping[str, VMFunction]):
+    """The functions of a file, which are decoded, and found valid, when somebody asks for them: where machine code
+    runs in their place only errors do, and those of 768 experts take half a second. ArtifactError: they are malformed.
+    """
+
+    def __init__(self, encoded: bytes, around: Surroundings) -> None:
+        self._encoded, self._around = encoded, around
+        self._functions: Mapping[str, VMFunction] | None = None
+
+    def decode(self) -> Mapping[str, VMFunction]:
+        if self._functions is None:
+            try:
+                made = [_function_from_json(item) for item in json.loads(self._encoded)]
+            except _MALFORMED as error:
+                raise ArtifactError(f"its bytecode is malformed ({type(error).__name__}: {error})") from error
+            functions = {function.name: function for function in made}
+            validate_functions(functions, self._around)
+            self._functions = functions
+        return self._functions
+
+    def __getitem__(self, name: str) -> VMFunction:
+        return self.decode()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.decode())
+
+    def __len__(self) -> int:
+        return len(self.decode())
 
 
 def _function_from_json(item: list[Any]) -> VMFunction:

@@ -247,12 +247,7 @@ BUILTINS: dict[str, str] = {
 }
 
 
-def _validate_signature(data: ExecutableData, name: str, signature: Signature) -> None:
-    if name not in data.functions:
-        raise ArtifactError(f"there is no function '{name}'")
-    takes, given = data.functions[name].params, signature.inputs
-    if len(takes) != len(given):
-        raise ArtifactError(f"function '{name}' takes {len(takes)} values, but the signature has {len(given)} inputs")
+def _validate_signature(signature: Signature) -> None:
     for spec in (*signature.inputs, *signature.outputs):
         if spec.dtype not in dtypes.ALL:
             raise ArtifactError(f"'{spec.name}' in the signature has the unknown dtype '{spec.dtype}'")
@@ -313,16 +308,46 @@ def _operand_text(operand: Operand) -> str:
 
 
 def validate(data: ExecutableData) -> None:
-    """ArtifactError unless every register, constant, kernel, function, builtin and target that is named exists, no
-    register is read before it is written, immediates are well formed, and no function runs off its end."""
-    for name, entry in data.entries.items():
-        _validate_signature(data, name, entry.signature)
+    """ArtifactError unless dtypes are known, and functions are as `validate_functions` has them."""
+    validate_values(data)
+    validate_functions(data.functions, Surroundings.of(data))
+
+
+def validate_values(data: ExecutableData) -> None:
+    """ArtifactError unless the dtypes of inputs, outputs and constants are known."""
+    for entry in data.entries.values():
+        _validate_signature(entry.signature)
     for index, array in enumerate(data.constants):
         if dtypes.from_numpy(array.dtype) is None:
             raise ArtifactError(f"constant c{index} has dtype {array.dtype}, which relaxlite does not have")
-    for function in data.functions.values():
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What functions may name beside each other: kernels, and so many constants. `inputs`: how many an entry has."""
+
+    kernels: Mapping[str, KernelInfo]
+    constants: int
+    inputs: Mapping[str, int]
+
+    @staticmethod
+    def of(data: ExecutableData) -> Surroundings:
+        inputs = {name: len(entry.signature.inputs) for name, entry in data.entries.items()}
+        return Surroundings(data.kernels, len(data.constants), inputs)
+
+
+def validate_functions(functions: Mapping[str, VMFunction], around: Surroundings) -> None:
+    """ArtifactError unless every register, constant, kernel, function, builtin and target that is named exists, no
+    register is read before it is written, immediates are well formed, and no function runs off its end."""
+    for name, count in around.inputs.items():
+        if name not in functions:
+            raise ArtifactError(f"there is no function '{name}'")
+        takes = len(functions[name].params)
+        if takes != count:
+            raise ArtifactError(f"function '{name}' takes {takes} values, but the signature has {count} inputs")
+    for function in functions.values():
         for at, instruction in enumerate(function.instructions):
-            problem = _problem(data, function, instruction)
+            problem = _problem(functions, around, function, instruction)
             if problem is not None:
                 raise ArtifactError(f"function '{function.name}', {at}: {instruction_text(instruction)}: {problem}")
         if function.places and len(function.places) != len(function.instructions):
@@ -331,7 +356,9 @@ def validate(data: ExecutableData) -> None:
         _validate_flow(function)
 
 
-def _problem(data: ExecutableData, function: VMFunction, instruction: Instruction) -> str | None:
+def _problem(
+    functions: Mapping[str, VMFunction], around: Surroundings, function: VMFunction, instruction: Instruction
+) -> str | None:
     count, registers = len(function.instructions), function.num_registers
     match instruction:
         case Ret(register) if not 0 <= register < registers:
@@ -346,36 +373,38 @@ def _problem(data: ExecutableData, function: VMFunction, instruction: Instructio
             for operand in operands:
                 if isinstance(operand, Reg) and not 0 <= operand.index < registers:
                     return f"there is no register r{operand.index}"
-                if isinstance(operand, Const) and not 0 <= operand.index < len(data.constants):
+                if isinstance(operand, Const) and not 0 <= operand.index < around.constants:
                     return f"there is no constant c{operand.index}"
-            return _callee_problem(data, callee, operands)
+            return _callee_problem(functions, around, callee, operands)
     return None
 
 
-def _callee_problem(data: ExecutableData, callee: str, operands: tuple[Operand, ...]) -> str | None:
+def _callee_problem(
+    functions: Mapping[str, VMFunction], around: Surroundings, callee: str, operands: tuple[Operand, ...]
+) -> str | None:
     kind, _, name = callee.partition(":")
     if kind == "builtin":
         return _builtin_problem(name, operands)
     if kind == "kernel":
-        return _kernel_problem(data, name, operands)
+        return _kernel_problem(around.kernels, name, operands)
     if kind == "func":
-        if name not in data.functions:
+        if name not in functions:
             return f"there is no function '{name}'"
-        takes = len(data.functions[name].params)
+        takes = len(functions[name].params)
         if len(operands) != takes:
             return f"'{name}' takes {takes} values, got {len(operands)}"
         return None if all(isinstance(o, Reg | Const) for o in operands) else "operands must be registers or constants"
     return None if kind == "extern" and name else "unknown kind of callee"
 
 
-def _kernel_problem(data: ExecutableData, name: str, operands: tuple[Operand, ...]) -> str | None:
-    if name not in data.kernels:
+def _kernel_problem(kernels: Mapping[str, KernelInfo], name: str, operands: tuple[Operand, ...]) -> str | None:
+    if name not in kernels:
         return f"there is no kernel '{name}'"
     if len(operands) < 2 or not _fits("h", operands[0]) or not _fits("n", operands[1]):
         return "operands must be a heap, the first slot, then tensors"
     if not all(_fits("v", operand) for operand in operands[2:]):
         return "tensors must be registers or constants"
-    kernel = data.kernels[name]
+    kernel = kernels[name]
     if kernel.num_buffers is not None and kernel.num_buffers != len(operands) - 2:
         return f"the kernel takes {kernel.num_buffers} tensors, got {len(operands) - 2}"
     if kernel.num_symbols and operands[0] == Imm(None):
