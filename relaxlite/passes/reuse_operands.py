@@ -67,7 +67,8 @@ class _FindOperands:
             if isinstance(program, TensorProgram) and len(value.args) == len(program.params):
                 self._call(binding.var, value, program, memory)
         now = memory.fresh.intersection(root for var in used_vars(value) for root in self._aliases.roots(var))
-        memory.fresh, memory.used = memory.fresh - now, memory.used | now
+        memory.fresh -= now
+        memory.used |= now
         if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
             memory.fresh.add(binding.var)
 
