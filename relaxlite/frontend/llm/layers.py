@@ -39,10 +39,12 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py)."""
+    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py). With an `order`, the
+    rows of these are the weight's columns order[0], order[1], ..."""
 
     operands: tuple[Constant, ...]
     coding: Coding
+    order: np.ndarray[Any, Any] | None = None
 
     @staticmethod
     def of(weight: Weight, name: str) -> Blocks:
@@ -59,7 +61,7 @@ class Blocks:
 
         with ThreadPoolExecutor(compile_threads(), "relaxlite-pack") as pool:  # starts no more threads than it needs
             list(pool.map(pack, range(0, n, step)))
-        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.coding)
+        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.coding, first.order)
 
 
 def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
@@ -192,6 +194,8 @@ class Decoder:
         if blocks is None:
             weight: Expr = self._widened(self.matrix(name))
         else:
+            if blocks.order is not None:
+                x = self.op("gather", x, blocks.order, axis=-1)
             is_coarse = self._is_coarse and not is_kept
             weight = self.op("dequantize_blocks", *blocks.operands, **blocks.coding.attrs, coarse=is_coarse)
         y = self.op("matmul", x, weight)
@@ -201,7 +205,8 @@ class Decoder:
         """The rows of the embedding: [..., hidden]"""
         blocks = self.blocks("embed")
         if blocks is not None:
-            return self.op("gather_blocks", tokens, *blocks.operands, **blocks.coding.attrs)
+            found = self.op("gather_blocks", tokens, *blocks.operands, **blocks.coding.attrs)
+            return found if blocks.order is None else self.op("gather", found, np.argsort(blocks.order), axis=-1)
         if not self.config.is_tied:
             return self._widened(self.op("gather", self._weights["embed"].data, tokens, axis=0))
         columns = self.op("gather", self.matrix("embed"), tokens, axis=1)  # of what the logits read: one copy
