@@ -77,8 +77,8 @@ def gptq(
         codes, scales = _drawn(rng, n, k, bits, count, dtype)
         zeros = np.full((n, count), 1 << bits - 1) if symmetric else rng.integers(1, 1 << bits, (n, count))
         groups = np.arange(k) // size
-        if not is_sorted:
-            groups = rng.permutation(groups)
+        if not is_sorted:  # the same for all modules that read the same, as GPTQ has it
+            groups = np.random.default_rng(k).permutation(groups)
         tensors = {
             "qweight": np.ascontiguousarray(as_words(codes, bits).T),
             "qzeros": as_words(zeros.T - (1 if version == 1 else 0), bits),

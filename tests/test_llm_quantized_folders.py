@@ -15,11 +15,13 @@ import relaxlite as rl
 from relaxlite.cli import main
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
-from relaxlite.frontend.llm.hf_folder import describe
+from relaxlite.frontend.llm.hf_folder import describe, read_safetensors
+from relaxlite.frontend.llm.hf_quantized import METHODS, Quantization
 from relaxlite.frontend.llm.layers import Blocks
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.compiling import build
+from relaxlite.passes.eliminate import eliminate_common
 from tests import tiny_llm
 from tests.dense_llm import build_dense
 from tests.quantized_folders import (
@@ -79,6 +81,8 @@ CASES: dict[str, tuple[Mapping[str, Any], Packer, str | None]] = {
     "gptq, float32": (GPTQ, gptq(dtype=np.float32), "gptq"),
     "awq": ({**AWQ, "group_size": 32}, awq(), "awq"),
     "awq, groups of 128": ({**AWQ, "group_size": 128}, awq(group=128), "awq"),
+    "auto-round as gptq": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, gptq(), "gptq"),
+    "auto-round as awq": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, awq(), "awq"),
     "compressed, 4 bits": (COMPRESSED, compressed(), "compressed-tensors"),
     "compressed, 4 bits, groups of 128": (COMPRESSED, compressed(group=128, dtype=np.float16), "compressed-tensors"),
     "compressed, 4 bits, rows": (COMPRESSED, compressed(group=None, dtype=np.float32), "compressed-tensors"),
@@ -263,6 +267,12 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(tmp_path, tokens), wanted, atol=2e-5 * np.abs(wanted).max())
 
 
+def test_what_several_weights_multiply_is_sorted_once(tmp_path: Path) -> None:
+    save(tmp_path, *CASES["gptq, act-order"][:2])
+    text = str(eliminate_common(build_dense(read_checkpoint(tmp_path))))
+    assert text.count("= gather(") == 5  # of the embedding; q, k, v; o; gate, up; down
+
+
 # Other architectures
 
 
@@ -319,16 +329,26 @@ def test_a_weight_that_is_stored_as_in_by_out_is_not_turned_again(tmp_path: Path
     np.testing.assert_array_equal(found["layers.0.k"].to_float32(), wanted["attn.c_attn"][HIDDEN : 2 * HIDDEN])
 
 
-def test_a_head_may_be_quantized_and_embeddings_tied_to_none(tmp_path: Path) -> None:
-    packed, wanted = gptq()(np.random.default_rng(5), VOCAB, HIDDEN)
-    packed["qzeros"] = np.full((HIDDEN // 32, VOCAB // 8 + 1), 0x77777777, np.int32)[:, : VOCAB * 4 // 32]
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_a_head_or_an_embedding_may_be_quantized(name: str, tmp_path: Path) -> None:
+    """Then the other one is a weight of its own, whatever config.json says of them."""
+    vocabulary = 256  # whole words of columns
+    packed, wanted = gptq(is_sorted=False)(np.random.default_rng(5), vocabulary, HIDDEN)
     settings, packer, _ = CASES["gptq"]
-    rest = VOCAB // 8 * 8  # whole words of columns
-    packed |= {name: np.ascontiguousarray(packed[name][:, :rest]) for name in ("qweight", "scales")}
-    save(tmp_path, settings, packer, others={f"lm_head.{part}": v for part, v in packed.items()}, vocab_size=rest)
-    found = read_checkpoint(tmp_path).weights["head"]
-    assert found.block_format == "gptq"
-    np.testing.assert_array_equal(found.to_float32(), wanted[:rest])
+    more = {f"{name}.{part}": value for part, value in packed.items()}
+    stored = save(tmp_path, settings, packer, others=more, vocab_size=vocabulary, tie_word_embeddings=True)
+    with pytest.raises(ImportModelError, match=f"{name}, .*: there is a weight that is not quantized, too; there are"):
+        read_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {k: w.data for k, w in read_safetensors(path, ("I32",)).items() if k != f"{name}.weight"})
+    checkpoint = read_checkpoint(tmp_path)
+    found = checkpoint.weights[ours(f"{name}.weight")]
+    assert found.block_format == "gptq" and not checkpoint.config.is_tied
+    np.testing.assert_array_equal(found.to_float32(), wanted)
+    tokens = np.random.default_rng(1).integers(0, vocabulary, (2, 5))
+    weights = {key: value for key, value in stored.items() if key not in more} | {f"{name}.weight": wanted}
+    want = llama(weights, tokens)
+    np.testing.assert_allclose(logits(tmp_path, tokens), want, atol=2e-5 * np.abs(want).max())
 
 
 def test_biases_of_zeros_that_the_architecture_has_not_are_left_out(tmp_path: Path) -> None:
@@ -356,7 +376,8 @@ def test_a_quantized_folder_is_compiled_run_and_looked_into(tmp_path: Path, caps
     assert main(["compile", str(folder), "-o", artifact]) == 0
     assert main(["generate", artifact, "abc", "--max-tokens", "4"]) == 0
     assert main(["inspect", artifact]) == 0
-    assert "source: tiny-awq" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "source: tiny-awq\n" in shown and "quantized: awq\n" in shown
     assert main(["compile", str(folder), "-o", artifact, "--quantize", "q4_0"]) == 1
     problem = "weight layers.0.q is quantized already (awq); quantize the float checkpoint instead"
     assert problem in capsys.readouterr().err
@@ -395,6 +416,7 @@ def test_floats_of_8_bits_can_be_quantized_as_any_others(tmp_path: Path) -> None
             r"quantized by 'hqq' are not read, those of gptq, awq, compressed-tensors, fp8, fbgemm_fp8, bitsandbyt",
         ),
         ("torchao", "quantized by 'torchao' are not read"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round"}, "quantized by 'auto-round' are not read"),
         (["gptq"], r"quantized by \['gptq'\] are not read"),
         ({"quant_method": "mxfp4"}, "quantized by 'mxfp4' are not read"),
         ({"bits": 4}, "quantized by None are not read"),
@@ -491,6 +513,16 @@ def test_tensors_that_do_not_fit(name: str, changes: dict[str, Array | None], pr
     method = settings["quant_method"]
     with pytest.raises(ImportModelError, match=f"self_attn.q_proj, quantized by {method}: .*{problem}"):
         read_checkpoint(tmp_path)
+
+
+def test_an_index_that_nobody_has_set_is_none(tmp_path: Path) -> None:
+    """All groups 0, where there are several: exllama takes it so, too."""
+    unset = changed(gptq(), {"g_idx": np.zeros(HIDDEN, np.int32)})
+    stored = save(tmp_path, GPTQ, unset, {"self_attn.q_proj": (HIDDEN, HIDDEN)})
+    tensors = read_safetensors(tmp_path / "model.safetensors", ("I32",))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    found = Quantization(METHODS["gptq"], GPTQ).assembled(tensors, "place")[name]
+    np.testing.assert_array_equal(found.to_float32(), stored[name])
 
 
 def test_integers_that_belong_to_nothing(tmp_path: Path) -> None:

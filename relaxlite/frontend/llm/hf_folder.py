@@ -215,7 +215,7 @@ def _renamed(
 
 
 def _is_same(head: Weight, embed: Weight | None) -> bool:
-    if embed is None or head.block_format is not None:
+    if embed is None or head.block_format is not None or embed.block_format is not None:
         return embed is None
     return head.shape == embed.shape and np.array_equal(head.data, embed.data)
 

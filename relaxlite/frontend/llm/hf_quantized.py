@@ -62,7 +62,8 @@ def _problem_of_gptq(settings: Mapping[str, Any]) -> str | None:
 
 
 def _problem_of_awq(settings: Mapping[str, Any]) -> str | None:
-    version = str(settings.get("version", settings.get("format")) or "gemm").lower()
+    said = (settings.get(key) for key in ("version", "format", "checkpoint_format"))
+    version = str(next((name for name in said if name), "gemm")).lower()
     bits = settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         return f"version {version!r} with {bits} bits is not read, only 'gemm' with 4 bits is"
@@ -158,6 +159,9 @@ METHODS: Mapping[str, Method] = {
 }  # fmt: skip
 
 
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """What quantized a checkpoint, with its settings."""
@@ -183,7 +187,10 @@ class Quantization:
                 found[f"{name}.weight"] = parts["weight"]
                 continue
             arrays = {part: weight.data for part, weight in parts.items()}
-            found[f"{name}.weight"] = self.method.read(Module(source, name, self.method.name, self.settings, arrays))
+            module = Module(source, name, self.method.name, self.settings, arrays)
+            if f"{name}.weight" in found:
+                raise module.error("there is a weight that is not quantized, too")
+            found[f"{name}.weight"] = self.method.read(module)
         for name, weight in found.items():
             if isinstance(weight.stored, np.ndarray) and not _is_float(weight):
                 raise ImportModelError(
@@ -200,6 +207,8 @@ def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:
         return None
     given = settings if isinstance(settings, Mapping) else {}
     name = given.get("quant_method", None if given else settings)
+    if name == "auto-round":  # which packs as others do
+        name = _AUTO_ROUND.get(str(given.get("packing_format")), name)
     method = METHODS.get(name) if isinstance(name, str) else None
     architectures = method.of_architectures if method is not None else ()
     if method is None or (architectures and raw.get("model_type") not in architectures):

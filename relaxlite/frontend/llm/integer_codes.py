@@ -214,7 +214,7 @@ def _weight(
     """`index`: the part that says the group of each column, where there is one."""
     k, count = shape[1], scales.shape[1]
     given = None if index is None else module.parts.get(index)
-    if given is not None and index is not None:
+    if given is not None and index is not None and (count == 1 or given.any()):  # else nobody has set it
         groups = module.part(index, ("int32", "int64"), 1)
         module.need(index, (k,))
         if groups.min() < 0 or groups.max() >= count:
