@@ -22,7 +22,7 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight, mxfp4_of_pairs
+from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight, PackedRows
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -30,53 +30,64 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a checkpoint. `data` are its numbers (float32, float16, bfloat16), or rows of blocks as bytes; with
-    `scales` [rows, blocks], those of MXFP4 as Hugging Face folders hold them, apart."""
+    """A weight of a checkpoint. `stored` are its numbers (float32, float16, bfloat16), rows of blocks as bytes, or rows
+    that lie otherwise in a file. `block_format`: of rows of blocks one of BLOCK_FORMATS, of others what packed their
+    codes; None: they are floats."""
 
-    data: Array
+    stored: Array | PackedRows
     shape: tuple[int, ...]
-    block_format: str | None = None  # one of BLOCK_FORMATS
-    scales: Array | None = None
+    block_format: str | None = None
+
+    @property
+    def data(self) -> Array:
+        """Its numbers, which packed rows make anew each time, or rows of blocks as bytes."""
+        return self.stored if isinstance(self.stored, np.ndarray) else self.floats()
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return self.stored.nbytes
+
+    def floats(self, rows: slice = slice(None)) -> Array:
+        """Some rows of a weight in floats."""
+        assert self.block_format is None
+        found = self.stored[rows]
+        assert isinstance(found, np.ndarray)
+        return found
 
     def grouped(self, rows: slice = slice(None)) -> GroupedWeight:
-        """Codes, scales and offsets of a weight in blocks, or of some of its rows."""
+        """Codes, scales and offsets of a weight that has them, or of some of its rows."""
         assert self.block_format is not None
-        data = self.data[rows]
-        if self.scales is not None:
-            data = mxfp4_of_pairs(data, self.scales[rows])
-        return BLOCK_FORMATS[self.block_format].unpack(data)
+        found = self.stored[rows]
+        return found if isinstance(found, GroupedWeight) else BLOCK_FORMATS[self.block_format].unpack(found)
 
     def to_float32(self) -> Array:
-        if self.block_format is not None:
-            return self.grouped().dequantize()
-        return self.data.astype(np.float32)
+        found = self.data if self.block_format is None else self.grouped().dequantize()
+        return found.astype(np.float32).reshape(self.shape)
 
     def part(self, begin: int, end: int) -> Weight:
         """Some of its rows, not copied."""
-        return self._of_rows(slice(begin, end), (end - begin, *self.shape[1:]))
+        return self.picked(slice(begin, end), (end - begin, *self.shape[1:]))
 
     def member(self, index: int) -> Weight:
         """One of several along the first axis, not copied."""
         n = math.prod(self.shape[1:-1])
-        if self.block_format is None:
-            return Weight(self.data[index], self.shape[1:])
-        return self._of_rows(slice(index * n, (index + 1) * n), self.shape[1:])
+        if self.block_format is None and isinstance(self.stored, np.ndarray):
+            return Weight(self.stored[index], self.shape[1:])
+        return self.picked(slice(index * n, (index + 1) * n), self.shape[1:])
 
     @property
     def transposed(self) -> Weight:
-        """A matrix of floats, not copied."""
-        return Weight(self.data.T, self.shape[::-1])
+        """A matrix of floats, not copied; packed rows are those of [out, in] whatever the file has."""
+        return Weight(self.stored.T, self.shape[::-1]) if isinstance(self.stored, np.ndarray) else self
 
     def rows(self, order: Array) -> Weight:
         """With its rows in another order."""
-        return self._of_rows(order, self.shape)
+        return self.picked(order, self.shape)
 
-    def _of_rows(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
-        return Weight(self.data[rows], shape, self.block_format, None if self.scales is None else self.scales[rows])
+    def picked(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
+        """Some of its rows, those of all experts counted on, as a weight of another shape."""
+        found = self.stored.picked(rows) if isinstance(self.stored, PackedRows) else self.stored[rows]
+        return Weight(found, shape, self.block_format)
 
 
 @dataclass(frozen=True, slots=True)

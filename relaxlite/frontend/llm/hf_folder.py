@@ -25,12 +25,11 @@ from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights,
 from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.hf_generation import generation_defaults
 from relaxlite.frontend.llm.hf_json import foreign, read_json
+from relaxlite.frontend.llm.hf_quantized import DTYPES, quantization_of, without_empty_biases
 from relaxlite.frontend.llm.hf_tokenizer import read_tokenizer
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack", "*.gguf")
-_BYTES = ("_blocks", "_scales")  # of MXFP4
-_QUANTIZED = (("gpt_oss", "mxfp4"),)  # architectures with what quantized them, as far as that is read
 _KEYS = {"num_local_experts": "num_experts"}  # the usual key, where a config.json has another
 _OTHER_PARTS = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
@@ -52,7 +51,10 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     raw = read_json(folder / "config.json", needed=True)
     source = str(folder)
     config, architecture = describe(raw, source)
-    tensors = _tensors(folder)
+    quantization = quantization_of(_of_text(raw), source)
+    tensors = _tensors(folder, () if quantization is None else quantization.method.kinds)
+    if quantization is not None:
+        tensors = quantization.assembled(tensors, source)
     weights = _renamed(tensors, architecture, config, source)
     if config.is_tied and "head" in weights:
         if _is_same(weights["head"], weights.get("embed")):
@@ -60,10 +62,14 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
         else:
             config = replace(config, is_tied=False)  # as transformers does since version 5
     weights = split_fused(config, weights, architecture.fused, source)
+    if quantization is not None:
+        weights = without_empty_biases(weights, config)
     check_weights(config, weights, source)
     if architecture.is_interleaved_in_folders:
         weights = in_halves(weights, config)
     provenance = {"source": folder.resolve().name, **_model_card(folder)}
+    if quantization is not None:
+        provenance["quantized"] = quantization.method.name
     generation = read_json(folder / "generation_config.json")
     defaults = generation_defaults(generation, str(folder / "generation_config.json"))
     return Checkpoint(config, weights, read_tokenizer(folder, raw, generation), provenance, defaults)
@@ -71,14 +77,8 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
 
 def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Architecture]:
     """The configuration that a config.json stands for. ImportModelError: nothing that we know."""
-    text = raw.get("text_config")
-    raw = {**raw, **(text if isinstance(text, Mapping) else {})}  # of models that see pictures too
-    method = raw.get("quantization_config")
-    name = method.get("quant_method") if isinstance(method, Mapping) else method
-    if method and (raw.get("model_type"), name) not in _QUANTIZED:
-        raise ImportModelError(
-            f"{source}: weights quantized by {name!r} are not read; take the float checkpoint, or a GGUF file"
-        )
+    raw = _of_text(raw)
+    quantization_of(raw, source)  # refused, where it is, before the architecture
     architecture = find_architecture(str(raw.get("model_type", "")), source)
     keys = {**_KEYS, **architecture.keys}
     own_keys = {usual: own for own, usual in keys.items() if own in raw and raw.get(usual) is None}
@@ -89,7 +89,13 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
     return architecture.describe(Hyperparameters(source, raw, False, own_keys=own_keys)), architecture
 
 
-def _tensors(folder: Path) -> dict[str, Weight]:
+def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the language model, also where that sees pictures."""
+    text = raw.get("text_config")
+    return {**raw, **(text if isinstance(text, Mapping) else {})}
+
+
+def _tensors(folder: Path, kinds: tuple[str, ...]) -> dict[str, Weight]:
     whole = {"": "model.safetensors"}  # before an index, which another version may have left beside it
     index = {} if (folder / whole[""]).is_file() else read_json(folder / "model.safetensors.index.json")
     shards = index.get("weight_map") or whole
@@ -102,7 +108,7 @@ def _tensors(folder: Path) -> dict[str, Weight]:
             if shards is not whole:
                 raise ImportModelError(f"{folder}: {name}, one of {len(names)} files of weights, is missing")
             raise ImportModelError(f"{folder}: {name} is missing{_instead(folder)}")
-        found |= read_safetensors(folder / name)
+        found |= read_safetensors(folder / name, kinds)
     return found
 
 
@@ -116,8 +122,10 @@ def _instead(folder: Path) -> str:
     )
 
 
-def read_safetensors(path: Path) -> dict[str, Weight]:
-    """The tensors of a file by name, mapped (github.com/huggingface/safetensors, "Format")."""
+def read_safetensors(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Weight]:
+    """The tensors of a file by name, mapped (github.com/huggingface/safetensors, "Format"); floats, and those of
+    `kinds`."""
+    dtypes_of = {kind: dtypes.to_numpy(name) for kind, name in _FLOATS.items()} | {kind: DTYPES[kind] for kind in kinds}
     try:
         with path.open("rb") as file:
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -129,7 +137,7 @@ def read_safetensors(path: Path) -> dict[str, Weight]:
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         found = {
-            name: _weight(entry, data[8 + size :], name, path)
+            name: _weight(entry, data[8 + size :], dtypes_of, name, path)
             for name, entry in header.items()
             if not name.endswith(_IGNORED) and not name.startswith(_OTHER_PARTS)
         }
@@ -161,20 +169,24 @@ def _check_places(header: Mapping[str, Any], size: int) -> None:
         raise ValueError(f"its tensors end at byte {end} of {size}")
 
 
-def _weight(entry: Mapping[str, Any], data: np.ndarray[Any, Any], name: str, path: Path) -> Weight:
+def _weight(
+    entry: Mapping[str, Any],
+    data: np.ndarray[Any, Any],
+    dtypes_of: Mapping[str, np.dtype[Any]],
+    name: str,
+    path: Path,
+) -> Weight:
     begin, end = entry["data_offsets"]
     shape, kind = tuple(entry["shape"]), entry["dtype"]
-    if kind == "U8" and name.endswith(_BYTES):
-        return Weight(data[begin:end].reshape(shape), shape)
-    if kind not in _FLOATS:
-        known = ", ".join(_FLOATS)
+    if kind not in dtypes_of:
+        known = ", ".join(dtypes_of)
         raise ImportModelError(
             f"{path}: tensor {name!r} is of type {kind}, which is not read; known are {known}. If the checkpoint is "
             "quantized, take the float one, or a GGUF file"
         )
     if not 0 <= begin <= end <= data.size:
         raise ValueError(f"tensor {name!r} lies at {begin} to {end} of {data.size} bytes")
-    return Weight(data[begin:end].view(dtypes.to_numpy(_FLOATS[kind])).reshape(shape), shape)
+    return Weight(data[begin:end].view(dtypes_of[kind]).reshape(shape), shape)
 
 
 def _renamed(
@@ -203,7 +215,9 @@ def _renamed(
 
 
 def _is_same(head: Weight, embed: Weight | None) -> bool:
-    return embed is None or (head.shape == embed.shape and np.array_equal(head.data, embed.data))
+    if embed is None or head.block_format is not None or embed.block_format is not None:
+        return embed is None
+    return head.shape == embed.shape and np.array_equal(head.data, embed.data)
 
 
 def _offset(weight: Weight, offset: float) -> Weight:

@@ -39,10 +39,12 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py)."""
+    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py). With an `order`, the
+    rows of these are the weight's columns order[0], order[1], ..."""
 
     operands: tuple[Constant, ...]
     coding: Coding
+    order: np.ndarray[Any, Any] | None = None
 
     @staticmethod
     def of(weight: Weight, name: str) -> Blocks:
@@ -59,7 +61,7 @@ class Blocks:
 
         with ThreadPoolExecutor(compile_threads(), "relaxlite-pack") as pool:  # starts no more threads than it needs
             list(pool.map(pack, range(0, n, step)))
-        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.coding)
+        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.coding, first.order)
 
 
 def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
@@ -76,6 +78,7 @@ class Decoder:
         self._tables: dict[Rope, tuple[Var, Var]] = {}
         self._blocks: dict[str, Blocks | None] = {}
         self._matrices: dict[str, Constant] = {}
+        self._orders: dict[bytes, Constant] = {}
         self._vectors: dict[str, np.ndarray[Any, Any]] = {}
         self._is_coarse = False
 
@@ -192,6 +195,8 @@ class Decoder:
         if blocks is None:
             weight: Expr = self._widened(self.matrix(name))
         else:
+            if blocks.order is not None:
+                x = self.op("gather", x, self._order(blocks.order), axis=-1)
             is_coarse = self._is_coarse and not is_kept
             weight = self.op("dequantize_blocks", *blocks.operands, **blocks.coding.attrs, coarse=is_coarse)
         y = self.op("matmul", x, weight)
@@ -201,7 +206,10 @@ class Decoder:
         """The rows of the embedding: [..., hidden]"""
         blocks = self.blocks("embed")
         if blocks is not None:
-            return self.op("gather_blocks", tokens, *blocks.operands, **blocks.coding.attrs)
+            found = self.op("gather_blocks", tokens, *blocks.operands, **blocks.coding.attrs)
+            if blocks.order is None:
+                return found
+            return self.op("gather", found, self._order(np.argsort(blocks.order)), axis=-1)
         if not self.config.is_tied:
             return self._widened(self.op("gather", self._weights["embed"].data, tokens, axis=0))
         columns = self.op("gather", self.matrix("embed"), tokens, axis=1)  # of what the logits read: one copy
@@ -213,6 +221,10 @@ class Decoder:
             weight = self._weights[name]
             self._blocks[name] = None if weight.block_format is None else Blocks.of(weight, name)
         return self._blocks[name]
+
+    def _order(self, order: np.ndarray[Any, Any]) -> Constant:
+        """One for all weights that have it, so that what they share is sorted once."""
+        return self._orders.setdefault(order.tobytes(), Constant.of(order, name="order"))
 
     def matrix(self, name: str) -> Constant:
         """A matrix of floats [n, k] as products read it, [k, n], in the type that the checkpoint has."""

@@ -65,7 +65,7 @@ def quantize(weight: Weight, kind: str, name: str = "weight") -> Weight:
     packed = np.empty((n, k // block.size * block.nbytes), np.uint8)
     step = max(1, _ROWS_BYTES // (4 * k))
     for at in range(0, n, step):
-        rows = weight.data[at : at + step].astype(np.float32)
+        rows = weight.floats(slice(at, at + step)).astype(np.float32)
         if not np.isfinite(rows).all():
             raise ImportModelError(f"weight {name} has values that are not finite; it cannot be quantized")
         with np.errstate(over="ignore"):

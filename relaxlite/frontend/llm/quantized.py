@@ -7,8 +7,9 @@ Every block format of GGUF says the same thing in its own packing: the weights o
 with small integer codes. Scales and offsets are float16, or in the K formats integers of few bits times a float16 of
 256 weights. `GroupedWeight` holds just that, so nothing is rounded. Codes have 4, 5, 6 or 8 bits: those of 2 and 3 bits
 are kept in 4. The IQ4 formats have a table of numbers, and codes of 4 bits are places in it. So are those of MXFP4,
-which are floats; its scales, powers of two, are kept in bfloat16. Formats: llama.cpp, ggml-common.h and ggml-quants.c;
-OCP Microscaling Formats 1.0.
+which are floats; its scales, powers of two, are kept in bfloat16. What the libraries of Hugging Face's folders write
+(hf_quantized.py) comes to the same through `PackedRows`. Formats: llama.cpp, ggml-common.h and ggml-quants.c; OCP
+Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class GroupScales:
-    """A number for each group of a row: `values` [n, k / group] in float16 or bfloat16, or int8 or uint8 that count in
-    float16 `factors` [n, k / super-block], one for several groups."""
+    """A number for each group of a row: `values` [n, k / group] in float16, bfloat16 or float32, or int8 or uint8 that
+    count in `factors` [n, k / super-block] of such types, one for one or several groups."""
 
     values: Array
     factors: Array | None = None
 
     def to_float32(self) -> Array:
-        """[n, k / group]; exact, as a product of 8 and 11 bits is."""
+        """[n, k / group]; exact where factors are, as a product of 8 and 11 bits is."""
         values = self.values.astype(np.float32)
         if self.factors is None:
             return values
@@ -50,12 +51,14 @@ class GroupScales:
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A weight of n rows and k columns: codes [n, k] (uint8) of `bits` bits, of which `zero` stands for 0 where there
-    are no offsets; with a `table`, of its entries."""
+    are no offsets; with a `table`, of its entries. With an `order`, column j of the codes is the weight's column
+    order[j]."""
 
     codes: Array
     scales: GroupScales
     offsets: GroupScales | None
     coding: Coding
+    order: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,7 +76,36 @@ class GroupedWeight:
         grouped *= self.scales.to_float32()[:, :, None]
         if self.offsets is not None:
             grouped += self.offsets.to_float32()[:, :, None]
-        return grouped.reshape(n, k)
+        found = grouped.reshape(n, k)
+        return found if self.order is None else found[:, np.argsort(self.order)]
+
+
+Rows: TypeAlias = "slice | Array"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of a weight that lie in some tensors of a file: `read` makes codes, or floats, of those that a slice or
+    numbers say; `numbers` are the ones that belong to the weight. `nbytes` of the file."""
+
+    read: Callable[[Rows], GroupedWeight | Array]
+    numbers: Array
+    nbytes: int
+
+    @staticmethod
+    def of(count: int, nbytes: int, read: Callable[[Rows], GroupedWeight | Array]) -> PackedRows:
+        return PackedRows(read, np.arange(count), nbytes)
+
+    def __getitem__(self, rows: Rows) -> GroupedWeight | Array:
+        numbers = self.numbers[rows]
+        first, count = int(numbers[0]) if len(numbers) else 0, len(numbers)
+        is_run = np.array_equal(numbers, np.arange(first, first + count))
+        return self.read(slice(first, first + count) if is_run else numbers)  # slices are not copied
+
+    def picked(self, rows: Rows) -> PackedRows:
+        """Some of them, or all in another order."""
+        numbers = self.numbers[rows]
+        return PackedRows(self.read, numbers, self.nbytes * len(numbers) // max(len(self.numbers), 1))
 
 
 _Parts: TypeAlias = "tuple[Array, GroupScales, GroupScales | None]"  # codes, scales, offsets
@@ -193,24 +225,30 @@ def _iq4_xs(blocks: Array) -> _Parts:
 
 
 def _mxfp4(blocks: Array) -> _Parts:
-    """Scales are exponents of 8 bits; the table holds twice the floats, so that they are half as large."""
-    power = blocks[:, :1].astype(np.uint16)
+    return _nibbles(blocks[:, 1:]), GroupScales(_of_exponents(blocks[:, :1])), None
+
+
+def _of_exponents(exponents: Array) -> Array:
+    """Powers of two in bfloat16, half as large, as the table holds twice the floats."""
+    power = exponents.astype(np.uint16)
     bits = np.where(power < 2, np.uint16(0x20) << power, (power - np.uint16(1)) << np.uint16(7))
-    return _nibbles(blocks[:, 1:]), GroupScales(bits.astype(np.uint16).view(_BFLOAT16)), None
+    return bits.astype(np.uint16).view(_BFLOAT16)
 
 
-def mxfp4_of_pairs(pairs: Array, scales: Array) -> Array:
-    """Rows of blocks as GGUF has them [n, b * 17], of bytes [n, b * 16] each of which has the codes of two neighbours,
-    and scales [n, b], as Hugging Face folders do."""
-    n, b = scales.shape
-    low = pairs.reshape(n, b, 16)
-    codes = np.stack([low & 15, low >> 4], axis=-1).reshape(n, b, 32)
-    halves = codes[:, :, :16] | codes[:, :, 16:] << 4
-    return np.concatenate([scales[:, :, None], halves], axis=2).reshape(n, -1)
+def mxfp4_of_pairs(pairs: Array, powers: Array) -> GroupedWeight:
+    """Of bytes [n, k / 2] that have the codes of two neighbours each, and exponents [n, k / 32]."""
+    n = len(pairs)
+    scales = GroupScales(_of_exponents(powers.reshape(-1, 1))).reshape(n)
+    return GroupedWeight(neighbours(pairs), scales, None, MXFP4)
+
+
+def neighbours(packed: Array) -> Array:
+    """Bytes [n, b] to codes [n, 2*b]: of each the low half, then the high half."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the floats of 4 bits that are not negative
-_MXFP4 = Coding(4, 12, (*(12 + n for n in _E2M1), *(12 - n for n in _E2M1)))
+MXFP4 = Coding(4, 12, (*(12 + n for n in _E2M1), *(12 - n for n in _E2M1)))
 _IQ4 = Coding(
     4, 128, tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 )
@@ -230,6 +268,6 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("Q6_K", 256, 210, Coding(6, 32), _q6_k),
         ("IQ4_NL", 32, 18, _IQ4, _q4_0),
         ("IQ4_XS", 256, 136, _IQ4, _iq4_xs),
-        ("MXFP4", 32, 17, _MXFP4, _mxfp4),
+        ("MXFP4", 32, 17, MXFP4, _mxfp4),
     )
 }

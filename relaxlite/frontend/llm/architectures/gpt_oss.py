@@ -16,6 +16,7 @@ from relaxlite.frontend.llm.architectures.base import (
 )
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig
+from relaxlite.frontend.llm.quantized import PackedRows, mxfp4_of_pairs
 
 _GATE_LIMIT = 7.0  # where a checkpoint does not say
 _ROPE = {
@@ -84,20 +85,22 @@ def _of_blocks(weight: Weight, weights: dict[str, Weight], name: str, source: st
             f"{weight.shape[:3]} as scales, got {None if scales is None else scales.shape}"
         )
     experts, rows, blocks, size = weight.shape
-    data, each = weight.data.reshape(experts * rows, blocks * size), scales.data.reshape(experts * rows, blocks)
-    return Weight(data, (experts, rows, 2 * blocks * size), "MXFP4", each)
+    pairs, powers = weight.data.reshape(experts * rows, blocks * size), scales.data.reshape(experts * rows, blocks)
+    packed = PackedRows.of(
+        len(pairs), weight.nbytes + scales.nbytes, lambda some: mxfp4_of_pairs(pairs[some], powers[some])
+    )
+    return Weight(packed, (experts, rows, 2 * blocks * size), "MXFP4")
 
 
 def _every_other(weight: Weight, first: int, source: str) -> Weight:
     """The rows first, first + 2, ... of each expert."""
-    if weight.scales is None:
+    if weight.block_format is None:
         data = weight.data[:, first::2] if weight.data.ndim > 1 else weight.data
         return Weight(data, data.shape)
     experts, rows, columns = weight.shape
     if rows % 2:
         raise ImportModelError(f"{source}: experts of {rows} rows, of which every other one is a gate's")
-    data, scales = weight.data[first::2], weight.scales[first::2]
-    return Weight(data, (experts, rows // 2, columns), weight.block_format, scales)
+    return weight.picked(slice(first, None, 2), (experts, rows // 2, columns))
 
 
 _HUGGING_FACE = {

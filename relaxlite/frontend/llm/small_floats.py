@@ -1,0 +1,167 @@
+"""Weights in floats of 8 and of 4 bits, with scales: FP8 as DeepSeek and compressed-tensors have it, bitsandbytes' NF4
+and FP4, NVFP4 and MXFP4 of compressed-tensors.
+
+The last two stay codes with scales (quantized.py). The others become floats, as a rule float16, which has as many bits
+as what their own kernels multiply with, or more. Formats: DeepSeek-V3, inference/kernel.py; compressed-tensors,
+compressors/naive_quantized and nvfp4; bitsandbytes, functional.py (QuantState).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.quantized import (
+    MXFP4,
+    GroupedWeight,
+    GroupScales,
+    PackedRows,
+    Rows,
+    mxfp4_of_pairs,
+    neighbours,
+)
+from relaxlite.frontend.llm.quantized_module import FLOATS, Module, in_floats, peak_of
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+_FP8 = (E4M3.name, E5M2.name)
+_NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
+_STATE = "weight.quant_state.bitsandbytes__"
+
+
+def read_fp8(module: Module) -> Weight:
+    """weight float8 [n, k] times weight_scale_inv or weight_scale: a number for all, for each row, or for each block of
+    as many rows and columns as config.json says; the last blocks may be cut."""
+    weight = module.part("weight", _FP8)
+    name = next((name for name in ("weight_scale_inv", "weight_scale") if name in module.parts), "weight_scale_inv")
+    given = module.parts.get(name)
+    kinds = (*FLOATS, "uint8")  # exponents
+    scales = module.part(name, kinds, 2 if given is None else given.ndim)
+    if scales.dtype == np.uint8:
+        scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    n, k = weight.shape
+    if scales.size == 1:
+        scales = scales.reshape(1, 1)
+    elif scales.ndim == 1:
+        scales = scales[:, None]
+    rows_of, columns_of = _block(module, weight.shape, scales.shape)
+    numbers = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
+    scales = scales.astype(np.float32)
+    codes = weight.view(np.uint8)
+
+    def read(rows: Array) -> Array:
+        found = np.take(numbers, codes[rows])
+        found *= scales[rows // rows_of].repeat(columns_of, axis=1)[:, :k]
+        return found
+
+    peak = peak_of(scales) * float(ml_dtypes.finfo(weight.dtype).max)
+    return in_floats((n, k), peak, weight.nbytes + scales.nbytes, read)
+
+
+def _block(module: Module, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+    """How many rows and columns a scale is for."""
+    said = module.settings.get("weight_block_size")
+    sizes = said if isinstance(said, list) and len(said) == 2 else [1, 1]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise module.error(f"weight_block_size = {said!r} must be two positive integers")
+    found = []
+    for axis, size, count in zip(shape, sizes, scales, strict=False):
+        if -(-axis // size) != count:
+            size = max(axis // count, 1)  # of all, or of a group
+        if -(-axis // size) != count:
+            raise module.error(f"scales {scales} are none of blocks {tuple(sizes)} of {shape}")
+        found.append(size)
+    if len(scales) != 2:
+        raise module.error(f"scales {scales} must have as many dimensions as the weight")
+    return found[0], found[1]
+
+
+def read_packed_floats(module: Module) -> Weight:
+    """compressed-tensors: weight_packed uint8 [n, k / 2], codes of neighbours in a byte. MXFP4: weight_scale uint8
+    [n, k / 32], exponents. NVFP4: weight_scale float8 [n, k / 16], which is divided by weight_global_scale."""
+    packed = module.part("weight_packed", ("uint8",))
+    scales = module.part("weight_scale", ("uint8", E4M3.name))
+    (n, pairs), nbytes = packed.shape, packed.nbytes + scales.nbytes
+    is_mx = scales.dtype == np.uint8
+    block = _MXFP4_BLOCK if is_mx else _NVFP4_BLOCK
+    if scales.shape != (n, 2 * pairs // block) or 2 * pairs % block:
+        raise module.error(f"weight_scale must have a number for each {block} columns of {2 * pairs}")
+    if is_mx:
+        rows = PackedRows.of(n, nbytes, lambda some: mxfp4_of_pairs(packed[some], scales[some]))
+        return Weight(rows, (n, 2 * pairs), "MXFP4")
+    divisor = module.parts.get("weight_global_scale")
+    divisor = module.part("weight_global_scale", FLOATS, 1 if divisor is None else divisor.ndim)
+    if divisor.size != 1 or not divisor.reshape(-1)[0] > 0:
+        raise module.error("weight_global_scale must be one positive number")
+    factor = np.float32(0.5) / divisor.reshape(-1)[0].astype(np.float32)  # the table holds twice the floats
+
+    def read(some: Rows) -> GroupedWeight:
+        return GroupedWeight(
+            neighbours(packed[some]), GroupScales(scales[some].astype(np.float32) * factor), None, MXFP4
+        )
+
+    return Weight(PackedRows.of(n, nbytes, read), (n, 2 * pairs), "NVFP4")
+
+
+def read_4bit(module: Module) -> Weight:
+    """bitsandbytes: weight uint8, the codes of a matrix one after another, two in a byte, the first one high, also as
+    floats of as many bytes; each says an entry of weight.quant_map, times weight.absmax of its block. With double
+    quantization absmax are codes too."""
+    state, shape = _state(module)
+    n, k = shape
+    packed = np.ascontiguousarray(module.part("weight", ("uint8", *FLOATS))).reshape(-1).view(np.uint8)
+    table = module.part("weight.quant_map", FLOATS, 1).astype(np.float32)
+    size, blocks = state["blocksize"], -(-n * k // state["blocksize"])
+    if k % 2 or packed.size * 2 != n * k or len(table) != 16:
+        raise module.error(f"a weight of shape {shape} has {n * k // 2} bytes of 4-bit codes, and a quant_map of 16")
+    is_nested = "weight.nested_absmax" in module.parts
+    peaks = _nested(module, state) if is_nested else module.part("weight.absmax", FLOATS, 1)
+    if peaks.shape != (blocks,):
+        raise module.error(f"weight.absmax must have a number for each of {blocks} blocks of {size}")
+    pairs, columns = packed.reshape(n, k // 2), np.arange(k)
+    both = table[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=1)].view(np.uint64)[:, 0]  # of each byte
+
+    def read(rows: Array) -> Array:
+        found = np.take(both, pairs[rows]).view(np.float32)
+        if k % size == 0:
+            found *= peaks.reshape(n, -1)[rows].astype(np.float32).repeat(size, axis=1)
+        else:
+            found *= peaks[(rows[:, None] * k + columns) // size].astype(np.float32)
+        return found
+
+    nbytes = sum(part.nbytes for part in module.parts.values())
+    return in_floats((n, k), peak_of(peaks) * peak_of(table), nbytes, read)
+
+
+def _state(module: Module) -> tuple[dict[str, Any], tuple[int, int]]:
+    """What the JSON of the quantization state says, and the weight's shape."""
+    name = next((name for name in module.parts if name.startswith(_STATE)), f"{_STATE}nf4")
+    text = module.part(name, ("uint8",), 1).tobytes()
+    try:
+        state = json.loads(text)
+        n, k = (int(size) for size in state["shape"])
+        sizes = [n, k, state["blocksize"], state.get("nested_blocksize", 1)]
+        is_good = all(isinstance(size, int) and size > 0 for size in sizes)
+        float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_good = False
+    if not is_good:
+        raise module.error(f"{name} says no shape of two numbers and no blocksize: {text[:80]!r}")
+    return state, (n, k)
+
+
+def _nested(module: Module, state: dict[str, Any]) -> Array:
+    """The largest magnitude of each block, float32: nested_quant_map[absmax] * nested_absmax + nested_offset."""
+    codes = module.part("weight.absmax", ("uint8",), 1)
+    table = module.part("weight.nested_quant_map", FLOATS, 1).astype(np.float32)
+    peaks = module.part("weight.nested_absmax", FLOATS, 1).astype(np.float32)
+    size = state.get("nested_blocksize", 256)
+    if len(table) != 256 or len(peaks) != -(-len(codes) // size):
+        raise module.error(f"weight.nested_absmax must have a number for each {size} of {len(codes)} blocks")
+    found = table[codes] * peaks[np.arange(len(codes)) // size]
+    return np.asarray(found + np.float32(state.get("nested_offset", 0.0)), np.float32)
