@@ -69,6 +69,7 @@ def test_figures_are_those_of_the_definitions(
     window: int, stride: int | None, prefix: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOGITS_AT_ONCE", at_once * VOCAB)
+    monkeypatch.setattr(module, "_WIDENED_AT_ONCE", 2 * VOCAB)
     model, other = Model(1), Model(2)
     counted: list[int] = []
     found = evaluate(

@@ -17,6 +17,8 @@ from relaxlite.frontend.llm.checkpoint import Weight, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.llm.tokenizer import Tokenizer
+from tests.tiny_llm import tokenizer_json
 
 LLAMA3_SCALING = {
     "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
@@ -264,6 +266,7 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
     [
         ("TinyLlama-1.1B-Chat", {"model_type": "rwkv7"}, "the architecture 'rwkv7' is not known; known are llama"),
         ("TinyLlama-1.1B-Chat", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu' is"),
+        ("TinyLlama-1.1B-Chat", {"is_causal": False}, "is_causal = False is not supported, only True is"),
         ("TinyLlama-1.1B-Chat", {"num_hidden_layers": None}, "hyperparameter 'num_hidden_layers' is missing"),
         ("TinyLlama-1.1B-Chat", {"num_key_value_heads": 5}, "32 heads cannot share 5"),
         ("TinyLlama-1.1B-Chat", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic' are not"),
@@ -414,6 +417,18 @@ def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **files: A
     return folder
 
 
+def test_a_stray_usual_key_counted_in_place_of_the_own_one() -> None:
+    for name, strays in (
+        ("gpt2", {"n_inner": None, "intermediate_size": 96}),
+        ("gpt2", {"hidden_size": 5, "max_position_embeddings": 7}),
+        ("pythia-160m", {"partial_rotary_factor": 0.5}),
+    ):
+        raw, wanted = PUBLISHED[name]
+        assert describe({**raw, **strays}, "x")[0] == wanted
+    raw, _ = PUBLISHED["gpt2"]
+    assert describe({**raw, "n_inner": 96, "intermediate_size": 5}, "x")[0].intermediate == 96
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_weights_are_mapped_as_they_are(dtype: Any, tmp_path: Path) -> None:
     stored = weights(dtype)
@@ -524,6 +539,28 @@ def test_tokenizer_template_and_stops(tmp_path: Path) -> None:
     assert made is not None and (made.bos, made.stop, made.adds_bos) == (1, (2,), False)
     (tmp_path / "tokenizer.json").unlink()
     assert read_checkpoint(tmp_path).tokenizer is None
+
+
+def test_a_prompt_ended_with_the_tokens_that_a_template_puts_behind_it(tmp_path: Path) -> None:
+    """As that of Command R does, whose tokenizer_config.json takes them back."""
+
+    def piece(text: str) -> dict[str, Any]:
+        return {"SpecialToken": {"id": text, "type_id": 0}}
+
+    step = {
+        "type": "TemplateProcessing", "pair": [],
+        "single": [piece("<|start|>"), {"Sequence": {"id": "A", "type_id": 0}}, piece("<|end|>"), piece("<|start|>")],
+        "special_tokens": {t: {"id": t, "ids": [n], "tokens": [t]} for t, n in (("<|start|>", 256), ("<|end|>", 257))},
+    }  # fmt: skip
+    bytes_too = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    for processor in (step, {"type": "Sequence", "processors": [bytes_too, step]}):
+        tokenizer = {**json.loads(tokenizer_json()), "post_processor": processor}
+        for said, end in (({}, []), ({"add_eos_token": False}, []), ({"add_eos_token": True}, [257, 256])):
+            write(tmp_path, tokenizer=tokenizer, tokenizer_config={"bos_token": "<|start|>", **said})
+            found = read_checkpoint(tmp_path).tokenizer
+            assert found is not None and found.adds_bos
+            read = Tokenizer(found.json, bos=found.bos, adds_bos=found.adds_bos)
+            assert read.encode("ab") == [256, 97, 98, *end] and read.encode("ab", marks=False) == [97, 98]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _LOGITS_AT_ONCE = 1 << 25  # float32 numbers, 128 MiB
 _PREDICTED_AT_ONCE = 32
+_WIDENED_AT_ONCE = 1 << 18  # of them to float64: several such arrays fit into memory that is used again
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ def _windows(count: int, window: int, stride: int, *, has_prefix: bool) -> Itera
 def _log_probabilities(
     engine: Engine, before: Sequence[int], tokens: Sequence[int], step: int
 ) -> Iterator[tuple[int, Array]]:
-    """Of every token of the vocabulary at each place of `tokens`, behind `before`, in parts of `step` places: the first
-    place, and float64 [places, vocab]."""
+    """Of every token of the vocabulary at each place of `tokens`, behind `before`, computed for `step` places at a time
+    and given in parts of these: the first place, and float64 [places, vocab]."""
     given, first = [*before, *tokens[:-1]], len(before) - 1
     is_coarse = engine.fills_coarsely
     context = engine.new()  # of as many tokens as an engine fills in before it computes logits
@@ -156,8 +157,11 @@ def _log_probabilities(
             if not np.isfinite(largest).all():
                 read = at + int(np.argmin(np.isfinite(largest))) + 1
                 raise ExecutionError(f"the logits behind token {read} of a window are not finite")
-            shifted = logits.astype(np.float64) - largest[:, None]
-            yield at - first, shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+            size = max(1, _WIDENED_AT_ONCE // engine.vocab)
+            for part_at in range(0, len(logits), size):
+                rows = slice(part_at, part_at + size)
+                shifted = logits[rows].astype(np.float64) - largest[rows, None]
+                yield at - first + part_at, shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     finally:
         engine.remove(context)
 

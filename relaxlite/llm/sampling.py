@@ -89,7 +89,7 @@ class Sampler:
             raise ExecutionError(
                 f"{name}, position {len(tokens)}: the model computed logits that are no numbers, {bad.size} of "
                 f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True, or "
-                "`relaxlite inspect --verify`)?"
+                "`relaxlite inspect --verify`), or keys and values too large for a cache of float16 (cache_dtype)?"
             )
         scores = penalized(logits, tokens, how.repetition_penalty)
         if how.temperature == 0:

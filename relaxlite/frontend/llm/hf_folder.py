@@ -80,10 +80,11 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
     raw = _of_text(raw)
     quantization_of(raw, source)  # refused, where it is, before the architecture
     architecture = find_architecture(str(raw.get("model_type", "")), source)
-    keys = {**_KEYS, **architecture.keys}
-    own_keys = {usual: own for own, usual in keys.items() if own in raw and raw.get(usual) is None}
+    own_keys = {usual: own for own, usual in _KEYS.items() if own in raw and raw.get(usual) is None}
+    own_keys |= {usual: own for own, usual in architecture.keys.items() if own in raw}  # the usual one is a stray then
     usual_keys = {own: usual for usual, own in own_keys.items()}
-    raw = {**architecture.defaults, **{usual_keys.get(key, key): value for key, value in raw.items()}}
+    said = {usual_keys.get(key, key): value for key, value in raw.items() if key not in own_keys}
+    raw = {**architecture.defaults, **said}
     if raw.get("hidden_act") == "swish":
         raw["hidden_act"] = "silu"  # its other name
     return architecture.describe(Hyperparameters(source, raw, False, own_keys=own_keys)), architecture

@@ -38,6 +38,8 @@ def _read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[st
     added = _more_tokens(made, said)
     if added:
         made["added_tokens"] = [*(made.get("added_tokens") or ()), *added]
+    was_closed = said.get("add_eos_token") is not True and _leave_open(made)
+    if added or was_closed:
         text = json.dumps(made, ensure_ascii=False)
     special = _special_tokens(said, read_json(folder / "special_tokens_map.json"))
     places = {token.get("content"): token.get("id") for token in made.get("added_tokens") or ()}
@@ -81,6 +83,18 @@ def _more_tokens(made: Mapping[str, Any], said: Mapping[str, Any]) -> list[dict[
     return sorted(found, key=lambda token: token["id"])
 
 
+def _leave_open(made: Mapping[str, Any]) -> bool:
+    """Take the special tokens out that a post-processor puts behind a text (Command R's), as a prompt is to go on.
+    Whether there were any."""
+    changed = False
+    for step in _steps(made.get("post_processor")):
+        pieces = step.get("single") or []
+        while len(pieces) > 1 and "SpecialToken" in pieces[-1]:
+            pieces.pop()
+            changed = True
+    return changed
+
+
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     """What chat templates may call tokens by, of the first file that says it: `bos_token` and the like, and the names
     that a checkpoint has for others (Gemma 3's `boi_token`)."""
@@ -119,14 +133,16 @@ def _read_text(path: Path) -> str:
 
 def _first_of_template(processor: Any) -> str | None:
     """The special token that a post-processor of tokenizer.json puts before a text."""
-    if not isinstance(processor, Mapping):
-        return None
-    steps: Iterable[Any] = processor.get("processors", [processor])
-    for step in steps:
+    for step in _steps(processor):
         pieces = step.get("single") or ()
         if pieces and "SpecialToken" in pieces[0]:
             return str(pieces[0]["SpecialToken"]["id"])
     return None
+
+
+def _steps(processor: Any) -> Iterable[Any]:
+    """Of a post-processor, which may be a sequence of some."""
+    return processor.get("processors", [processor]) if isinstance(processor, Mapping) else ()
 
 
 def _text(token: Any) -> str:

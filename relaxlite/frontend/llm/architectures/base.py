@@ -322,6 +322,7 @@ class Hyperparameters:
 
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
         """The configuration that follows from the usual hyperparameters, but for what is given."""
+        self.refuse(is_causal=True)
         hidden, heads = self.integer("hidden"), self.integer("heads")
         width = self.head_width(None)
         kv_heads = specific.get("kv_heads") or self.integer("kv_heads", heads)
