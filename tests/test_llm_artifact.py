@@ -182,7 +182,7 @@ def test_weights_are_quantized_first_where_that_is_asked_for(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:
-    with pytest.raises(ImportModelError, match=r"tiny: weight embed is quantized already \(Q8_0\); quantize the float"):
+    with pytest.raises(ImportModelError, match=r"tiny: the weights are quantized already \(Q4_0, Q8_0\); quantize the"):
         build_checkpoint(quantize_checkpoint(checkpoint(), "q4_0"), quantize="q8_0")
     with pytest.raises(InvalidArgumentError, match="cannot quantize to 'int4'; known are q4_0, q4_1, q5_0, q5_1, q8_0"):
         build_checkpoint(checkpoint(), quantize="int4")

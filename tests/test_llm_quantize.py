@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -103,6 +105,16 @@ def test_what_chooses_experts_or_says_positions_stays() -> None:
     assert [weight.block_format for weight in made.values()] == ["Q8_0", None, "Q4_1", None]
 
 
+def test_what_is_in_blocks_already_stays_so() -> None:
+    """As checkpoints have it whose embeddings are floats beside layers in few bits."""
+    first = quantize_checkpoint(checkpoint(**{"layers.0.q": floats(8, 64)}), "q4_1")
+    both = replace(first, weights={**first.weights, "embed": floats(8, 64), "layers.0.o": floats(8, 40)})
+    made = quantize_checkpoint(both, "q4_0")
+    assert made.weights["layers.0.q"] is first.weights["layers.0.q"]
+    assert [made.weights[name].block_format for name in ("embed", "layers.0.o")] == ["Q8_0", None]
+    assert made.provenance["quantized"] == "Q4_0; 1 matrices kept; 1 in Q4_1 before"
+
+
 def test_what_cannot_be_quantized_is_refused() -> None:
     whole = checkpoint(embed=floats(8, 64))
     with pytest.raises(InvalidArgumentError, match="cannot quantize to 'q3_k'; known are q4_0, q4_1, q5_0, q5_1, q8_0"):
@@ -110,7 +122,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     for other in (5, b"q4_0", ["q4_0"], True):
         with pytest.raises(InvalidArgumentError, match="cannot quantize to "):
             quantize_checkpoint(whole, other)  # type: ignore[arg-type]
-    with pytest.raises(ImportModelError, match=r"tiny: weight embed is quantized already \(Q8_0\)"):
+    with pytest.raises(ImportModelError, match=r"tiny: the weights are quantized already \(Q8_0\)"):
         quantize_checkpoint(quantize_checkpoint(whole, "q4_0"), "q4_0")
     with pytest.raises(ImportModelError, match="no weight has rows of whole blocks of 32"):
         quantize_checkpoint(checkpoint(q=floats(8, 40)), "q8_0")

@@ -40,9 +40,10 @@ def compile(
     `max_context`: how many tokens a sequence may have, where less than the model's own will do; a model whose rotary
     embedding is another one beyond the context of its training (Phi-3) is compiled for that context unless more is
     said. `cache_dtype`: how keys and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in
-    floats, how its matrices are kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0. `precision`: as in
-    `relaxlite.compile`; "int8" rounds what quantized weights are multiplied by as llama.cpp does, the default to 12
-    bits, and of long prompts, where only the cache needs it, to 8 (frontend/llm/step.py).
+    floats, how its matrices are kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0, also where they
+    alone are floats. `precision`: as in `relaxlite.compile`; "int8" rounds what quantized weights are multiplied by as
+    llama.cpp does, the default to 12 bits, and of long prompts, where only the cache needs it, to 8
+    (frontend/llm/step.py).
     Raises ImportModelError for a checkpoint that cannot be read, has no tokenizer or is quantized already,
     InvalidArgumentError for a context beyond the model's or an unknown kind, and what `relaxlite.compile` raises.
     """

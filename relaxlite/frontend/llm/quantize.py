@@ -28,12 +28,12 @@ _ROWS_BYTES = 64 << 20  # of float32 rows converted at once
 def quantize_checkpoint(
     checkpoint: Checkpoint, kind: str, *, progress: Callable[[str], None] = lambda name: None
 ) -> Checkpoint:
-    """Every matrix in blocks of `kind` (a key of QUANTIZERS, in any case), embeddings in EMBEDDING_FORMAT.
+    """Every matrix of floats in blocks of `kind` (a key of QUANTIZERS, in any case), embeddings in EMBEDDING_FORMAT.
 
-    Vectors stay as they are, and so do matrices whose rows are no whole number of blocks, and those that choose experts
-    or say positions. `progress` is told each matrix. InvalidArgumentError: an unknown kind. ImportModelError: a matrix
-    is in blocks already, has values that are not finite or too large for a scale in float16; or there is no matrix that
-    could be quantized.
+    Vectors stay as they are, and so do matrices in blocks (some checkpoints have all but embeddings so), those whose
+    rows are no whole number of blocks, and those that choose experts or say positions. `progress` is told each matrix.
+    InvalidArgumentError: an unknown kind. ImportModelError: all matrices are in blocks already, one has values that are
+    not finite or too large for a scale in float16; or there is no matrix that could be quantized.
     """
     kind = str(kind).upper()  # whatever was given: what is no text is no kind either
     if kind not in QUANTIZERS:
@@ -42,19 +42,21 @@ def quantize_checkpoint(
     source = checkpoint.provenance.get("source", "the checkpoint")
     weights = dict(checkpoint.weights)
     matrices = [name for name, weight in weights.items() if len(weight.shape) == 2 and not name.endswith(_FLOATS)]
-    blocks = next((name for name in matrices if weights[name].block_format is not None), None)
-    if blocks is not None:
+    floats = [name for name in matrices if weights[name].block_format is None]
+    formats = sorted({str(weights[name].block_format) for name in matrices} - {"None"})
+    chosen = [name for name in floats if weights[name].shape[1] % BLOCK_FORMATS[kind].size == 0]
+    if formats and not chosen:
         raise ImportModelError(
-            f"{source}: weight {blocks} is quantized already ({weights[blocks].block_format}); "
-            "quantize the float checkpoint instead, or take this one as it is"
+            f"{source}: the weights are quantized already ({', '.join(formats)}); quantize the float checkpoint "
+            "instead, or take this one as it is"
         )
-    chosen = [name for name in matrices if weights[name].shape[1] % BLOCK_FORMATS[kind].size == 0]
     if not chosen:
         raise ImportModelError(f"{source}: no weight has rows of whole blocks of {BLOCK_FORMATS[kind].size}")
     for name in chosen:
         progress(name)
         weights[name] = quantize(weights[name], EMBEDDING_FORMAT if name in ("embed", "head") else kind, name)
-    kept = f"; {len(matrices) - len(chosen)} matrices kept" if len(chosen) < len(matrices) else ""
+    kept = f"; {len(floats) - len(chosen)} matrices kept" if len(chosen) < len(floats) else ""
+    kept += f"; {len(matrices) - len(floats)} in {', '.join(formats)} before" if formats else ""
     return replace(checkpoint, weights=weights, provenance={**checkpoint.provenance, "quantized": f"{kind}{kept}"})
 
 
