@@ -80,10 +80,16 @@ def score_scale(n: Node, width: SymExpr) -> float:
 
 def of_sizes(n: Node, index: int, sizes: Mapping[int, SymExpr]) -> Expr:
     """An input that must have these sizes (axis -> size)."""
+    return sized(n, n.input(index), sizes, f"input {index}")
+
+
+def sized(n: Node, x: Expr, sizes: Mapping[int, SymExpr], what: str) -> Expr:
+    """x, which errors call `what`, and which must have these sizes (axis -> size)."""
+    shape = n.shape_of(x)
     for axis, size in sizes.items():
-        if PROVER.can_prove_ne(n.shape(index)[axis], size):
-            n.fail(f"axis {axis} of input {index} has size {n.shape(index)[axis]}, but must have {size}")
-    return unify_dims(n.bb, n.input(index), sizes)
+        if PROVER.can_prove_ne(shape[axis], size):
+            n.fail(f"axis {axis} of {what} has size {shape[axis]}, but must have {size}")
+    return unify_dims(n.bb, x, sizes)
 
 
 def repeated(n: Node, x: Expr, times: int) -> Expr:

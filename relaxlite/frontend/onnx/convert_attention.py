@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relaxlite.frontend.onnx.attention_masks import score_masks
 from relaxlite.frontend.onnx.attention_parts import (
     attend,
     joined,
@@ -16,42 +17,17 @@ from relaxlite.frontend.onnx.attention_parts import (
     positions,
     rotated,
     score_scale,
+    sized,
     split_heads,
-    where_allowed,
 )
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
 from relaxlite.frontend.onnx.convert_quantization import zero_points
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, sym
-
-
-def _causal(n: Node, q: Expr, k: Expr, low: float, window: int = -1) -> Expr:
-    """Query i, which stands at past + i, sees the keys up to there (and only the last `window` of them)."""
-    queries, keys = n.shape_of(q)[2], n.shape_of(k)[2]
-    row = n.emit(ops.reshape(positions(n, queries, keys - queries), (queries, 1)))
-    column = n.emit(ops.reshape(positions(n, keys), (1, keys)))
-    allowed = n.emit(ops.less_equal(column, row))
-    if window > 0:
-        recent = n.emit(ops.less(n.emit(ops.subtract(row, column)), Constant.of(window, "int64")))
-        allowed = n.emit(ops.logical_and(allowed, recent))
-    return where_allowed(n, allowed, n.type_of(q).dtype, low)
-
-
-def _padding_mask(n: Node, mask: Expr, keys: SymExpr, dtype: str, low: float) -> Expr:
-    """A mask given as lengths (b,), as flags (b, keys), or as flags (b, queries, keys): 1 for what is seen."""
-    shape = n.shape_of(mask)
-    if len(shape) == 1:
-        column = n.emit(ops.cast(positions(n, keys), dtype=n.type_of(mask).dtype))
-        allowed = n.emit(ops.less(column, n.emit(ops.reshape(mask, (shape[0], 1, 1, 1)))))
-        return where_allowed(n, allowed, dtype, low)
-    if len(shape) not in (2, 3):
-        n.fail(f"a mask of rank {len(shape)} is not supported")
-    flags = n.emit(ops.not_equal(mask, Constant.of(0, n.type_of(mask).dtype)))
-    wide = (shape[0], sym(1), sym(1), shape[1]) if len(shape) == 2 else (shape[0], sym(1), *shape[1:])
-    return where_allowed(n, n.emit(ops.reshape(flags, wide)), dtype, low)
 
 
 @onnx_op("Attention", since=23)
@@ -71,7 +47,7 @@ def attention(n: Node) -> Result:
     widths = n.ints("qkv_hidden_sizes", None) or (n.shape(1)[1] // 3,) * 3
     projected: Expr = n.emit(ops.matmul(n.input(0), n.input(1)))
     if n.optional(2) is not None:
-        projected = n.emit(ops.add(projected, n.input(2)))
+        projected = n.emit(ops.add(projected, of_sizes(n, 2, {0: n.shape(1)[1]})))
     return _self_attention(n, projected, widths, n.optional(3), n.optional(4), n.optional(5))
 
 
@@ -81,7 +57,8 @@ def quantized_attention(n: Node) -> Result:
     zeros = zero_points(n, 6, 7)
     product = n.emit(ops.cast(n.emit(ops.matmul_integer(n.input(0), n.input(1), *zeros)), dtype="float32"))
     scale = n.emit(ops.multiply(n.input(3), n.input(4)))
-    projected = n.emit(ops.add(n.emit(ops.multiply(product, scale)), n.input(2)))
+    bias = of_sizes(n, 2, {0: n.shape(1)[1]})
+    projected = n.emit(ops.add(n.emit(ops.multiply(product, scale)), bias))
     return _self_attention(n, projected, (n.shape(1)[1] // 3,) * 3, n.optional(5), n.optional(8), None)
 
 
@@ -92,15 +69,18 @@ def _self_attention(
     heads, low = n.int("num_heads"), n.float("mask_filter_value", -10000.0)
     if n.flag("do_rotary") or n.flag("past_present_share_buffer"):
         n.fail(f"{n.op_type} with rotary embedding or a shared buffer is not supported")
-    parts, begin = [], sym(0)
+    parts, begin, whole = [], sym(0), n.shape_of(projected)[2]
+    if PROVER.can_prove_ne(sum(map(sym, widths), sym(0)), whole):
+        n.fail(f"the widths of q, k and v, {', '.join(map(str, widths))}, must add up to those of the weights, {whole}")
     for width in widths:
         parts.append(split_heads(n, n.emit(ops.slice(projected, (begin,), (width,), axes=(2,))), heads))
         begin = begin + width
     q, k, v = parts
     if past is not None:
+        past = sized(n, past, {0: sym(2), 1: n.shape_of(q)[0], 2: sym(heads)}, "the past")
         held = [n.emit(ops.squeeze(n.emit(ops.slice(past, (i,), (1,), axes=(0,))), axes=(0,))) for i in (0, 1)]
         k, v = joined(n, held[0], k), joined(n, held[1], v)
-    masks = _masks(n, q, k, mask, bias, low, causal=n.flag("unidirectional"))
+    masks = score_masks(n, q, k, mask, bias, low, causal=n.flag("unidirectional"), is_self=True)
     result = merge_heads(n, attend(n, q, k, v, scale=score_scale(n, n.shape_of(q)[3]), masks=masks))
     if not n.wants(1):
         return result
@@ -108,32 +88,41 @@ def _self_attention(
     return result, ops.concat(*present, axis=0)
 
 
-def _masks(n: Node, q: Expr, k: Expr, mask: Expr | None, bias: Expr | None, low: float, *, causal: bool) -> list[Expr]:
-    found = [] if mask is None else [_padding_mask(n, mask, n.shape_of(k)[2], n.type_of(q).dtype, low)]
-    if causal:
-        found.append(_causal(n, q, k, low))
-    return found if bias is None else [*found, bias]
-
-
 @onnx_op("MultiHeadAttention", domain=MICROSOFT)
 def multi_head_attention(n: Node) -> Result:
     """Inputs: query, key, value, bias, key padding mask, attention bias, past key, past value. Keys and values may be
-    one tensor (b, s, h, 2, d), and all three (b, s, h, 3, d)."""
-    heads, low = n.int("num_heads"), n.float("mask_filter_value", -10000.0)
-    if n.optional(8) is not None or n.wants(3):
-        n.fail("MultiHeadAttention with a shared cache, or that gives its scores, is not supported")
-    tensors = [n.input(0)] if n.optional(1) is None else [n.input(0), n.input(1)]
-    if n.optional(2) is None:
-        tensors = [*tensors[:-1], *_unpacked(n, tensors[-1], 4 - len(tensors))]
-    else:
-        tensors.append(n.input(2))
-    if n.optional(3) is not None:
-        tensors = _with_biases(n, tensors, n.input(3))
-    q, k, v = (x if len(n.shape_of(x)) == 4 else split_heads(n, x, heads) for x in tensors)
-    k, v = joined(n, n.optional(6), k), joined(n, n.optional(7), v)
-    masks = _masks(n, q, k, n.optional(4), n.optional(5), low, causal=n.flag("unidirectional"))
+    one tensor (b, s, h, 2, d), and all three (b, s, h, 3, d); or they are those of the past, (b, h, s, d)."""
+    heads, low, causal = n.int("num_heads"), n.float("mask_filter_value", -10000.0), n.flag("unidirectional")
+    if any(n.optional(k) is not None for k in (8, 9)) or n.wants(3):
+        n.fail("MultiHeadAttention with a shared cache or beams, or that gives its scores, is not supported")
+    if (n.optional(6) is None) != (n.optional(7) is None):
+        n.fail("inputs 6 and 7, past key and past value, must be given together")
+    q, k, v = (x if len(n.shape_of(x)) == 4 else split_heads(n, x, heads) for x in _heads_of_inputs(n, causal=causal))
+    if n.optional(6) is not None:
+        sizes = {0: n.shape_of(q)[0], 1: sym(heads)}
+        k, v = (joined(n, of_sizes(n, i, sizes), x) for i, x in ((6, k), (7, v)))
+    masks = score_masks(n, q, k, n.optional(4), n.optional(5), low, causal=causal, is_self=False)
     result = merge_heads(n, attend(n, q, k, v, scale=score_scale(n, n.shape_of(q)[3]), masks=masks))
     return result, k, v
+
+
+def _heads_of_inputs(n: Node, *, causal: bool) -> list[Expr]:
+    """q, k and v with their biases, (b, s, h * d) or (b, h, s, d)."""
+    q, key = n.input(0), n.optional(1)
+    if n.optional(2) is None:
+        if n.optional(3) is not None:
+            n.fail("MultiHeadAttention of q, k and v in one tensor, or of k and v, with a bias is not supported")
+        return _unpacked(n, q, 3) if key is None else [q, *_unpacked(n, key, 2)]
+    rank, (batch, queries, _) = n.rank(1), n.shape()
+    if rank == 4 and n.optional(6) is not None:
+        n.fail("MultiHeadAttention takes either a key and value of rank 4 or a past, not both")
+    axis = 2 if rank == 4 else 1
+    # of queries and keys that differ in number onnxruntime's kernels do not agree what comes before what
+    k = of_sizes(n, 1, {0: batch, axis: queries} if causal else {0: batch})
+    v = of_sizes(n, 2, {0: batch, axis: n.shape_of(k)[axis]})
+    if n.optional(3) is None:
+        return [q, k, v]
+    return _with_biases(n, [q, k, v])
 
 
 def _unpacked(n: Node, x: Expr, count: int) -> list[Expr]:
@@ -147,16 +136,18 @@ def _unpacked(n: Node, x: Expr, count: int) -> list[Expr]:
     return [n.emit(ops.transpose(part, axes=(0, 2, 1, 3))) for part in parts]
 
 
-def _with_biases(n: Node, tensors: list[Expr], bias: Expr) -> list[Expr]:
-    """One bias vector for q, k and v, side by side."""
-    made, begin = [], sym(0)
-    for x in tensors:
-        if len(n.shape_of(x)) != 3:
-            n.fail("MultiHeadAttention with a bias needs inputs of rank 3")
-        width = n.shape_of(x)[2]
-        made.append(n.emit(ops.add(x, n.emit(ops.slice(bias, (begin,), (width,), axes=(0,))))))
+def _with_biases(n: Node, tensors: list[Expr]) -> list[Expr]:
+    """One bias vector for q, k and v, side by side; keys and values of the past, (b, h, s, d), have theirs already."""
+    shapes = [n.shape_of(x) for x in tensors]
+    widths = [shape[2] if len(shape) == 3 else shape[1] * shape[3] for shape in shapes]
+    bias = of_sizes(n, 3, {0: sum(widths, sym(0))})
+    begin = sym(0)
+    for i, width in enumerate(widths):
+        if len(shapes[i]) == 3:
+            part = n.emit(ops.slice(bias, (begin,), (width,), axes=(0,)))
+            tensors[i] = n.emit(ops.add(tensors[i], part))
         begin = begin + width
-    return list(made)
+    return tensors
 
 
 @onnx_op("RotaryEmbedding", domain=MICROSOFT)
@@ -173,9 +164,11 @@ def rotary_embedding(n: Node) -> Result:
         if not heads:
             n.fail("the number of heads must be known")
         x = split_heads(n, x, heads)
-    places = n.input(1)
-    if n.rank(1) == 1:
-        offsets = positions(n, n.shape_of(x)[2])
-        places = n.emit(ops.expand_dims(n.emit(ops.add(places, offsets)), axes=(0,)))
+    batch, _, length, _ = n.shape_of(x)
+    if n.rank(1) == 2:
+        places = of_sizes(n, 1, {0: batch, 1: length})
+    else:  # of the first
+        first = of_sizes(n, 1, {0: sym(1)} if n.rank(1) else {})
+        places = n.emit(ops.expand_dims(n.emit(ops.add(first, positions(n, length))), axes=(0,)))
     made = rotated(n, x, places, n.input(2), n.input(3), interleaved, width)
     return merge_heads(n, made) if flat else made
