@@ -264,3 +264,31 @@ def test_sizes_that_are_known() -> None:
         mask = (np.arange(total) < np.array(lengths)[:, None]).astype(np.int64)
         cases.append(feeds(b, s, p, lengths, total, mask=mask))
     check(proto, cases)
+
+
+@pytest.mark.parametrize("total", [6, 10])
+def test_constant_sizes(total: int) -> None:
+    shapes = {"q": [2, 1, 64], "k": [2, 1, 32], "v": [2, 1, 32], "pk": [2, 2, 10, 16], "pv": [2, 2, 10, 16]}
+    proto = grouped((*shapes, "lengths"), shapes, do_rotary=1)
+    proto.graph.node[0].input[6] = "total"
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(total, np.int32), "total"))
+    check(proto, [feeds(2, 1, 10, lengths, total) for lengths in ([6, 3], [1, 5])])
+
+
+def test_layers_of_a_model_share_what_the_lengths_say() -> None:
+    first = grouped(do_rotary=1).graph.node[0]
+    second = onnx.NodeProto()
+    second.CopyFrom(first)
+    second.input[0] = first.output[0]
+    for at, name in ((3, "pk2"), (4, "pv2")):
+        second.input[at] = name
+    del second.output[:]
+    second.output.extend(["y2", "nk2", "nv2"])
+    inputs = [value(name, SHAPES[name][0], SHAPES[name][1]) for name in PLAIN]
+    inputs += [value(name, SHAPES["pk"][0]) for name in ("pk2", "pv2")]
+    proto = model([first, second], inputs, ("y2", "nk", "nv", "nk2", "nv2"), TABLES, domains=[MICROSOFT])
+    cases = []
+    for sizes in CASES.values():
+        case = feeds(*sizes)
+        cases.append({**case, "pk2": case["pv"] * 2, "pv2": case["pk"] / 2})
+    check(proto, cases)

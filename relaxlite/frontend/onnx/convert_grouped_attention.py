@@ -65,13 +65,14 @@ def group_query_attention(n: Node) -> Result:
         k = k if _is_shared(n) else rotated(n, k, turned, n.input(7), n.input(8), interleaved)
     n.ignore("rotary_interleaved")
     k, v = _appended(n, 3, k, rows), _appended(n, 4, v, rows)
-    keys = n.shape_of(k)[2]
+    held = [repeated(n, x, heads // groups) for x in _without_room(n, rows, k, v)]
     sink = None if n.optional(11) is None else of_sizes(n, 11, {0: sym(heads)})
     if n.flag("smooth_softmax") and sink is None:
         sink = Constant.of([0.0], n.type_of(q).dtype)
+    masks = [] if n.optional(10) is None else [of_sizes(n, 10, {2: rows.count, 3: rows.total})]
     result = attend(
-        n, q, repeated(n, k, heads // groups), repeated(n, v, heads // groups), scale=score_scale(n, n.shape_of(q)[3]),
-        seen=_seen(n, rows, places, keys), masks=_biases(n, rows, keys), softcap=n.float("softcap", 0.0), sink=sink,
+        n, q, *held, scale=score_scale(n, n.shape_of(q)[3]), seen=_seen(n, rows, places), masks=masks,
+        softcap=n.float("softcap", 0.0), sink=sink,
     )  # fmt: skip
     return merge_heads(n, result), k, v
 
@@ -185,9 +186,26 @@ def _appended(n: Node, index: int, x: Expr, rows: _Rows) -> Expr:
     return n.emit(ops.append_at(cache, x, begins, (smax(rows.total, held),)))
 
 
-def _seen(n: Node, rows: _Rows, places: Expr, keys: SymExpr) -> Expr:
-    """Which of the keys each query sees, (b, 1, s or 1, keys): none behind it or behind the end of its sequence."""
-    window, column = n.int("local_window_size", -1), positions(n, keys)
+def _without_room(n: Node, rows: _Rows, k: Expr, v: Expr) -> list[Expr]:
+    """Keys and values without the rows behind the total length, which a static cache has for later: usually many."""
+    shape, total = n.shape_of(k), rows.total
+    if PROVER.can_prove_equal(shape[2], total):
+        return [k, v]
+    fits = (*shape[:2], total, shape[3])
+    total_and_all = (n.emit(ops.reshape(n.emit(ops.shape_to_tensor((x,))), ())) for x in (total, shape[2]))
+    return n.importer.flow.branch(
+        n.emit(ops.less(*total_and_all)),
+        [
+            lambda: [n.emit(ops.slice(x, (0,), (total,), axes=(2,))) for x in (k, v)],
+            lambda: [n.bb.match_shape(x, fits) for x in (k, v)],
+        ],
+        ["keys", "values"],
+    )
+
+
+def _seen(n: Node, rows: _Rows, places: Expr) -> Expr:
+    """Which of the keys each query sees, (b, 1, s or 1, total): none behind it or behind the end of its sequence."""
+    window, column = n.int("local_window_size", -1), positions(n, rows.total)
     if not n.flag("causal", True):
         if window > 0:
             n.fail("GroupQueryAttention that is not causal has no local window")
@@ -198,14 +216,3 @@ def _seen(n: Node, rows: _Rows, places: Expr, keys: SymExpr) -> Expr:
         return seen
     recent = n.emit(ops.less(n.emit(ops.subtract(last, column)), Constant.of(window, "int64")))
     return n.emit(ops.logical_and(seen, recent))
-
-
-def _biases(n: Node, rows: _Rows, keys: SymExpr) -> list[Expr]:
-    """Those that are given, (b or 1, h or 1, s, total), for all rows of the cache."""
-    if n.optional(10) is None:
-        return []
-    bias, total = of_sizes(n, 10, {2: rows.count, 3: rows.total}), rows.total
-    if PROVER.can_prove_equal(keys, total):
-        return [bias]
-    none = (sym(0),) * 3
-    return [n.emit(ops.pad(bias, (*none, sym(0)), (*none, keys - total)))]
