@@ -184,3 +184,13 @@ def test_positions_of_a_rotary_embedding_are_one_or_all(ids: list[int]) -> None:
     inputs = [value("x", [2, 3, 32]), value("i", ids, "int64")]
     with pytest.raises(ImportModelError, match=r"axis \d of input 1 has size \d, but must have"):
         rl.from_onnx(model(nodes, inputs, weights=weights, domains=[MICROSOFT]))
+
+
+@pytest.mark.parametrize(("cos", "sin", "attrs"), [(8, 4, {}), (4, 4, {"rotary_embedding_dim": 16, "num_heads": 2})])
+def test_tables_of_a_rotary_embedding_are_of_the_width_that_is_turned(
+    cos: int, sin: int, attrs: dict[str, Any]
+) -> None:
+    nodes = [node("RotaryEmbedding", ["x", "i", "cos", "sin"], domain=MICROSOFT, **attrs)]
+    inputs = [value("x", ["b", "s", 32]), value("i", ["b", "s"], "int64")]
+    with pytest.raises(ImportModelError, match=r"axis 1 of input \d has size 4, but must have 8"):
+        rl.from_onnx(model(nodes, inputs, weights={"cos": draw(20, cos), "sin": draw(20, sin)}, domains=[MICROSOFT]))

@@ -128,6 +128,20 @@ def test_queries_keys_and_values_in_one_tensor() -> None:
     check(grouped(("q", *PLAIN[3:]), shapes, do_rotary=1), cases)
 
 
+def test_half_precision() -> None:
+    proto = grouped(local_window_size=4)
+    for info in [*proto.graph.input, *proto.graph.output]:
+        if info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+            info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    compiled = rl.compile(rl.from_onnx(proto))
+    for kind in ("ragged", "static cache", "chunk", "prompt"):
+        case = feeds(*CASES[kind])
+        given = {name: x.astype(np.float16) if x.dtype == np.float32 else x for name, x in case.items()}
+        for have, want in zip(compiled.run(given).values(), onnxruntime_result(proto, given), strict=True):
+            assert have.dtype == np.float16 and have.shape == want.shape
+            np.testing.assert_allclose(np.float32(have), np.float32(want), atol=3e-3)
+
+
 @pytest.mark.parametrize("attrs", [{}, {"do_rotary": 1}, {"local_window_size": 2, "causal": 1}], ids=str)
 def test_prompts_without_a_past(attrs: dict[str, Any]) -> None:
     proto = grouped(("q", "k", "v", "lengths", "total"), **attrs)

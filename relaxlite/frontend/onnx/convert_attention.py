@@ -170,5 +170,7 @@ def rotary_embedding(n: Node) -> Result:
     else:  # of the first
         first = of_sizes(n, 1, {0: sym(1)} if n.rank(1) else {})
         places = n.emit(ops.expand_dims(n.emit(ops.add(first, positions(n, length))), axes=(0,)))
-    made = rotated(n, x, places, n.input(2), n.input(3), interleaved, width)
+    half = sym(width // 2) if width else n.shape(2)[1]
+    cos, sin = (of_sizes(n, i, {1: half}) for i in (2, 3))
+    made = rotated(n, x, places, cos, sin, interleaved, width)
     return merge_heads(n, made) if flat else made

@@ -61,8 +61,9 @@ def group_query_attention(n: Node) -> Result:
     places = rows.places(n)
     if n.flag("do_rotary"):
         interleaved, turned = n.flag("rotary_interleaved"), _rotary_places(n, rows, places)
-        q = rotated(n, q, turned, n.input(7), n.input(8), interleaved)
-        k = k if _is_shared(n) else rotated(n, k, turned, n.input(7), n.input(8), interleaved)
+        cos, sin = n.input(7), of_sizes(n, 8, {1: n.shape(7)[1]})
+        q = rotated(n, q, turned, cos, sin, interleaved)
+        k = k if _is_shared(n) else rotated(n, k, turned, cos, sin, interleaved)
     n.ignore("rotary_interleaved")
     k, v = _appended(n, 3, k, rows), _appended(n, 4, v, rows)
     held = [repeated(n, x, heads // groups) for x in _without_room(n, rows, k, v)]
