@@ -17,6 +17,7 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_control,
     convert_data_dependent,
     convert_elementwise,
+    convert_grouped_attention,
     convert_indexing,
     convert_linalg,
     convert_nn,

@@ -9,10 +9,11 @@ import numpy as np
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op
-from relaxlite.ir.symbolic import SymExpr, as_int
+from relaxlite.ir.symbolic import IntLike, as_int, sym
 
 # ONNX's names (compared without case) -> ours, and which of alpha and beta they take with which defaults
 _ACTIVATIONS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -25,7 +26,6 @@ _ACTIVATIONS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 def _common(n: Node) -> dict[str, Any]:
     """The attributes that the three share."""
-    n.int("hidden_size", 0)  # said by the weights as well
     n.int("output_sequence", 0)  # opset 1: outputs that are named are computed
     attrs: dict[str, Any] = {"direction": n.text("direction", "forward").lower(), "clip": n.float("clip", None)}
     attrs["layout"] = n.int("layout", 0)
@@ -55,16 +55,24 @@ def _recurrent(
     `given`: x, w and r made of the node's inputs.
     """
     x, w, r = given or (n.input(0), n.input(1), n.input(2))
-    dtype, layout = n.dtype(), n.int("layout", 0)
-    directions, _, hidden = n.type_of(r).shape or n.shape(2)
-    count = as_int(hidden)
-    if count is None or as_int(directions) is None:
-        n.fail("the number of directions and the hidden size must be known")
-    batch = n.shape(0)[0 if layout else 1]
-    bias = n.optional(3) or Constant.of(np.zeros((int(directions), 2 * gates * count)), dtype)
+    dtype, layout, directions = n.dtype(), n.int("layout", 0), 2 if attrs["direction"] == "bidirectional" else 1
+    if len(n.shape_of(r)) != 3 or len(n.shape_of(w)) != 3 or n.rank() != 3:
+        n.fail("the input and the weights of its gates (inputs 0, 1 and 2) must have rank 3")
+    told = n.int("hidden_size", 0)
+    hidden = as_int(n.shape_of(r)[2]) or told
+    if not hidden:
+        n.fail("the hidden size must be known, from the weights (input 2) or from hidden_size")
+    if told and told != hidden:
+        n.fail(f"hidden_size is {told}, but the weights (input 2) are of {hidden}")
+    batch, width = n.shape()[0 if layout else 1], n.shape_of(x)[2]
+    w = _of_sizes(n, w, (directions, gates * hidden, width))
+    r = _of_sizes(n, r, (directions, gates * hidden, hidden))
+    sizes = (directions, 2 * gates * hidden)
+    bias = _optional(n, 3, sizes) or Constant.of(np.zeros(sizes), dtype)
     shape = (batch, directions, hidden) if layout else (directions, batch, hidden)
-    held = [n.optional(5 + k) or _zeros(n, shape, dtype) for k in range(states)]
-    lengths, peepholes = n.optional(4), n.optional(7) if states == 2 else None
+    held = [_optional(n, 5 + k, shape) or _zeros(n, shape, dtype) for k in range(states)]
+    lengths = _optional(n, 4, (batch,))
+    peepholes = _optional(n, 7, (directions, 3 * hidden)) if states == 2 else None
     if peepholes is not None and lengths is None:
         steps = n.shape(0)[1 if layout else 0]
         counted = n.emit(ops.reshape(n.emit(ops.shape_to_tensor((steps,))), ()))
@@ -72,7 +80,18 @@ def _recurrent(
     return n.fields(op(x, w, r, bias, *held, lengths, peepholes, **attrs))
 
 
-def _zeros(n: Node, shape: tuple[SymExpr, ...], dtype: str) -> Expr:
+def _of_sizes(n: Node, x: Expr, sizes: tuple[IntLike, ...]) -> Expr:
+    """x with those of these sizes that are numbers, checked at run time where x has symbols; the op checks the rest."""
+    known = {axis: sym(size) for axis, size in enumerate(sizes) if as_int(sym(size)) is not None}
+    return unify_dims(n.bb, x, known) if len(n.shape_of(x)) == len(sizes) else x
+
+
+def _optional(n: Node, index: int, sizes: tuple[IntLike, ...]) -> Expr | None:
+    x = n.optional(index)
+    return None if x is None else _of_sizes(n, x, sizes)
+
+
+def _zeros(n: Node, shape: tuple[IntLike, ...], dtype: str) -> Expr:
     return n.emit(ops.full(shape, Constant.of(0, dtype)))
 
 

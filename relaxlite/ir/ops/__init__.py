@@ -27,6 +27,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     nn_rotary,
     nn_sample,
     quantize,
+    ragged_cache,
     recurrent,
     recurrent_scan,
     reduce,
