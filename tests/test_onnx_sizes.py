@@ -223,3 +223,51 @@ def test_a_shape_of_unknown_rank_is_refused() -> None:
         imported(proto)
     empty = model([node("ConstantOfShape", ["shape"])], [value("shape", [0], "int64")])
     assert relaxlite.compile(imported(empty))(np.int64([])).shape == ()
+
+
+_KEPT_SIZES = ((5, 7, 3, 20), (4, 4, 7, 9), (5, 7, 8, 9), (6, 9, 4, 100), (5, 5, 3, 3), (3, 8, 2, 9), (7, 3, 13, 1))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
+def test_a_kept_aspect_ratio_is_one_scale_for_all_axes(policy: str, mode: str, is_given: bool) -> None:
+    """Coordinates follow size / dim of the axis that decides, not the rounded sizes: these have another ratio each."""
+    keep = {"keep_aspect_ratio_policy": policy, "axes": [2, 3], "antialias": int(mode == "linear")}
+    resize = node("Resize", ["x", "", "", "sizes"], mode=mode, **keep)
+    graph = values(x=["n", 2, "h", "w"]) + ([value("sizes", [2], "int64")] if is_given else [])
+
+    def made(sizes: tuple[int, int]) -> onnx.ModelProto:
+        return model([resize], graph, weights={} if is_given else {"sizes": np.int64(sizes)}, opset=18)
+
+    if is_given:
+        compiled = relaxlite.compile(imported(made((1, 1))))
+    for h, w, *sizes in _KEPT_SIZES:
+        if keep["antialias"] and policy == "not_smaller" and (h, w) == (3, 8):
+            continue  # 3 * 9 / 8 is rounded to 3, and onnxruntime copies such an axis, against ONNX's reference
+        proto = made((sizes[0], sizes[1]))
+        inputs = {"x": np.random.default_rng(h).standard_normal((2, 2, h, w)).astype(np.float32)}
+        inputs |= {"sizes": np.int64(sizes)} if is_given else {}
+        exe = compiled if is_given else relaxlite.compile(imported(proto))
+        (expected,) = onnxruntime_result(proto, inputs)
+        found = exe(*inputs.values())
+        assert found.shape == expected.shape
+        assert np.allclose(found, expected, atol=1e-4), (h, w, sizes)
+
+
+def test_a_kept_aspect_ratio_between_convolutions_has_its_channels_last() -> None:
+    one = np.random.default_rng(1).standard_normal((4, 2, 3, 3)).astype(np.float32)
+    two = np.random.default_rng(2).standard_normal((2, 4, 3, 3)).astype(np.float32)
+    keep = {"keep_aspect_ratio_policy": "not_larger", "axes": [2, 3], "mode": "linear"}
+    nodes = [
+        node("Conv", ["x", "one"], ["before"], pads=[1, 1, 1, 1]),
+        node("Resize", ["before", "", "", "sizes"], ["resized"], **keep),
+        node("Conv", ["resized", "two"], pads=[1, 1, 1, 1]),
+    ]
+    graph = [*values(x=["n", 2, "h", "w"]), value("sizes", [2], "int64")]
+    proto = model(nodes, graph, weights={"one": one, "two": two}, opset=18)
+    compiled = relaxlite.compile(imported(proto))
+    for h, w, *sizes in _KEPT_SIZES:
+        inputs = {"x": np.random.default_rng(h).standard_normal((2, 2, h, w)).astype(np.float32)}
+        inputs["sizes"] = np.int64(sizes)
+        assert np.allclose(compiled(*inputs.values()), onnxruntime_result(proto, inputs)[0], atol=1e-3)
