@@ -24,6 +24,7 @@ from relaxlite.frontend.onnx.validation import (
     check_graph,
     check_opsets,
     function_key,
+    in_order,
     node_label,
     opset_versions,
 )
@@ -198,6 +199,9 @@ class GraphImporter:
                 return scope[name]
         raise ImportModelError(f"'{name}' is not defined by any input, initializer or node")
 
+    def _is_visible(self, name: str) -> bool:
+        return any(name in scope for scope in self._scopes)
+
     @contextmanager
     def scope(self, values: Mapping[str, Expr]) -> Iterator[None]:
         """A body of its own: it sees what is outside, and what it defines ends with it."""
@@ -231,7 +235,7 @@ class GraphImporter:
         return value
 
     def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
-        for index, proto in enumerate(nodes):
+        for index, proto in in_order(nodes, self._is_visible):
             label = node_label(proto, index)
             outer_loc = self.bb.loc
             self.bb.loc = " in ".join((label, *self._path[::-1]))
