@@ -52,8 +52,10 @@ def if_op(n: Node) -> Result:
 def _chosen_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
     """One branch in place of the If, with a check at run time that it is the one: a value has one rank."""
     takes_then = n.importer.model.choices.take(n.bb.loc or n.label, f"the condition, for {why}")
-    flag = n.emit(ops.reshape(n.emit(ops.cast(cond, dtype="int64")), (1,)), f"condition of {n.proto.name or n.label}")
-    n.bb.match_shape(n.emit(ops.tensor_to_shape(flag)), (1 if takes_then else 0,))
+    taken = str(takes_then).lower()
+    n.check_assumption(
+        cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {taken}: {why}"
+    )
     return bodies[0 if takes_then else 1]()
 
 
