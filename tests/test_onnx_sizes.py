@@ -271,3 +271,38 @@ def test_a_kept_aspect_ratio_between_convolutions_has_its_channels_last() -> Non
         inputs = {"x": np.random.default_rng(h).standard_normal((2, 2, h, w)).astype(np.float32)}
         inputs["sizes"] = np.int64(sizes)
         assert np.allclose(compiled(*inputs.values()), onnxruntime_result(proto, inputs)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("op", ["MatMulInteger", "QLinearMatMul"])
+def test_a_zero_point_whose_size_is_a_symbol_is_of_one_element_or_of_one_for_each_line(op: str) -> None:
+    data = [value("a", ["m", "k"], "uint8"), value("b", ["k", "n"], "uint8")]
+    zeros = [value("p", ["p_0"], "uint8"), value("q", ["q_0"], "uint8")]
+    if op == "MatMulInteger":
+        proto = model([node(op, ["a", "b", "p", "q"])], [*data, *zeros], [value("y", None, "int32")])
+    else:
+        scales = values(s=["s_0"], t=["t_0"], u=[1])
+        names = ["a", "s", "p", "b", "t", "q", "u", "v"]
+        given = [*data, *zeros, *scales, value("v", ["v_0"], "uint8")]
+        proto = model([node(op, names)], given, [value("y", None, "uint8")])
+    compiled, rng = relaxlite.compile(imported(proto)), np.random.default_rng(0)
+
+    def inputs(m: int, k: int, n: int, p: int, q: int) -> dict[str, np.ndarray]:
+        sizes = {"a": (m, k), "b": (k, n), "p": (p,), "q": (q,)}
+        made = {name: rng.integers(0, 9, shape).astype(np.uint8) for name, shape in sizes.items()}
+        if op == "MatMulInteger":
+            return made
+        ranges = {name: rng.uniform(0.5, 2, size).astype(np.float32) for name, size in (("s", p), ("t", q), ("u", 1))}
+        return {**made, **ranges, "v": np.uint8([100])}
+
+    for sizes in ((2, 4, 3, 1, 1), (4, 3, 2, 1, 2), (1, 5, 1, 1, 1), (3, 7, 17, 1, 17)):
+        feeds = inputs(*sizes)
+        (expected,) = onnxruntime_result(proto, feeds)
+        assert np.array_equal(compiled.run(feeds)["y"], expected)
+    feeds = inputs(3, 4, 2, 3, 2)
+    if op == "MatMulInteger":  # onnxruntime has no zero points per row of a
+        a, b, p, q = (x.astype(np.int32) for x in feeds.values())
+        assert np.array_equal(compiled.run(feeds)["y"], (a - p[:, None]) @ (b - q))
+    with pytest.raises(RelaxliteError, match="a zero point per row of a, or per column of b: n against q_0, which is"):
+        compiled.run(inputs(2, 4, 3, 1, 2))
+    with pytest.raises(RelaxliteError, match="a zero point per row of a, or per column of b: m against p_0, which is"):
+        compiled.run(inputs(1, 4, 3, 2, 1))
