@@ -14,6 +14,7 @@ from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
+from relaxlite.frontend.onnx.unrolled import unrolled_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Tuple, Var
@@ -171,6 +172,9 @@ def _stand_in(n: Node, x: Expr) -> Expr:
 @onnx_op("Loop")
 def loop_op(n: Node) -> Result:
     """Inputs: trip count, condition, initial values. The body yields both anew, and what to stack."""
+    unrolled = unrolled_loop(n)
+    if unrolled is not None:
+        return unrolled
     body = _LoopBody(n)
     limit = _trip_limit(n)
     collectors = body.collectors()

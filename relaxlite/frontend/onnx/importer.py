@@ -212,15 +212,15 @@ class GraphImporter:
 
     # graphs
 
-    def graph(self, graph: onnx.GraphProto) -> list[Expr]:
-        """Convert a graph into the body under construction; its outputs."""
+    def graph(self, graph: onnx.GraphProto, *, with_sequences: bool = False) -> list[Expr]:
+        """Convert a graph into the body under construction; its outputs, sequences too where asked for."""
         scope = self._scopes[-1]
         for tensor in graph.initializer:
             scope[tensor.name] = self.constant(tensor)
         for sparse in graph.sparse_initializer:
             scope[sparse.values.name] = sparse_constant(sparse, self.reader)
         self.nodes(graph.node)
-        return [self._output(o.name) for o in graph.output]
+        return [self._output(o.name, with_sequences) for o in graph.output]
 
     def constant(self, tensor: onnx.TensorProto) -> Constant:
         made, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
@@ -228,9 +228,9 @@ class GraphImporter:
             self.narrow[made] = narrow
         return made
 
-    def _output(self, name: str) -> Expr:
+    def _output(self, name: str, with_sequences: bool) -> Expr:
         value = self.lookup(name)
-        if value is None or isinstance(value, Tuple):
+        if value is None or (isinstance(value, Tuple) and not with_sequences):
             raise ImportModelError(f"output '{name}' is a sequence; only tensors can leave a graph")
         return value
 
@@ -343,7 +343,9 @@ class GraphImporter:
 
     # subgraphs
 
-    def subgraph(self, graph: onnx.GraphProto, values: Sequence[Expr], label: str) -> list[Expr]:
+    def subgraph(
+        self, graph: onnx.GraphProto, values: Sequence[Expr], label: str, *, with_sequences: bool = False
+    ) -> list[Expr]:
         """Convert a subgraph whose inputs have these values into the body under construction."""
         if len(values) != len(graph.input):
             raise ImportModelError(
@@ -353,7 +355,7 @@ class GraphImporter:
         self._path = (*self._path, label)
         outer_loc = self.bb.loc
         with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
-            outputs = self.graph(graph)
+            outputs = self.graph(graph, with_sequences=with_sequences)
         self._path, self.bb.loc = saved, outer_loc
         for found in (self.narrow[x] for x in outputs if x in self.narrow):
             raise ImportModelError(f"a tensor of {found.name} cannot leave a branch or loop: cast it first")

@@ -129,10 +129,14 @@ class Node:
     def const(self, index: int) -> Array | None:
         """The value of an input that is a constant, or None."""
         found = self.optional(index)
+        return None if found is None else self.const_of(found)
+
+    def const_of(self, found: Expr) -> Array | None:
+        """A value that is known at compile time, or None."""
         if isinstance(found, Constant):
             return found.value
-        known = None if found is None else self.resolver.derived(found)
-        if found is None or known is None:
+        known = self.resolver.derived(found)
+        if known is None:
             return None
         values = [as_int(v) for v in known.reshape(-1)]
         if None in values:
