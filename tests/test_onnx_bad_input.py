@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, UnsupportedOpsError
 from relaxlite.frontend.onnx import from_onnx
-from tests.onnx_models import graph, model, node, value, values
+from tests.onnx_models import graph, imported, model, node, value, values
 
 
 def message_of(given: Any, kind: type[Exception] = ImportModelError, **options: Any) -> str:
@@ -182,6 +182,15 @@ def test_cycle_through_a_branch() -> None:
     branches = {k: graph([node("Relu", ["t"], ["r"])], outputs=["r"]) for k in ("then_branch", "else_branch")}
     nodes = [node("If", ["c"], ["s"], name="choice", **branches), node("Exp", ["s"], ["t"]), node("Relu", ["t"])]
     assert "ONNX node 'choice' (If) uses 't', which" in message_of(model(nodes, [value("c", [], "bool")]))
+
+
+def test_more_inputs_than_the_op_takes() -> None:
+    proto = model([node("Neg", ["x", "x"], name="minus")], values(x=["n"]))
+    assert message_of(proto).startswith("ONNX node 'minus' (Neg): Neg takes at most 1 input, got 2\n")
+    proto = model([node("Gemm", ["x", "x", "x", "x"])], values(x=["n", "n"]))
+    assert "(Gemm): Gemm takes at most 3 inputs, got 4" in message_of(proto)
+    imported(model([node("Neg", ["x", ""])], values(x=["n"])))  # left out
+    imported(model([node("Max", ["x"] * 9)], values(x=["n"])))  # any number
 
 
 def test_undefined_name() -> None:

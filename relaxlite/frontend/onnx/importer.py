@@ -25,6 +25,7 @@ from relaxlite.frontend.onnx.validation import (
     check_opsets,
     function_key,
     in_order,
+    most_inputs,
     node_label,
     opset_versions,
 )
@@ -264,6 +265,11 @@ class GraphImporter:
         function = self.model.functions.get(function_key(node.proto))
         if function is not None:
             return self._expand(node, expand_model_function(function, node))
+        most = most_inputs(domain, node.op_type, node.opset)
+        if len(node.inputs) > most and any(x is not None for x in node.inputs[most:]):
+            raise ImportModelError(
+                f"{node.op_type} takes at most {most} input{'s' * (most != 1)}, got {len(node.inputs)}"
+            )
         converter = find_converter(domain, node.op_type, node.opset)
         if converter is not None:
             return converter(node)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cache
 from typing import Any, NoReturn
 
 import onnx
@@ -226,6 +228,15 @@ class OpSurvey:
             + "\nAn op can be added from outside: decorate a converter function with "
             + "relaxlite.frontend.onnx.onnx_op(name, since=..., domain=...)"
         )
+
+
+@cache
+def most_inputs(domain: str, name: str, version: int) -> int:
+    """How many inputs an op takes at most, as ONNX defines it; of other ops nothing is known."""
+    if not onnx.defs.has(name, version, domain):
+        return sys.maxsize
+    schema: Any = onnx.defs.get_schema(name, version, domain)
+    return int(schema.max_input)
 
 
 def schema_of(domain: str, name: str, version: int) -> Any:
