@@ -160,6 +160,8 @@ def test_bounds_apply_to_unnamed_and_renamed_dimensions() -> None:
         ({"dynamic_shapes": {"x": {5: "n"}}}, "dynamic_shapes['x']: axis 5 does not exist; the input has 2 dimensions"),
         ({"dynamic_shapes": {"x": ["n"]}}, "dynamic_shapes['x'] must name all 2 dimensions"),
         ({"dynamic_shapes": {"x": {0: -3}}}, "dynamic_shapes['x'][0] must be a name or a size, not -3"),
+        ({"dynamic_shapes": {"x": {0: "-3"}}}, "dynamic_shapes['x'][0] must be a name or a size, not '-3'"),
+        ({"dynamic_shapes": {"x": {0: 1 << 63}}}, "dynamic_shapes['x'][0] must be a name or a size, not 9223"),
         ({"bounds": {"m": "1..2"}}, "bounds: the model has no symbol 'm'; it has 'n'"),
         ({"bounds": {"n": "one"}}, "bounds of 'n': 'one' is not a range such as '1..512'"),
         ({"bounds": {"n": (5, 2)}}, "bounds of 'n': no size lies in 5..2"),

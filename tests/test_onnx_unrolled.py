@@ -74,3 +74,9 @@ def test_a_condition_that_only_run_time_knows_leaves_a_loop() -> None:
 def test_many_iterations_leave_a_loop() -> None:
     with pytest.raises(ImportModelError, match=ONLY_JOINED):
         imported(_parts(count=65))
+
+
+def test_a_large_body_leaves_a_loop() -> None:
+    going = " ".join(f"c{k} = Identity({'c' if k == 0 else f'c{k - 1}'})" for k in range(1400))
+    with pytest.raises(ImportModelError, match=ONLY_JOINED):
+        imported(_parts(going=f"{going} go = Identity(c1399)"))

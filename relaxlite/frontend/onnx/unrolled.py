@@ -12,10 +12,12 @@ import numpy as np
 from onnx import GraphProto
 
 from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.validation import subgraphs
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Tuple
 
 _MAX_ITERATIONS = 64
+_MAX_NODES = 4096  # that the copies have together
 _TRUE = Constant.of(np.array(True))
 
 
@@ -23,7 +25,9 @@ def unrolled_loop(n: Node) -> tuple[Expr, ...] | None:
     """The outputs of an ONNX Loop; None where it carries no sequence, or its iterations are not known to be few."""
     graph, inits = n.graph("body"), [x for x in n.inputs[2:] if x is not None]
     count = _trip_count(n)
-    if count is None or not any(isinstance(x, Tuple) for x in inits) or len(graph.input) != len(n.inputs):
+    if count is None or count * _num_nodes(graph) > _MAX_NODES:
+        return None
+    if not any(isinstance(x, Tuple) for x in inits) or len(graph.input) != len(n.inputs):
         return None
     has_stacks = len(graph.output) > len(inits) + 1
     if (count == 0 and has_stacks) or (count > 0 and not _condition_is_known(n, graph, inits)):
@@ -39,6 +43,10 @@ def unrolled_loop(n: Node) -> tuple[Expr, ...] | None:
         if not bool(known.reshape(-1)[0]):
             break
     return (*values, *(n.emit(ops.concat(*column, axis=0)) for column in zip(*rows, strict=True)))
+
+
+def _num_nodes(graph: GraphProto) -> int:
+    return sum(1 + sum(map(_num_nodes, subgraphs(node))) for node in graph.node)
 
 
 def _trip_count(n: Node) -> int | None:
