@@ -272,6 +272,7 @@ def _from_options(text: str, options: Mapping[str, str]) -> Target:
     _check_cpu(text, triple, cpu)
     if "mattr" in options:
         features = _parse_features(text, options["mattr"])
+        _check_features(text, triple, features)
     else:
         features = Target.host().features if is_host and cpu == llvm.get_host_cpu_name() else ()
     return Target(
@@ -316,6 +317,32 @@ def _is_known_cpu(triple: str, cpu: str) -> bool:
     )
     done = subprocess.run([sys.executable, "-c", code, triple, cpu], capture_output=True, text=True, check=False)
     return done.returncode == 0 and "not a recognized processor" not in done.stderr
+
+
+def _check_features(text: str, triple: str, features: tuple[str, ...]) -> None:
+    """LLVM passes over features that it does not know, with a line for each time that it meets them."""
+    names = {f[1:] for f in features}
+    if triple.split("-")[0] == llvm.get_process_triple().split("-")[0]:
+        names -= set(llvm.get_host_cpu_features())
+    unknown = _unknown_features(triple, tuple(sorted(names))) if names else ()
+    if unknown:
+        raise InvalidArgumentError(
+            f"target {text!r}: LLVM does not know the feature{'s' * (len(unknown) > 1)} "
+            f"{', '.join(map(repr, unknown))} for {triple}"
+        )
+
+
+@cache
+def _unknown_features(triple: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    code = (
+        "import sys, llvmlite.binding as llvm\n"
+        "llvm.initialize_all_targets(); llvm.initialize_all_asmprinters()\n"
+        "llvm.Target.from_triple(sys.argv[1]).create_target_machine(features=sys.argv[2])"
+    )
+    features = ",".join(f"+{name}" for name in names)
+    done = subprocess.run([sys.executable, "-c", code, triple, features], capture_output=True, text=True, check=False)
+    found = re.findall(r"'[+-](\S+)' is not a recognized feature", done.stderr)
+    return tuple(dict.fromkeys(found))
 
 
 def _known(names: Iterable[str]) -> list[str]:
@@ -370,8 +397,8 @@ def _parse_count(text: str, options: Mapping[str, str], name: str, default: int)
     value = options.get(name)
     if value is None:
         return default
-    if not value.isdecimal():
-        raise InvalidArgumentError(f"target {text!r}: -{name} must be a whole number, got {value!r}")
+    if not value.isdecimal() or int(value) < 1:
+        raise InvalidArgumentError(f"target {text!r}: -{name} must be a whole number from 1, got {value!r}")
     return int(value)
 
 

@@ -155,6 +155,8 @@ def test_the_version(run: Run) -> None:
         (["bench", "toy.rlx", "--shapes", "x=1;y"], "argument --shapes: 'y' is not of the form NAME=1x128"),
         (["compile", "toy.onnx", "--bound", "n=a"], "argument --bound: 'a' is not a range such as 1..512, 1.. or"),
         (["compile", "toy.onnx", "--dynamic-shape", "x=a,,b"], "'a,,b' has an empty dimension; write ? to keep one"),
+        (["compile", "toy.onnx", "--dynamic-shape", "x=-2,t"], "argument --dynamic-shape: '-2' in '-2,t' is no size"),
+        (["compile", "toy.onnx", "--dynamic-shape", f"x={2**63},t"], f"argument --dynamic-shape: '{2**63}' in "),
         (["inspect", "toy.onnx", "--ir", "--json"], "argument --json: not allowed with argument --ir"),
     ],
 )
@@ -172,6 +174,12 @@ def test_wrong_usage_is_one_line_and_2(run: Run, argv: list[str], message: str) 
         (["compile", "toy.onnx", "--dynamic-shape", "z=a"], "the model has no input 'z'"),
         (["compile", "toy.rlx", "-o", "again.rlx"], "'toy.rlx' is compiled already"),
         (["run", "toy.rlx", "--bound", "batch=1..2"], "--bound needs an ONNX file, and 'toy.rlx' is compiled already"),
+        (["run", "toy.rlx", "--precision", "bf16"], "--precision needs an ONNX file, and 'toy.rlx' is compiled"),
+        (["profile", "toy.rlx", "--constant-memory"], "--constant-memory needs an ONNX file, and 'toy.rlx' is comp"),
+        (["inspect", "toy.rlx", "--precision", "bf16"], "--precision needs an ONNX file, and 'toy.rlx' is compiled"),
+        (["explain", "toy.rlx", "--precision", "bf16"], "--precision needs an ONNX file, and 'toy.rlx' is compiled"),
+        (["compile", "toy.onnx", "--libraries", "openblas,none"], "'none' stands alone, for no library at all, got "),
+        (["compile", "toy.onnx", "--target", "llvm -mattr=+nonsense"], "LLVM does not know the feature 'nonsense'"),
         (["inspect", "toy.rlx", "--ir"], "--ir needs an ONNX file, and 'toy.rlx' is compiled already"),
         (
             ["inspect", "toy.onnx", "--verify"],
@@ -417,6 +425,33 @@ def test_run_compiles_an_onnx_file_first(run: Run) -> None:
     assert run("run", "toy.onnx", "--shape", "x:0=2x4").status == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "ways"), [("bench", "say\n"), ("profile", "say, or a file with --input\n"), ("run", "say, or a file")]
+)
+def test_a_hint_names_options_that_the_command_has(run: Run, command: str, ways: str) -> None:
+    done = run(command, "toy.rlx")
+    option = "--shape" if command == "run" else "--shapes"
+    assert done.status == 1 and f"how large is 'batch'? Give {option} x:0=1x4, {ways}" in done.err
+
+
+def test_a_folder_suggests_what_the_command_takes(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "a.rlx").touch()
+    assert f"as {str(folder / 'a.rlx')!r}" in run("inspect", str(folder)).err
+    assert run("compile", str(folder)).err.endswith("is a folder; give the path of a model in it\n")
+    (folder / "b.gguf").touch()
+    assert f"give the path of a model in it, as {str(folder / 'b.gguf')!r}" in run("compile", str(folder)).err
+
+
+def test_constant_memory_without_bounds_is_warned_of(run: Run) -> None:
+    done = run("compile", "toy.onnx", "-o", "constant.rlx", "--constant-memory")
+    text = "warning: --constant-memory needs an upper bound of batch: give --bound batch=1..64, say"
+    assert done.status == 0 and text in done.err
+    bounded = run("compile", "toy.onnx", "-o", "constant.rlx", "--constant-memory", "--bound", "batch=1..4")
+    assert bounded.status == 0 and "warning" not in bounded.err
+
+
 def test_run_profiles_kernels(run: Run) -> None:
     out = run("run", "toy.rlx", "--shape", "x:0=3x4", "--profile").out
     assert re.search(r"^kernel +calls +us +share +MB +MFLOP +GFLOP/s +GB/s$", out, re.MULTILINE)
@@ -431,6 +466,7 @@ def test_run_profiles_kernels(run: Run) -> None:
         (["--range", "x=1..4"], "the model has no input 'x'; it has 'x:0', 'enc/ids'"),
         (["--shape", "x:0=1x5"], "argument 'x:0': dimension 1 of shape (1, 5): expects 4, got 5"),
         (["--shape", "x:0=2x4x1"], "argument 'x:0': expects float32[batch, 4] of rank 2, got rank 3: (2, 4, 1)"),
+        (["--shape", "x:0="], "argument 'x:0': expects float32[batch, 4] of rank 2, got rank 0: ()"),
         (["--shape", "x:0=2x4", "--shape", "enc/ids=3"], "batch is 3 here, but 2 in argument 'x:0'"),
         (["--shape", "x:0=2x4", "--range", "enc/ids=0..1.5"], "enc/ids=0..1.5: int64 takes whole numbers"),
         (["--shape", "x:0=2x4", "--range", f"enc/ids=0..{2**63}"], "'enc/ids': cannot make random values of shape"),

@@ -169,7 +169,11 @@ def test_code_uses_nothing_that_is_not_required(cpu: str) -> None:
         ("llvm -speed=11", "cannot read option '-speed=11'"),
         ("llvm -mattr=avx2", "feature 'avx2' must be"),
         ("llvm -mtriple=nonsense", "does not know the triple 'nonsense'"),
-        ("llvm -cores=many", "-cores must be a whole number, got 'many'"),
+        ("llvm -mattr=+nonsense,+avx2", "LLVM does not know the feature 'nonsense' for"),
+        ("llvm -mtriple=riscv64-unknown-linux-gnu -mattr=+v,-u,+w", "LLVM does not know the features 'u', 'w' for"),
+        ("llvm -cores=0", "-cores must be a whole number from 1, got '0'"),
+        ("llvm -l1-bytes=0", "-l1-bytes must be a whole number from 1, got '0'"),
+        ("llvm -cores=many", "-cores must be a whole number from 1, got 'many'"),
     ],
 )
 def test_target_text_that_is_wrong(text: str, message: str) -> None:

@@ -452,7 +452,7 @@ def test_a_module_needs_main(bb: BlockBuilder) -> None:
         ("llvm --fast", "cannot read option '--fast'"),
         ("llvm -mtriple=moon-rock", "LLVM does not know the triple 'moon-rock'"),
         ("llvm -mattr=avx2", r"feature 'avx2' must be '\+' or '-' and a name"),
-        ("llvm -cores=many", "-cores must be a whole number, got 'many'"),
+        ("llvm -cores=many", "-cores must be a whole number from 1, got 'many'"),
     ],
 )
 def test_a_bad_target_says_what_is_wrong(bb: BlockBuilder, target: str, message: str) -> None:

@@ -189,6 +189,14 @@ def test_match_shape_binds_and_checks() -> None:
         run("main", np.zeros((1, 2), "f4"))
 
 
+def test_a_size_that_is_a_number_is_told_once() -> None:
+    bb = BlockBuilder()
+    with bb.function("main", x=TensorType.of((n, 8), "float32")) as (x,):
+        bb.result(x)
+    with pytest.raises(ShapeMismatchError, match="x: dimension 1 must be 8, got 9"):
+        Interpreter(bb.module()).run("main", np.zeros((2, 9), "f4"))
+
+
 def test_arguments_are_checked() -> None:
     bb = BlockBuilder()
     with bb.function("main", x=TensorType.of((n * 2,), "float32"), y=TensorType.of((n,), "float32")) as (x, _):

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, UnsupportedOpsError
 from relaxlite.frontend.onnx import from_onnx
-from tests.onnx_models import graph, model, node, value, values
+from tests.onnx_models import graph, imported, model, node, value, values
 
 
 def message_of(given: Any, kind: type[Exception] = ImportModelError, **options: Any) -> str:
@@ -165,22 +165,32 @@ def test_external_data_of_a_model_in_memory(tmp_path: Path) -> None:
 # Graphs
 
 
-def test_use_before_definition() -> None:
-    proto = model([node("Relu", ["t"], name="late"), node("Exp", ["x"], ["t"], name="early")], values(x=["n"]))
-    assert message_of(proto) == (
-        "ONNX node 'late' (Relu) uses 't' before ONNX node 'early' (Exp) defines it; "
-        "the nodes of an ONNX graph must stand in the order of computation"
-    )
-
-
 def test_cyclic_graph() -> None:
-    proto = model(
-        [node("Add", ["x", "t"], ["s"], name="first"), node("Relu", ["s"], ["t"]), node("Exp", ["t"])], values(x=["n"])
+    nodes = [node("Add", ["x", "t"], ["s"], name="first"), node("Relu", ["s"], ["t"]), node("Exp", ["t"])]
+    message = (
+        "the graph is cyclic: ONNX node 'first' (Add) uses 't', which is computed from its own output, "
+        "by ONNX node #1 (Relu)"
     )
-    assert (
-        message_of(proto)
-        == "the graph is cyclic: ONNX node 'first' (Add) uses 't', which is computed from its own output"
-    )
+    assert message_of(model(nodes, values(x=["n"]))) == message
+    behind = model([nodes[2], nodes[0], nodes[1]], values(x=["n"]))  # what only needs the cycle is not named
+    assert message_of(behind) == message.replace("#1", "#2")
+    itself = model([node("Add", ["x", "y"], name="self")], values(x=["n"]))
+    assert message_of(itself).endswith("ONNX node 'self' (Add) uses 'y', which is computed from its own output")
+
+
+def test_cycle_through_a_branch() -> None:
+    branches = {k: graph([node("Relu", ["t"], ["r"])], outputs=["r"]) for k in ("then_branch", "else_branch")}
+    nodes = [node("If", ["c"], ["s"], name="choice", **branches), node("Exp", ["s"], ["t"]), node("Relu", ["t"])]
+    assert "ONNX node 'choice' (If) uses 't', which" in message_of(model(nodes, [value("c", [], "bool")]))
+
+
+def test_more_inputs_than_the_op_takes() -> None:
+    proto = model([node("Neg", ["x", "x"], name="minus")], values(x=["n"]))
+    assert message_of(proto).startswith("ONNX node 'minus' (Neg): Neg takes at most 1 input, got 2\n")
+    proto = model([node("Gemm", ["x", "x", "x", "x"])], values(x=["n", "n"]))
+    assert "(Gemm): Gemm takes at most 3 inputs, got 4" in message_of(proto)
+    imported(model([node("Neg", ["x", ""])], values(x=["n"])))  # left out
+    imported(model([node("Max", ["x"] * 9)], values(x=["n"])))  # any number
 
 
 def test_undefined_name() -> None:

@@ -17,7 +17,7 @@ from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.expr import Call, Constant, Let
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
-from tests.onnx_models import imported, input_dims, model, node, output_dims, run, value, values
+from tests.onnx_models import graph, imported, input_dims, model, node, output_dims, run, value, values
 
 
 def relu_model(dims: Any, **shapes: Any) -> onnx.ModelProto:
@@ -28,6 +28,43 @@ def symbol(module: Any, name: str) -> SymVar:
     """The symbol of this name among the inputs' dimensions."""
     dims = [d for p in module["main"].params for d in p.ty.shape]
     return next(d for d in dims if isinstance(d, SymVar) and d.name == name)
+
+
+# The order of nodes
+
+
+def test_nodes_may_stand_in_any_order() -> None:
+    """As those of a model that onnxruntime's tools made of half precision: its casts stand at the end."""
+    x = np.linspace(-2, 2, 5, dtype=np.float32)
+    scrambled = [node("Relu", ["t"], name="late"), node("Exp", ["s"], ["t"]), node("Neg", ["x"], ["s"], name="early")]
+    proto = model(scrambled, values(x=["n"]))
+    assert np.allclose(run(proto, x), np.exp(-x))
+    assert [n.name for n in proto.graph.node] == ["late", "", "early"]  # the caller's model stays as it is
+    function = helper.make_function(
+        "mine", "F", ["a"], ["c"], [node("Exp", ["b"], ["c"]), node("Neg", ["a"], ["b"])], [helper.make_opsetid("", 17)]
+    )
+    called = model([node("F", ["x"], domain="mine")], values(x=["n"]), domains=["mine"], functions=[function])
+    assert np.allclose(run(called, x), np.exp(-x))
+
+
+def test_what_a_branch_reads_counts_as_read_by_its_if() -> None:
+    inner = [node("Exp", ["s"], ["r"]), node("Neg", ["t"], ["s"])]  # a t of the graph around it, and out of order too
+    branches = {
+        "then_branch": graph(inner, outputs=["r"]),
+        "else_branch": graph([node("Identity", ["t"], ["q"])], outputs=["q"]),
+    }
+    nodes = [node("If", ["c"], name="choice", **branches), node("Relu", ["x"], ["t"])]
+    proto = model(nodes, [*values(x=["n"]), value("c", [], "bool")])
+    x = np.linspace(-2, 2, 5, dtype=np.float32)
+    module = imported(proto)
+    assert np.allclose(run(module, x, True), np.exp(-np.maximum(x, 0)))
+    assert np.allclose(run(module, x, False), np.maximum(x, 0))
+
+
+def test_an_order_that_is_right_is_kept() -> None:
+    nodes = [node("Exp", ["x"], ["b"]), node("Neg", ["x"], ["a"]), node("Add", ["a", "b"])]
+    calls = [b.value for b in imported(model(nodes, values(x=["n"]))).functions()["main"].body.bindings()]
+    assert [c.callee.name for c in calls if isinstance(c, Call)][:2] == ["exp", "neg"]
 
 
 # Symbols
@@ -123,6 +160,8 @@ def test_bounds_apply_to_unnamed_and_renamed_dimensions() -> None:
         ({"dynamic_shapes": {"x": {5: "n"}}}, "dynamic_shapes['x']: axis 5 does not exist; the input has 2 dimensions"),
         ({"dynamic_shapes": {"x": ["n"]}}, "dynamic_shapes['x'] must name all 2 dimensions"),
         ({"dynamic_shapes": {"x": {0: -3}}}, "dynamic_shapes['x'][0] must be a name or a size, not -3"),
+        ({"dynamic_shapes": {"x": {0: "-3"}}}, "dynamic_shapes['x'][0] must be a name or a size, not '-3'"),
+        ({"dynamic_shapes": {"x": {0: 1 << 63}}}, "dynamic_shapes['x'][0] must be a name or a size, not 9223"),
         ({"bounds": {"m": "1..2"}}, "bounds: the model has no symbol 'm'; it has 'n'"),
         ({"bounds": {"n": "one"}}, "bounds of 'n': 'one' is not a range such as '1..512'"),
         ({"bounds": {"n": (5, 2)}}, "bounds of 'n': no size lies in 5..2"),

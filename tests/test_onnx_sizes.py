@@ -223,3 +223,86 @@ def test_a_shape_of_unknown_rank_is_refused() -> None:
         imported(proto)
     empty = model([node("ConstantOfShape", ["shape"])], [value("shape", [0], "int64")])
     assert relaxlite.compile(imported(empty))(np.int64([])).shape == ()
+
+
+_KEPT_SIZES = ((5, 7, 3, 20), (4, 4, 7, 9), (5, 7, 8, 9), (6, 9, 4, 100), (5, 5, 3, 3), (3, 8, 2, 9), (7, 3, 13, 1))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
+def test_a_kept_aspect_ratio_is_one_scale_for_all_axes(policy: str, mode: str, is_given: bool) -> None:
+    """Coordinates follow size / dim of the axis that decides, not the rounded sizes: these have another ratio each."""
+    keep = {"keep_aspect_ratio_policy": policy, "axes": [2, 3], "antialias": int(mode == "linear")}
+    resize = node("Resize", ["x", "", "", "sizes"], mode=mode, **keep)
+    graph = values(x=["n", 2, "h", "w"]) + ([value("sizes", [2], "int64")] if is_given else [])
+
+    def made(sizes: tuple[int, int]) -> onnx.ModelProto:
+        return model([resize], graph, weights={} if is_given else {"sizes": np.int64(sizes)}, opset=18)
+
+    if is_given:
+        compiled = relaxlite.compile(imported(made((1, 1))))
+    for h, w, *sizes in _KEPT_SIZES:
+        if keep["antialias"] and policy == "not_smaller" and (h, w) == (3, 8):
+            continue  # 3 * 9 / 8 is rounded to 3, and onnxruntime copies such an axis, against ONNX's reference
+        proto = made((sizes[0], sizes[1]))
+        inputs = {"x": np.random.default_rng(h).standard_normal((2, 2, h, w)).astype(np.float32)}
+        inputs |= {"sizes": np.int64(sizes)} if is_given else {}
+        exe = compiled if is_given else relaxlite.compile(imported(proto))
+        (expected,) = onnxruntime_result(proto, inputs)
+        found = exe(*inputs.values())
+        assert found.shape == expected.shape
+        assert np.allclose(found, expected, atol=1e-4), (h, w, sizes)
+
+
+def test_a_kept_aspect_ratio_between_convolutions_has_its_channels_last() -> None:
+    one = np.random.default_rng(1).standard_normal((4, 2, 3, 3)).astype(np.float32)
+    two = np.random.default_rng(2).standard_normal((2, 4, 3, 3)).astype(np.float32)
+    keep = {"keep_aspect_ratio_policy": "not_larger", "axes": [2, 3], "mode": "linear"}
+    nodes = [
+        node("Conv", ["x", "one"], ["before"], pads=[1, 1, 1, 1]),
+        node("Resize", ["before", "", "", "sizes"], ["resized"], **keep),
+        node("Conv", ["resized", "two"], pads=[1, 1, 1, 1]),
+    ]
+    graph = [*values(x=["n", 2, "h", "w"]), value("sizes", [2], "int64")]
+    proto = model(nodes, graph, weights={"one": one, "two": two}, opset=18)
+    compiled = relaxlite.compile(imported(proto))
+    for h, w, *sizes in _KEPT_SIZES:
+        inputs = {"x": np.random.default_rng(h).standard_normal((2, 2, h, w)).astype(np.float32)}
+        inputs["sizes"] = np.int64(sizes)
+        assert np.allclose(compiled(*inputs.values()), onnxruntime_result(proto, inputs)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("op", ["MatMulInteger", "QLinearMatMul"])
+def test_a_zero_point_whose_size_is_a_symbol_is_of_one_element_or_of_one_for_each_line(op: str) -> None:
+    data = [value("a", ["m", "k"], "uint8"), value("b", ["k", "n"], "uint8")]
+    zeros = [value("p", ["p_0"], "uint8"), value("q", ["q_0"], "uint8")]
+    if op == "MatMulInteger":
+        proto = model([node(op, ["a", "b", "p", "q"])], [*data, *zeros], [value("y", None, "int32")])
+    else:
+        scales = values(s=["s_0"], t=["t_0"], u=[1])
+        names = ["a", "s", "p", "b", "t", "q", "u", "v"]
+        given = [*data, *zeros, *scales, value("v", ["v_0"], "uint8")]
+        proto = model([node(op, names)], given, [value("y", None, "uint8")])
+    compiled, rng = relaxlite.compile(imported(proto)), np.random.default_rng(0)
+
+    def inputs(m: int, k: int, n: int, p: int, q: int) -> dict[str, np.ndarray]:
+        sizes = {"a": (m, k), "b": (k, n), "p": (p,), "q": (q,)}
+        made = {name: rng.integers(0, 9, shape).astype(np.uint8) for name, shape in sizes.items()}
+        if op == "MatMulInteger":
+            return made
+        ranges = {name: rng.uniform(0.5, 2, size).astype(np.float32) for name, size in (("s", p), ("t", q), ("u", 1))}
+        return {**made, **ranges, "v": np.uint8([100])}
+
+    for sizes in ((2, 4, 3, 1, 1), (4, 3, 2, 1, 2), (1, 5, 1, 1, 1), (3, 7, 17, 1, 17)):
+        feeds = inputs(*sizes)
+        (expected,) = onnxruntime_result(proto, feeds)
+        assert np.array_equal(compiled.run(feeds)["y"], expected)
+    feeds = inputs(3, 4, 2, 3, 2)
+    if op == "MatMulInteger":  # onnxruntime has no zero points per row of a
+        a, b, p, q = (x.astype(np.int32) for x in feeds.values())
+        assert np.array_equal(compiled.run(feeds)["y"], (a - p[:, None]) @ (b - q))
+    with pytest.raises(RelaxliteError, match="a zero point per row of a, or per column of b: n against q_0, which is"):
+        compiled.run(inputs(2, 4, 3, 1, 2))
+    with pytest.raises(RelaxliteError, match="a zero point per row of a, or per column of b: m against p_0, which is"):
+        compiled.run(inputs(1, 4, 3, 2, 1))

@@ -55,7 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
-    | {"library", "model_cache", "loading"},
+    | {"library", "model_cache", "loading", "validation"},
 }
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {

@@ -25,7 +25,8 @@ def execute(args: argparse.Namespace) -> None:
     print(f"ready in {time.perf_counter() - start:.2f} s, {threads} threads", file=sys.stderr)
     peer = _onnxruntime(args, threads)
     given = args.shapes or [("(as the model says)", {})]
-    cases = [(text, make_inputs(exe.inputs, files={}, shapes=s, ranges=args.range, seed=0)) for text, s in given]
+    options = {"files": {}, "ranges": args.range, "seed": 0, "shape_option": "--shapes", "takes_files": False}
+    cases = [(text, make_inputs(exe.inputs, shapes=shapes, **options)) for text, shapes in given]
     width = max(len("shapes"), *(len(text) for text, _ in cases))
     header = f"{'shapes':<{width}}  {'relaxlite ms':>14}"
     print(header + (f"  {'onnxruntime ms':>14}  {'speed':>7}  {'difference':>10}" if peer else ""))

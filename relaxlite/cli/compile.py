@@ -23,7 +23,7 @@ _FEW = 4  # inputs that are alike, and are told one by one
 def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     is_language_model = is_checkpoint(args.model)
-    if is_compiled(args.model):
+    if is_compiled(args.model, suggesting=("onnx", "gguf")):
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
     if not is_language_model and (given := checkpoint_options(args)):
         raise InvalidArgumentError(f"{given} of a language model, and {args.model!r} is none")

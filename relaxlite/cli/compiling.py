@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.symbolic import evaluate
+from relaxlite.ir.types import TensorType, defined_symbols
 from relaxlite.library import names_of, rules_for
 from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext
 from relaxlite.passes.pipeline import PASSES, default_pipeline
 from relaxlite.passes.tuning import Tuning
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.target import Target
+from relaxlite.validation.samples import symbol_values
 
 
 def make_context(args: argparse.Namespace) -> PassContext:
@@ -50,7 +55,20 @@ def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
     else:
         module = from_onnx(args.model, dynamic_shapes=args.dynamic_shape or None, bounds=args.bound or None)
     context.timings.append(("import", time.perf_counter() - start))
+    if context.constant_memory:
+        _warn_of_unbounded(module)
     return module
+
+
+def _warn_of_unbounded(module: IRModule) -> None:
+    """--constant-memory plans nothing that depends on a symbol without an upper bound."""
+    main = module[ENTRY]
+    assert isinstance(main, Function)
+    symbols = dict.fromkeys(s for p in main.params for s in defined_symbols(p.ty) if s.upper is None)
+    if symbols:
+        names = ", ".join(s.name for s in symbols)
+        example = f"--bound {next(iter(symbols)).name}=1..64"
+        warnings.warn(f"--constant-memory needs an upper bound of {names}: give {example}, say", stacklevel=2)
 
 
 def compile_model(args: argparse.Namespace, context: PassContext | None = None) -> ExecutableData:
@@ -68,13 +86,28 @@ def compile_model(args: argparse.Namespace, context: PassContext | None = None) 
 
 
 def _example_inputs(args: argparse.Namespace, module: IRModule) -> list[tuple[np.ndarray, ...]]:
-    """The one set of inputs that the options describe, or none if they describe no input."""
+    """The one set of inputs that the options describe, or several of random sizes if these describe just the values, or
+    none if they describe no input."""
     if not (args.input or args.shape or args.range):
         return []
     main = module[ENTRY]
     assert isinstance(main, Function)
     specs = signature_of(main).inputs
-    return [tuple(make_inputs(specs, files=args.input, shapes=args.shape, ranges=args.range, seed=0).values())]
+    shapes = [args.shape] if args.input or args.shape else _random_shapes(main, [spec.name for spec in specs])
+    return [
+        tuple(make_inputs(specs, files=args.input, shapes=given, ranges=args.range, seed=seed).values())
+        for seed, given in enumerate(shapes)
+    ]
+
+
+def _random_shapes(main: Function, names: Sequence[str]) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes of all parameters, at the sizes that the symbols have where nothing is said about inputs."""
+    params = zip(names, (p.ty for p in main.params), strict=True)
+    dims = {name: ty.shape or () for name, ty in params if isinstance(ty, TensorType)}
+    return [
+        {name: tuple(evaluate(dim, values) for dim in shape) for name, shape in dims.items()}
+        for values in symbol_values(main, random.Random(0))
+    ]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def execute(args: argparse.Namespace) -> None:
     name = Path(args.model).name
     _, shapes = args.shapes
     if is_compiled(args.model):
-        check_not_compiled(args, output="-o", target="--target")
+        check_not_compiled(args, output="-o")
         data = open_data(args)
         sizes_of(data.signature.inputs, shapes)
         found = compiled_summary(name, data)

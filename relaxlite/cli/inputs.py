@@ -24,23 +24,28 @@ def make_inputs(
     shapes: Mapping[str, Shape],
     ranges: Mapping[str, Limits],
     seed: int,
+    shape_option: str = "--shape",
+    takes_files: bool = True,
 ) -> dict[str, np.ndarray]:
     """An array for every input: read from its .npy file, or random, of the shape that is given or follows from others.
 
-    Raises InputError. Whether shapes and dtypes fit the model is left to the model.
+    Raises InputError, in words of a command that has `shape_option`, and --input if it takes files. Whether sizes and
+    dtypes fit the model is left to the model.
     """
     _check_names(specs, (*files, *shapes, *ranges))
     if twice := sorted(files.keys() & shapes.keys()):
-        raise InputError(f"input {twice[0]!r} has both --input and --shape")
+        raise InputError(f"input {twice[0]!r} has both --input and {shape_option}")
     rng = np.random.default_rng(seed)
     arrays = {spec.name: _read(files[spec.name], spec) for spec in specs if spec.name in files}
     known = {**shapes, **{name: array.shape for name, array in arrays.items()}}
+    _check_ranks(specs, known)
     symbols = _sizes_of_symbols(specs, known)
+    ways = f"say{', or a file with --input' if takes_files else ''}{_step_hint(specs)}"
     made = {}
     for spec in specs:
         array = arrays.get(spec.name)
         if array is None:
-            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols, _step_hint(specs))
+            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols, shape_option, ways)
             array = _random(spec, shape, ranges.get(spec.name), rng)
         made[spec.name] = array
     return made
@@ -51,6 +56,17 @@ def _check_names(specs: Sequence[TensorSpec], given: Iterable[str]) -> None:
     for name in given:
         if name not in names:
             raise InputError(f"the model has no input {name!r}; it has {', '.join(map(repr, names)) or 'none'}")
+
+
+def _check_ranks(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> None:
+    """Before sizes are taken from the shapes: with too few dimensions, another input would seem to be at fault."""
+    for spec in specs:
+        shape = shapes.get(spec.name, ())
+        if spec.name in shapes and len(shape) != len(spec.shape):
+            _, _, kind = str(spec).partition(f"{spec.name}: ")
+            raise InputError(
+                f"argument {spec.name!r}: expects {kind} of rank {len(spec.shape)}, got rank {len(shape)}: {shape}"
+            )
 
 
 def _read(path: str, spec: TensorSpec) -> np.ndarray:
@@ -85,14 +101,12 @@ def _step_hint(specs: Sequence[TensorSpec]) -> str:
     return ""
 
 
-def _shape_from(spec: TensorSpec, sizes: Mapping[str, int], hint: str) -> Shape:
+def _shape_from(spec: TensorSpec, sizes: Mapping[str, int], shape_option: str, ways: str) -> Shape:
     shape = tuple(dim if isinstance(dim, int) else sizes.get(dim, dim) for dim in spec.shape)
     unknown = [dim for dim in shape if isinstance(dim, str)]
     if unknown:
-        example = f"--shape {spec.name}={'x'.join(str(dim) if isinstance(dim, int) else '1' for dim in shape)}"
-        raise InputError(
-            f"input {spec}: how large is {unknown[0]!r}? Give {example}, say, or a file with --input{hint}"
-        )
+        example = f"{shape_option} {spec.name}={'x'.join(str(dim) if isinstance(dim, int) else '1' for dim in shape)}"
+        raise InputError(f"input {spec}: how large is {unknown[0]!r}? Give {example}, {ways}")
     return tuple(int(dim) for dim in shape)
 
 

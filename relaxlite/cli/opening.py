@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ from relaxlite.runtime.artifact import MAGIC, load
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.runtime.module import Executable
 
-_OPTIONS = (
-    "dynamic_shape", "bound", "target", "tuning", "libraries", "precision", "constant_memory", "max_context",
-    "cache_dtype", "quantize",
-)  # fmt: skip
+_ONNX_OPTIONS = ("dynamic_shape", "bound", "target", "tuning", "libraries", "precision", "constant_memory")
+_OPTIONS = (*_ONNX_OPTIONS, "max_context", "cache_dtype", "quantize")
 
 
 def open_model(args: argparse.Namespace) -> Executable:
@@ -67,22 +65,20 @@ def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableDat
         from relaxlite.cli.compiling import compile_model
 
         return compile_model(args)
-    options = {
-        name: f"--{name.replace('_', '-')}" for name in ("dynamic_shape", "bound", "target", "tuning", "libraries")
-    }
-    check_not_compiled(args, **options)
+    check_not_compiled(args, **{name: f"--{name.replace('_', '-')}" for name in _ONNX_OPTIONS})
     return load(args.model, verify=getattr(args, "verify", False), to_run=to_run)
 
 
-def is_compiled(path: str) -> bool:
-    """Whether a file is, or says that it is, made by `relaxlite compile`. Raises RelaxliteError if there is no file."""
+def is_compiled(path: str, *, suggesting: Sequence[str] = ("onnx", "rlx", "gguf")) -> bool:
+    """Whether a file is, or says that it is, made by `relaxlite compile`. Raises RelaxliteError if there is none, and
+    for a folder, of which it suggests a file with one of these endings."""
     found = Path(path)
     if not path or not found.exists():
         raise RelaxliteError(f"there is no file {path!r}")
     if is_checkpoint(path):
         return False
     if found.is_dir():
-        inside = sorted(file for ending in ("onnx", "rlx", "gguf") for file in found.glob(f"*.{ending}"))
+        inside = sorted(file for ending in suggesting for file in found.glob(f"*.{ending}"))
         hint = f"give the path of a model in it, as {str(inside[0])!r}" if inside else "give the path of a model in it"
         if (found / "adapter_config.json").exists():
             hint = "merge the adapter (LoRA) that it holds into its model"
@@ -113,5 +109,5 @@ def check_not_onnx(args: argparse.Namespace) -> None:
 def check_not_compiled(args: argparse.Namespace, **options: str) -> None:
     """Refuse options (by attribute) that make sense for an ONNX file only."""
     for name, option in options.items():
-        if getattr(args, name):
+        if getattr(args, name, None):
             raise InvalidArgumentError(f"{option} needs an ONNX file, and {args.model!r} is compiled already")

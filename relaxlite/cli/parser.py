@@ -15,6 +15,7 @@ QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/qu
 PRECISIONS = ("auto", "float32", "bf16", "int8", "int12", "int16")  # those of passes/lower_precision.py
 CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
 OVERFLOW, LOOKUP = ("error", "slide"), "lookup"  # those of llm/model.py
+_LARGEST = (1 << 63) - 1  # of a size
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
@@ -242,7 +243,8 @@ tokenizer and chat template; --quantize keeps its weights in fewer bits.
   relaxlite compile model.onnx --target "llvm -mcpu=x86-64-v3"      for any such processor, not just this one
 
 --validate runs the model at random inputs of all sizes that it allows. Inputs that are given take their place, for
-models that only make something of some inputs; those that are not given are random, of the shapes that follow.
+models that only make something of some inputs; those that are not given are random, of the shapes that follow. With
+--range alone, sizes stay random.
 
   relaxlite compile detector.onnx --validate --input image=image.npy --range threshold=0..1""",
         _compile,
@@ -522,6 +524,9 @@ def dimensions(text: str) -> list[int | str | None]:
     dims = [d.strip() for d in text.split(",")] if text else []
     if "" in dims:
         raise argparse.ArgumentTypeError(f"{text!r} has an empty dimension; write ? to keep one")
+    for d in dims:
+        if re.fullmatch(r"[+-]?\d+", d) and not (d.isdecimal() and int(d) <= _LARGEST):
+            raise argparse.ArgumentTypeError(f"{d!r} in {text!r} is no size: write a number from 0, a name, or ?")
     return [None if d == "?" else int(d) if d.isdecimal() else d for d in dims]
 
 

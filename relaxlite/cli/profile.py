@@ -15,7 +15,9 @@ from relaxlite.runtime.roofline import MachineLimits, load_limits
 def execute(args: argparse.Namespace) -> None:
     exe = open_model(args)
     _, shapes = args.shapes
-    inputs = make_inputs(exe.inputs, files=args.input, shapes=shapes, ranges=args.range, seed=args.seed)
+    inputs = make_inputs(
+        exe.inputs, files=args.input, shapes=shapes, ranges=args.range, seed=args.seed, shape_option="--shapes"
+    )
     limits = _limits(args)
     profile = exe.profile(inputs, runs=args.runs, limits=limits)
     print(profile, end="")

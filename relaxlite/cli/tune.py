@@ -44,7 +44,8 @@ def _tuned(args: argparse.Namespace, module: IRModule, context: PassContext, kno
     assert isinstance(main, Function)
     shapes = [shapes for _, shapes in args.shapes] if args.shapes else sample_shapes(module)
     specs = signature_of(main).inputs
-    samples = [make_inputs(specs, files={}, shapes=s, ranges=args.range, seed=0) for s in shapes]
+    options = {"files": {}, "ranges": args.range, "seed": 0, "shape_option": "--shapes", "takes_files": False}
+    samples = [make_inputs(specs, shapes=s, **options) for s in shapes]
     try:
         return tune(module, samples, context.target, precision=context.precision, tuning=known)
     except ExecutionError as error:

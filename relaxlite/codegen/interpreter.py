@@ -320,7 +320,8 @@ def match_dims(
     for axis, (dim, size) in enumerate(zip(dims, found, strict=True)):
         expected = evaluate(dim, symbols)
         if expected != size:
-            raise ShapeMismatchError(f"{what}: dimension {axis} must be {dim} = {expected}, got {size}")
+            wanted = f"{expected}" if dim.is_const else f"{dim} = {expected}"
+            raise ShapeMismatchError(f"{what}: dimension {axis} must be {wanted}, got {size}")
 
 
 def _check_bounds(symbol: SymVar, size: int, what: str) -> None:

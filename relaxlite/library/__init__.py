@@ -143,6 +143,8 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
     if chosen is None:
         return (*known, *(openblas_rules() if _is_usual(target) and libraries.has_openblas() else ()))
     wanted = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    if "none" in wanted:
+        raise InvalidArgumentError(f"'none' stands alone, for no library at all, got {', '.join(wanted)}")
     if OPENBLAS in wanted:
         libraries.find(OPENBLAS)
         known = (*known, *openblas_rules())

@@ -283,17 +283,19 @@ def _pad(state: _ChannelsLast, call: Call) -> Expr | None:
 
 
 def _resize(state: _ChannelsLast, call: Call) -> Expr | None:
-    x, sizes = call.args
+    x, sizes, *scale = call.args
     if not state.is_last(x) or not isinstance(sizes, ShapeValue):
         return None
-    scales, roi = call.attrs["scales"], call.attrs["roi"]
+    scales, roi, axes = call.attrs["scales"], call.attrs["roi"], call.attrs["axes"]
     rank = len(sizes.values)
     changed: dict[str, Any] = {}
     if isinstance(scales, tuple):
         changed["scales"] = _permuted(scales)
     if isinstance(roi, tuple):
         changed["roi"] = (*_permuted(roi[:rank]), *_permuted(roi[rank:]))
-    return _again(call, state.to_last(x), ShapeValue(_permuted(sizes.values)), **changed)
+    if isinstance(axes, tuple):
+        changed["axes"] = tuple(_axis_last(axis, rank) for axis in axes if isinstance(axis, int))
+    return _again(call, state.to_last(x), ShapeValue(_permuted(sizes.values)), *scale, **changed)
 
 
 def _concat(state: _ChannelsLast, call: Call) -> Expr | None:

@@ -14,6 +14,7 @@ from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
+from relaxlite.frontend.onnx.unrolled import unrolled_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Tuple, Var
@@ -52,8 +53,10 @@ def if_op(n: Node) -> Result:
 def _chosen_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
     """One branch in place of the If, with a check at run time that it is the one: a value has one rank."""
     takes_then = n.importer.model.choices.take(n.bb.loc or n.label, f"the condition, for {why}")
-    flag = n.emit(ops.reshape(n.emit(ops.cast(cond, dtype="int64")), (1,)), f"condition of {n.proto.name or n.label}")
-    n.bb.match_shape(n.emit(ops.tensor_to_shape(flag)), (1 if takes_then else 0,))
+    taken = str(takes_then).lower()
+    n.check_assumption(
+        cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {taken}: {why}"
+    )
     return bodies[0 if takes_then else 1]()
 
 
@@ -169,6 +172,9 @@ def _stand_in(n: Node, x: Expr) -> Expr:
 @onnx_op("Loop")
 def loop_op(n: Node) -> Result:
     """Inputs: trip count, condition, initial values. The body yields both anew, and what to stack."""
+    unrolled = unrolled_loop(n)
+    if unrolled is not None:
+        return unrolled
     body = _LoopBody(n)
     limit = _trip_limit(n)
     collectors = body.collectors()

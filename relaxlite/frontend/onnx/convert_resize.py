@@ -12,6 +12,7 @@ from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
+from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin
 
 Shape = tuple[SymExpr, ...]
@@ -72,8 +73,15 @@ def resize(n: Node) -> Result:
     }
     region = _region(n, axes) if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize" else None
     policy = n.text("keep_aspect_ratio_policy", "stretch")
-    sizes, scales = _by_scales(n, axes, region) if _is_given(n, 2) else _by_sizes(n, axes, policy)
-    return ops.resize(n.input(0), sizes, scales=scales, roi=region, **attrs)
+    if _is_given(n, 2):
+        sizes, scales = _by_scales(n, axes, region)
+        return ops.resize(n.input(0), sizes, scales=scales, roi=region, **attrs)
+    policy = n.text("keep_aspect_ratio_policy", "stretch")
+    sizes = _given_sizes(n, axes)
+    if policy == "stretch":
+        return ops.resize(n.input(0), sizes, roi=region, **attrs)
+    sizes, scale = _keep_aspect(n, axes, tuple(sizes[a] for a in axes), policy)
+    return ops.resize(n.input(0), sizes, scale, axes=axes, roi=region, **attrs)
 
 
 def _is_given(n: Node, index: int) -> bool:
@@ -123,34 +131,31 @@ def _by_symbolic_scales(n: Node, axes: tuple[int, ...]) -> tuple[Shape, None]:
     return tuple(sizes), None
 
 
-def _by_sizes(n: Node, axes: tuple[int, ...], policy: str) -> tuple[Shape, tuple[float, ...] | None]:
-    dims, given = n.shape(), n.shape_values(3, lower=0)
+def _given_sizes(n: Node, axes: tuple[int, ...]) -> Shape:
+    """Of every dimension, as input 3 gives them for `axes`."""
+    given = n.shape_values(3, lower=0)
     if len(given) != len(axes):
         n.fail(f"sizes has {len(given)} values for {len(axes)} axes")
-    sizes = list(dims)
+    sizes = list(n.shape())
     for axis, size in zip(axes, given, strict=True):
         sizes[axis] = size
-    if policy == "stretch":
-        return tuple(sizes), None
-    return _keep_aspect(n, axes, given, policy)
+    return tuple(sizes)
 
 
-def _keep_aspect(n: Node, axes: tuple[int, ...], given: Shape, policy: str) -> tuple[Shape, tuple[float, ...] | None]:
-    """One scale for all axes: the least (not_larger) or the greatest (not_smaller) of size / dim; rounded half up."""
+def _keep_aspect(n: Node, axes: tuple[int, ...], given: Shape, policy: str) -> tuple[Shape, Expr]:
+    """Sizes by one scale for all axes: the least (not_larger) or the greatest (not_smaller) of size / dim; rounded half
+    up. Then that scale, in float32 as onnxruntime has it, which the coordinates follow, not the rounded sizes."""
     if policy not in ("not_larger", "not_smaller"):
         n.fail(f"attribute 'keep_aspect_ratio_policy' must be stretch, not_larger or not_smaller, not {policy!r}")
-    dims = n.shape()
-    sizes, scales = list(dims), [1.0] * len(dims)
-    known = [(as_int(dims[a]), as_int(s)) for a, s in zip(axes, given, strict=True)]
-    if all(d and s is not None for d, s in known):
-        ratios = [Fraction(s or 0, d or 1) for d, s in known]
-        ratio = min(ratios) if policy == "not_larger" else max(ratios)
-        for axis, (d, _) in zip(axes, known, strict=True):
-            sizes[axis], scales[axis] = dims[axis] * 0 + int(ratio * (d or 0) + Fraction(1, 2)), float(ratio)
-        return tuple(sizes), tuple(scales)
+    dims, sizes = n.shape(), list(n.shape())
     # round(d * min(s / e)) == min(round(d * s / e)): rounding is monotonic
     extreme = smin if policy == "not_larger" else smax
     for axis in axes:
         rounded = [(dims[axis] * s * 2 + dims[e]) // (dims[e] * 2) for e, s in zip(axes, given, strict=True)]
         sizes[axis] = extreme(*rounded)
-    return tuple(sizes), None
+    wanted, have = (
+        n.emit(ops.cast(n.emit(ops.shape_to_tensor(values)), dtype="float32"))
+        for values in (given, tuple(dims[a] for a in axes))
+    )
+    reduced = ops.min if policy == "not_larger" else ops.max
+    return tuple(sizes), n.emit(reduced(n.emit(ops.divide(wanted, have)), axes=(0,)), "scale")

@@ -150,14 +150,20 @@ def _squeeze(n: Node, axes: tuple[int, ...] | None) -> Result:
 
 
 def _unit_axes(n: Node) -> tuple[int, ...]:
-    """The axes of size 1. Symbolic sizes are taken to be others, unless the model declares outputs of a lower rank."""
+    """The axes of size 1. Symbolic sizes are taken to be others, as the run checks, unless the model declares outputs
+    of a lower rank."""
     axes = tuple(k for k, d in enumerate(n.shape()) if as_int(d) == 1)
     symbolic = tuple(k for k, d in enumerate(n.shape()) if as_int(d) is None and not PROVER.can_prove_ne(d, 1))
     if not symbolic:
         return axes
     sizes = ", ".join(str(n.shape()[k]) for k in symbolic)
-    keeps = n.importer.model.choices.take(n.bb.loc or n.label, f"a size ({sizes}) is squeezed away where it is 1")
-    return axes if keeps else tuple(sorted(axes + symbolic))
+    keeps = n.importer.model.choices.take(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
+    if not keeps:
+        return tuple(sorted(axes + symbolic))
+    for size in dict.fromkeys(n.shape()[k] for k in symbolic):
+        is_one = n.emit(ops.equal(n.emit(ops.shape_to_tensor((size,))), np.int64(1)))
+        n.check_assumption(is_one, False, f"{size} is 1, but taken to be another size: give the axes to squeeze")
+    return axes
 
 
 @onnx_op("Unsqueeze")

@@ -24,6 +24,8 @@ from relaxlite.frontend.onnx.validation import (
     check_graph,
     check_opsets,
     function_key,
+    in_order,
+    most_inputs,
     node_label,
     opset_versions,
 )
@@ -198,6 +200,9 @@ class GraphImporter:
                 return scope[name]
         raise ImportModelError(f"'{name}' is not defined by any input, initializer or node")
 
+    def _is_visible(self, name: str) -> bool:
+        return any(name in scope for scope in self._scopes)
+
     @contextmanager
     def scope(self, values: Mapping[str, Expr]) -> Iterator[None]:
         """A body of its own: it sees what is outside, and what it defines ends with it."""
@@ -208,15 +213,15 @@ class GraphImporter:
 
     # graphs
 
-    def graph(self, graph: onnx.GraphProto) -> list[Expr]:
-        """Convert a graph into the body under construction; its outputs."""
+    def graph(self, graph: onnx.GraphProto, *, with_sequences: bool = False) -> list[Expr]:
+        """Convert a graph into the body under construction; its outputs, sequences too where asked for."""
         scope = self._scopes[-1]
         for tensor in graph.initializer:
             scope[tensor.name] = self.constant(tensor)
         for sparse in graph.sparse_initializer:
             scope[sparse.values.name] = sparse_constant(sparse, self.reader)
         self.nodes(graph.node)
-        return [self._output(o.name) for o in graph.output]
+        return [self._output(o.name, with_sequences) for o in graph.output]
 
     def constant(self, tensor: onnx.TensorProto) -> Constant:
         made, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
@@ -224,14 +229,14 @@ class GraphImporter:
             self.narrow[made] = narrow
         return made
 
-    def _output(self, name: str) -> Expr:
+    def _output(self, name: str, with_sequences: bool) -> Expr:
         value = self.lookup(name)
-        if value is None or isinstance(value, Tuple):
+        if value is None or (isinstance(value, Tuple) and not with_sequences):
             raise ImportModelError(f"output '{name}' is a sequence; only tensors can leave a graph")
         return value
 
     def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
-        for index, proto in enumerate(nodes):
+        for index, proto in in_order(nodes, self._is_visible):
             label = node_label(proto, index)
             outer_loc = self.bb.loc
             self.bb.loc = " in ".join((label, *self._path[::-1]))
@@ -260,6 +265,11 @@ class GraphImporter:
         function = self.model.functions.get(function_key(node.proto))
         if function is not None:
             return self._expand(node, expand_model_function(function, node))
+        most = most_inputs(domain, node.op_type, node.opset)
+        if len(node.inputs) > most and any(x is not None for x in node.inputs[most:]):
+            raise ImportModelError(
+                f"{node.op_type} takes at most {most} input{'s' * (most != 1)}, got {len(node.inputs)}"
+            )
         converter = find_converter(domain, node.op_type, node.opset)
         if converter is not None:
             return converter(node)
@@ -339,7 +349,9 @@ class GraphImporter:
 
     # subgraphs
 
-    def subgraph(self, graph: onnx.GraphProto, values: Sequence[Expr], label: str) -> list[Expr]:
+    def subgraph(
+        self, graph: onnx.GraphProto, values: Sequence[Expr], label: str, *, with_sequences: bool = False
+    ) -> list[Expr]:
         """Convert a subgraph whose inputs have these values into the body under construction."""
         if len(values) != len(graph.input):
             raise ImportModelError(
@@ -349,7 +361,7 @@ class GraphImporter:
         self._path = (*self._path, label)
         outer_loc = self.bb.loc
         with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
-            outputs = self.graph(graph)
+            outputs = self.graph(graph, with_sequences=with_sequences)
         self._path, self.bb.loc = saved, outer_loc
         for found in (self.narrow[x] for x in outputs if x in self.narrow):
             raise ImportModelError(f"a tensor of {found.name} cannot leave a branch or loop: cast it first")

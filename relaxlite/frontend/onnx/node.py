@@ -15,6 +15,7 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx.narrow_types import NarrowType
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
 from relaxlite.frontend.onnx.tensors import element_type, narrow_type
+from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Array, Constant, Expr, TupleGetItem, Var
 from relaxlite.ir.symbolic import SymExpr, as_int
@@ -128,10 +129,14 @@ class Node:
     def const(self, index: int) -> Array | None:
         """The value of an input that is a constant, or None."""
         found = self.optional(index)
+        return None if found is None else self.const_of(found)
+
+    def const_of(self, found: Expr) -> Array | None:
+        """A value that is known at compile time, or None."""
         if isinstance(found, Constant):
             return found.value
-        known = None if found is None else self.resolver.derived(found)
-        if found is None or known is None:
+        known = self.resolver.derived(found)
+        if known is None:
             return None
         values = [as_int(v) for v in known.reshape(-1)]
         if None in values:
@@ -150,6 +155,14 @@ class Node:
     def shape_values(self, index: int, *, lower: int | None = None) -> Shape:
         """An integer input as symbolic values; elements that only run time knows become fresh symbols."""
         return self.resolver.values(self.input(index), lower=lower)
+
+    def check_assumption(self, flag: Expr, expected: bool, assumption: str) -> None:
+        """Have a scalar or vector of one bool compared at run time; the error names the node and the assumption."""
+        number = self.emit(ops.reshape(self.emit(ops.cast(flag, dtype="int64")), (1,)), "assumption")
+        values, loc = self.emit(ops.tensor_to_shape(number)), self.bb.loc
+        self.bb.loc = f"{loc or self.label}: {assumption}"
+        self.bb.match_shape(values, (int(expected),))
+        self.bb.loc = loc
 
     # attributes
 

@@ -158,7 +158,8 @@ def _override(name: str, dims: list[Dim] | None, given: Mapping[int, Dim] | Sequ
 
 
 def _checked(name: str, axis: int, dim: Dim) -> Dim:
-    if dim is None or (isinstance(dim, str) and dim.strip()) or (isinstance(dim, int) and dim >= 0):
+    is_name = isinstance(dim, str) and dim.strip() and not re.fullmatch(r"[+-]?\d+", dim.strip())
+    if dim is None or is_name or (isinstance(dim, int) and 0 <= dim < 1 << 63):
         return dim
     raise InvalidArgumentError(f"dynamic_shapes['{name}'][{axis}] must be a name or a size, not {dim!r}")
 

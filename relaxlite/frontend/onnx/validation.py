@@ -1,10 +1,13 @@
-"""What must hold before a graph can be walked: unique names, definitions before uses, known opsets and operators."""
+"""What must hold before a graph can be walked: unique names, an order of computation, known opsets and operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import heapq
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto
@@ -64,23 +67,87 @@ def names_read_by(nodes: Iterable[NodeProto]) -> set[str]:
     return found
 
 
+def _names_needed(node: NodeProto) -> set[str]:
+    """Every name that the node takes from around it: as an input, or in its subgraphs."""
+    found = set(filter(None, node.input))
+    for sub in subgraphs(node):
+        inside = {i.name for i in sub.input} | {t.name for t in sub.initializer}
+        inside |= {s.values.name for s in sub.sparse_initializer}
+        read = {o.name for o in sub.output}
+        for inner in sub.node:
+            read |= _names_needed(inner)
+            inside.update(inner.output)
+        found |= read - inside
+    return found
+
+
+# The order of nodes
+
+
+def in_order(nodes: Sequence[NodeProto], is_known: Callable[[str], bool]) -> list[tuple[int, NodeProto]]:
+    """The nodes, each behind those that it needs and with its place in the file. An order that is right is kept.
+
+    is_known: whether a name is defined around the nodes. ImportModelError for a cycle.
+    """
+    defined_by: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name in filter(None, node.output):
+            if not is_known(name):
+                defined_by.setdefault(name, index)
+    needed = [{defined_by[name] for name in _names_needed(n) if name in defined_by} for n in nodes]
+    if all(k < index for index, found in enumerate(needed) for k in found):
+        return list(enumerate(nodes))
+    users: list[list[int]] = [[] for _ in nodes]
+    for index, found in enumerate(needed):
+        for k in found:
+            users[k].append(index)
+    waits = list(map(len, needed))
+    ready = [index for index, count in enumerate(waits) if count == 0]  # sorted, and so a heap
+    order = list[int]()
+    while ready:
+        order.append(heapq.heappop(ready))
+        for user in users[order[-1]]:
+            waits[user] -= 1
+            if waits[user] == 0:
+                heapq.heappush(ready, user)
+    if len(order) < len(nodes):
+        _raise_cycle(nodes, needed, {index for index, count in enumerate(waits) if count > 0})
+    return [(index, nodes[index]) for index in order]
+
+
+def _raise_cycle(nodes: Sequence[NodeProto], needed: Sequence[set[int]], waiting: set[int]) -> NoReturn:
+    """Of `waiting`, each of which needs another of them: back from one to the next, a node comes again."""
+    path = [min(waiting)]
+    while path.count(path[-1]) == 1:
+        path.append(min(needed[path[-1]] & waiting))
+    cycle = path[path.index(path[-1]) :]
+    start = cycle.index(min(cycle))
+    cycle = [*cycle[start:-1], *cycle[:start], min(cycle)]  # from its first node on, back to that
+    first, name = nodes[cycle[0]], min(_names_needed(nodes[cycle[0]]).intersection(nodes[cycle[1]].output))
+    text = f"the graph is cyclic: {node_label(first, cycle[0])} uses '{name}', which is computed from its own output"
+    if len(cycle) > 2:
+        text += ", by " + " from ".join(node_label(nodes[k], k) for k in cycle[1:-1])
+    raise ImportModelError(text)
+
+
 # Names
 
 
 def check_graph(graph: GraphProto, outer: frozenset[str] = frozenset()) -> None:
-    """Every name is defined once, and before it is used."""
+    """Every name is defined once, and can be before it is used."""
     defined = _given_names(graph)
-    later: dict[str, int] = {}
+    made = set[str]()
     for index, node in enumerate(graph.node):
         for output in filter(None, node.output):
-            if output in defined or output in later:
+            if output in defined or output in made:
                 raise ImportModelError(f"{node_label(node, index)} defines '{output}', which is already defined")
-            later[output] = index
+            made.add(output)
     known = set(outer) | defined
-    for index, node in enumerate(graph.node):
+    for index, node in in_order(graph.node, known.__contains__):
         for name in filter(None, node.input):
             if name not in known:
-                _raise_undefined(graph, later, index, name)
+                label = node_label(node, index)
+                raise ImportModelError(f"{label} uses '{name}', which no input, initializer or node defines")
         for sub in subgraphs(node):
             check_graph(sub, frozenset(known))
         known.update(filter(None, node.output))
@@ -106,33 +173,6 @@ def _unique(names: list[str], what: str) -> set[str]:
             raise ImportModelError(f"the graph has two {what}s named '{name}'")
         seen.add(name)
     return seen
-
-
-def _raise_undefined(graph: GraphProto, defined_by: Mapping[str, int], index: int, name: str) -> None:
-    label = node_label(graph.node[index], index)
-    if name not in defined_by:
-        raise ImportModelError(f"{label} uses '{name}', which no input, initializer or node defines")
-    source = defined_by[name]
-    if _reaches(graph, defined_by, source, index):
-        raise ImportModelError(f"the graph is cyclic: {label} uses '{name}', which is computed from its own output")
-    raise ImportModelError(
-        f"{label} uses '{name}' before {node_label(graph.node[source], source)} defines it; "
-        "the nodes of an ONNX graph must stand in the order of computation"
-    )
-
-
-def _reaches(graph: GraphProto, defined_by: Mapping[str, int], start: int, goal: int) -> bool:
-    """Whether node `start` depends on node `goal`."""
-    stack, seen = [start], set()
-    while stack:
-        index = stack.pop()
-        if index == goal:
-            return True
-        if index in seen:
-            continue
-        seen.add(index)
-        stack.extend(defined_by[name] for name in graph.node[index].input if name in defined_by)
-    return False
 
 
 # Operators
@@ -188,6 +228,15 @@ class OpSurvey:
             + "\nAn op can be added from outside: decorate a converter function with "
             + "relaxlite.frontend.onnx.onnx_op(name, since=..., domain=...)"
         )
+
+
+@cache
+def most_inputs(domain: str, name: str, version: int) -> int:
+    """How many inputs an op takes at most, as ONNX defines it; of other ops nothing is known."""
+    if not onnx.defs.has(name, version, domain):
+        return sys.maxsize
+    schema: Any = onnx.defs.get_schema(name, version, domain)
+    return int(schema.max_input)
 
 
 def schema_of(domain: str, name: str, version: int) -> Any:

@@ -177,17 +177,22 @@ class MatmulInteger(_Product):
         def term(x: Scalar, y: Scalar, at: Shape, row: Shape, col: Shape) -> Scalar:
             left, right = x.cast("int32"), y.cast("int32")
             if a_zero is not None:
-                left = left - _zero_point(a_zero, at, batch, (*row, sym(0)), row)
+                left = left - _zero_point(a_zero, at, batch, (*row, sym(0)), zip(a.shape[-2:-1], row, strict=True))
             if b_zero is not None:
-                right = right - _zero_point(b_zero, at, batch, (sym(0), *col), col)
+                right = right - _zero_point(b_zero, at, batch, (sym(0), *col), zip(b.shape[-1:], col, strict=False))
             return left * right
 
         pairs = [
             *_zero_sizes(a_zero, (*a.shape[:-1], sym(1))),
             *_zero_sizes(b_zero, (*b.shape[:-2], sym(1), b.shape[-1])),
         ]
-        checks = equality_checks("matmul_integer: a zero point per row of a, or per column of b", *pairs)
-        return seq(*checks, _lower_product(self.name, a, b, out, term))
+        message = "matmul_integer: a zero point per row of a, or per column of b"
+        checks = equality_checks(message, *pairs)
+        vectors = [
+            *_vector_checks(message, a_zero, a.shape[-2:-1]),
+            *_vector_checks(message, b_zero, b.shape[-1:] if len(b.shape) > 1 else ()),
+        ]
+        return seq(*checks, *vectors, _lower_product(self.name, a, b, out, term))
 
     def reference(self, a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
         left, right = a.astype(np.int32), b.astype(np.int32)
@@ -202,6 +207,7 @@ class MatmulInteger(_Product):
         yield Sample((("m", "k"), ("k", "n")), dtypes=("int16", "int16"))
         yield Sample((("m", "k"), ("k", "n"), (), ()), dtypes=("uint8", "int8", "uint8", "int8"))
         yield Sample((("b", 5, "k"), ("k", 4), (5,), (4,)), dtypes=("int8", "uint8", "int8", "uint8"))
+        yield Sample((("m", "k"), ("k", "n"), ("m",), ("n",)), dtypes=("uint8", "int8", "uint8", "int8"))
         yield Sample(((2, 3, "k"), (2, "k", 4), (2, 3, 1), (2, 1, 4)), dtypes=("uint8",) * 4)
 
 
@@ -210,21 +216,36 @@ def _is_vector(zero: Buffer) -> bool:
 
 
 def _zero_sizes(zero: Buffer | None, wanted: Shape) -> Iterable[tuple[SymExpr, SymExpr]]:
-    """The sizes of a zero point that must be equal: a vector's to the only one of the last two that is not 1."""
-    if zero is None or len(wanted) < 2 or all(as_int(d) == 1 for d in zero.shape):
+    """The sizes of a zero point of the rank of its operand that must be equal to those of that."""
+    if zero is None or len(wanted) < 2 or _is_vector(zero) or all(as_int(d) == 1 for d in zero.shape):
         return ()
-    if _is_vector(zero):
-        return ((zero.shape[0], wanted[-2] if as_int(wanted[-1]) == 1 else wanted[-1]),)
     leading = zip(reversed(zero.shape[:-2]), reversed(wanted[:-2]), strict=False)
     return (*zip(zero.shape[-2:], wanted[-2:], strict=True), *(pair for pair in leading if as_int(pair[0]) != 1))
 
 
-def _zero_point(zero: Buffer, at: Shape, batch: Shape, matrix: Shape, vector: Shape) -> Scalar:
-    """A zero point per tensor, per row or column, or per row or column of each matrix of the batch."""
+def _vector_checks(message: str, zero: Buffer | None, lines: Shape) -> Iterable[Check]:
+    """That a vector has a value for each row or column, or one for all, where its size is not known before."""
+    if zero is None or not _is_vector(zero) or any(PROVER.can_prove_equal(zero.shape[0], n) for n in lines):
+        return
+    found = index(zero.shape[0])
+    fits = found.equals(1)
+    for n in lines:
+        fits = fits | found.equals(index(n))
+    yield Check(fits.value, f"{message}: {', '.join(map(str, lines)) or 1} against {zero.shape[0]}, which is not 1")
+
+
+def _zero_point(
+    zero: Buffer, at: Shape, batch: Shape, matrix: Shape, vector: Iterable[tuple[SymExpr, SymExpr]]
+) -> Scalar:
+    """A zero point per tensor, per row or column, or per row or column of each matrix of the batch.
+
+    vector: the number of rows or columns, and which of them is meant; empty where there is but one.
+    """
     if all(as_int(d) == 1 for d in zero.shape):
         where: Shape = (sym(0),) * len(zero.shape)
     elif _is_vector(zero):
-        where = vector
+        lines, line = next(iter(vector), (sym(1), sym(0)))
+        where = broadcast_index(zero.shape, (line,), (lines,))
     else:
         where = broadcast_index(zero.shape[:-2], at, batch) + matrix
     return Scalar(zero[where]).cast("int32")

@@ -44,16 +44,19 @@ class _Axis:
     scale: float | None  # None: out / size
     roi: tuple[float, float]
     attrs: Mapping[str, Any]
+    shared: Any = None  # a scale that only run time knows: an expression, a scalar, or a number of NumPy
 
     @property
     def crops(self) -> bool:
         return bool(self.attrs["coordinate_transformation_mode"] == "tf_crop_and_resize")
 
     def is_identity(self) -> bool:
-        same = PROVER.can_prove_equal(self.size, self.out) and self.scale in (None, 1.0)
+        same = PROVER.can_prove_equal(self.size, self.out) and self.scale in (None, 1.0) and self.shared is None
         return same and (not self.crops or self.roi == (0.0, 1.0))
 
     def scale_value(self) -> Scalar:
+        if self.shared is not None:
+            return Scalar(self.shared.value)
         if self.scale is not None:
             return Scalar(literal(float(np.float32(self.scale)), "float32"))
         return index(self.out).cast("float32") / index(self.size).cast("float32")
@@ -63,12 +66,15 @@ class _Axis:
         at, scale = index(o).cast("float32"), self.scale_value()
         out, size = index(self.out).cast("float32"), index(self.size).cast("float32")
         found = Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
-        if self.attrs["coordinate_transformation_mode"] == "tf_half_pixel_for_nn" and self.scale is None:
+        follows_sizes = self.scale is None and self.shared is None
+        if self.attrs["coordinate_transformation_mode"] == "tf_half_pixel_for_nn" and follows_sizes:
             return select(out.equals(size), at, found)  # a copy then, see is_identity
         return found
 
     def factor(self) -> tuple[int, int]:
         """(up, down) where the size grows or shrinks by a whole factor that float32 represents; (0, 0) otherwise."""
+        if self.shared is not None:
+            return 0, 0
         up, down = as_int(_quotient(self.out, self.size)) or 0, as_int(_quotient(self.size, self.out)) or 0
         if up >= 1 and self.out is self.size * up and self.scale in (None, up):
             return up, 1
@@ -158,13 +164,14 @@ def _triangle(distance: Any, choose: Choose) -> Any:
 class Resize(Op):
     """x resized to `sizes`, with the attributes of ONNX's Resize.
 
-    `scales` (one per dimension) overrides sizes / shape in the coordinates; `roi` (starts, then ends, of every
-    dimension) is for tf_crop_and_resize, which yields `extrapolation_value` outside x. Half precision and integers are
+    `scales` (one per dimension) overrides sizes / shape in the coordinates, as does `scale`, known when it runs only,
+    for the dimensions `axes` (by default all). `roi` (starts, then ends, of every dimension) is for
+    tf_crop_and_resize, which yields `extrapolation_value` outside x. Half precision and integers are
     computed in float32 (nearest copies any dtype).
     """
 
     name = "resize"
-    operands = ("x", "sizes")
+    operands = ("x", "sizes", "scale?")
     attrs: ClassVar[Mapping[str, Attr]] = {
         "mode": Attr("str", "nearest", ("nearest", "linear", "cubic")),
         "coordinate_transformation_mode": Attr("str", "half_pixel", COORDINATES),
@@ -175,9 +182,10 @@ class Resize(Op):
         "antialias": Attr("bool", False),
         "scales": Attr("floats", None),
         "roi": Attr("floats", None),
+        "axes": Attr("ints", None),
     }
 
-    def infer(self, x: Expr, sizes: Expr, **attrs: Any) -> Type:
+    def infer(self, x: Expr, sizes: Expr, scale: Expr | None = None, **attrs: Any) -> Type:
         ty, dims = self.tensor(x, "x"), self.shape(sizes, "sizes")
         rank = len(ty.shape or ())
         if len(dims) != rank:
@@ -185,20 +193,24 @@ class Resize(Op):
         for name, count in (("scales", rank), ("roi", 2 * rank)):
             if attrs[name] is not None and len(attrs[name]) != count:
                 self.fail(f"{name} must have {count} values, got {attrs[name]}")
+        if scale is not None and self.tensor(scale, "scale") != TensorType.of((), "float32"):
+            self.fail(f"scale must be a scalar of float32, got {scale.ty}")
+        if any(not 0 <= axis < rank for axis in attrs["axes"] or ()):
+            self.fail(f"axes must be dimensions of x {ty}, got {attrs['axes']}")
         if attrs["mode"] != "nearest" and ty.dtype == "bool":
             self.fail("x must not be bool, unless mode is nearest")
         return TensorType.of(dims, ty.dtype)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
-        x, sizes = call.args
+        x, sizes, *given = call.args
         ty, target, attrs = self.tensor(x), self.shape(sizes), dict[str, Any](call.attrs)
-        axes = _resized_axes(ty.shape or (), target, attrs)
+        axes = _resized_axes(ty.shape or (), target, attrs, *given)
         if not axes:
             return get_op("reshape")(x, ShapeValue(target))
         if attrs["mode"] == "nearest":
             return None
         if ty.dtype not in ("float32", "float64"):
-            wide = emit_op(bb, "resize", emit_op(bb, "cast", x, dtype="float32"), ShapeValue(target), **attrs)
+            wide = emit_op(bb, "resize", emit_op(bb, "cast", x, dtype="float32"), ShapeValue(target), *given, **attrs)
             return get_op("cast")(wide, dtype=ty.dtype)
         if len(axes) == 1:
             return None
@@ -207,18 +219,21 @@ class Resize(Op):
             dims[axis.k] = target[axis.k]
             scales = None if axis.scale is None else [axis.scale if k == axis.k else 1.0 for k in range(rank)]
             roi = [axis.roi[end] if k == axis.k else float(end) for end in (0, 1) for k in range(rank)]
-            x = bb.emit(self(x, ShapeValue(tuple(dims)), **{**attrs, "scales": scales, "roi": roi}))
+            one: dict[str, Any] = {**attrs, "scales": scales, "roi": roi}
+            if given:
+                one["axes"] = (axis.k,) if axis.shared is not None else ()
+            x = bb.emit(self(x, ShapeValue(tuple(dims)), *given, **one))
         return x
 
-    def lower(self, x: Buffer, sizes: Shape, *, out: Buffer, **attrs: Any) -> Stmt:
-        axes = _resized_axes(x.shape, sizes, attrs)
+    def lower(self, x: Buffer, sizes: Shape, scale: Buffer | None = None, *, out: Buffer, **attrs: Any) -> Stmt:
+        axes = _resized_axes(x.shape, sizes, attrs, None if scale is None else Scalar(scale[()]))
         checks = emptiness_checks(self.name, "no elements to interpolate between", x, [axis.k for axis in axes], out)
         if attrs["mode"] == "nearest":
             return seq(*checks, _lower_nearest(x, out, axes, attrs))
         (axis,) = axes
         return seq(*checks, _lower_weighted(x, out, axis, attrs))
 
-    def reference(self, x: Any, sizes: tuple[int, ...], **attrs: Any) -> Any:
+    def reference(self, x: Any, sizes: tuple[int, ...], scale: Any = None, **attrs: Any) -> Any:
         if x.size == 0 and all(sizes):
             raise IndexError(f"resize: no elements to interpolate between: {x.shape} to {sizes}")
         if not all(sizes):  # also where one axis after the other would read what is not there
@@ -226,7 +241,7 @@ class Resize(Op):
         is_nearest = attrs["mode"] == "nearest"
         wide = x if is_nearest or x.dtype in (np.float32, np.float64) else x.astype(np.float32)
         with np.errstate(all="ignore"):
-            for axis in _resized_axes(tuple(map(sym, x.shape)), tuple(map(sym, sizes)), attrs):
+            for axis in _resized_axes(tuple(map(sym, x.shape)), tuple(map(sym, sizes)), attrs, scale):
                 wide = _resize_axis(wide, axis, attrs)
         return get_op("cast").reference(wide, dtype=dtypes.from_numpy(x.dtype)).reshape(sizes)
 
@@ -247,14 +262,21 @@ class Resize(Op):
         yield Sample((("h*3", 7), ("h", 9)), {"mode": "cubic", "antialias": True}, kinds, tolerance=1e-4)
         yield Sample((("n", 3), ("n", 5)), {"mode": "linear"}, ("float16", "shape"), tolerance=4e-3)
         yield Sample((("n", 3), ("n", 6)), {"mode": "linear"}, ("int32", "shape"))
+        shared: tuple[tuple[int | str, ...], ...] = (("n", "h", "w"), ("n", "h+2", "w*2"), ())
+        drawn = {2: lambda shape, rng: np.asarray(rng.uniform(0.4, 3, shape), np.float32)}
+        for mode in ("nearest", "linear", "cubic"):
+            attrs = {"mode": mode, "axes": (1, 2), "antialias": mode == "linear"}
+            yield Sample(shared, attrs, (*kinds, "float32"), drawn, tolerance=1e-4)
 
 
-def _resized_axes(shape: Shape, sizes: Shape, attrs: Mapping[str, Any]) -> list[_Axis]:
+def _resized_axes(shape: Shape, sizes: Shape, attrs: Mapping[str, Any], shared: Any = None) -> list[_Axis]:
     rank, scales, roi = len(shape), attrs["scales"], attrs["roi"]
+    sharing = range(rank) if attrs["axes"] is None else attrs["axes"]
     axes = []
     for k in range(rank):
         part = (0.0, 1.0) if roi is None else (roi[k], roi[rank + k])
-        axes.append(_Axis(k, shape[k], sizes[k], None if scales is None else scales[k], part, attrs))
+        scale = None if scales is None else scales[k]
+        axes.append(_Axis(k, shape[k], sizes[k], scale, part, attrs, shared if k in sharing else None))
     return [axis for axis in axes if not axis.is_identity()]
 
 
@@ -313,9 +335,14 @@ class _Kernel:
 
     @property
     def taps(self) -> SymExpr:
-        """Twice the support: with antialiasing, the kernel is stretched by the factor that x shrinks by."""
+        """Twice the support: with antialiasing, the kernel is stretched by the factor that x shrinks by.
+
+        A shared scale of which `out` is rounded is at least (out - 1/2) / size.
+        """
         if not self.attrs["antialias"]:
             return sym(2 * self.half)
+        if self.axis.shared is not None:
+            return smax(self.half, ceildiv(self.axis.size * self.half * 2, smax(self.axis.out * 2 - 1, 1))) * 2 + 1
         if self.axis.scale is not None:
             return sym(2 * math.ceil(self.half * max(1.0, 1 / self.axis.scale)) + 1)
         return smax(self.half, ceildiv(self.axis.size * self.half, smax(self.axis.out, 1))) * 2 + 1
@@ -406,7 +433,8 @@ def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any
 def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:
     """One dimension resized in NumPy, by gathers: a product with a matrix of weights would spread NaNs everywhere."""
     size, out = int(axis.size), int(axis.out)
-    scale = np.float32(axis.scale) if axis.scale is not None else np.float32(out) / np.float32(size)
+    given = axis.scale if axis.shared is None else axis.shared
+    scale = np.float32(given) if given is not None else np.float32(out) / np.float32(size)
     at = np.arange(out, dtype=np.float32)
     where = _coordinate(at, scale, np.float32(out), np.float32(size), axis.roi, attrs, np.where).astype(np.float32)
     where = np.broadcast_to(where, (out,))
