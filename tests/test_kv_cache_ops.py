@@ -106,8 +106,8 @@ def test_a_row_beside_others_rounds_as_it_does_alone(
             np.testing.assert_array_equal(together[row], alone[0], err_msg=f"{length} {rows} {row}")
 
 
-@pytest.mark.parametrize(("width", "steps"), [(256, 256), (512, 512), (1024, 128)])
-def test_panels_of_single_sums_stay_within_the_caches(width: int, steps: int) -> None:
+@pytest.mark.parametrize("width", [64, 256, 1024])
+def test_panels_of_single_sums_stay_within_the_caches(width: int) -> None:
     """What many rows share of keys in float16, where converting them takes time of its own."""
     changes = {
         "q": (("n", 4, width), "float32"),
@@ -121,7 +121,7 @@ def test_panels_of_single_sums_stay_within_the_caches(width: int, steps: int) ->
     passes = passes[: 1 + [step.name for step in passes].index("schedule")]
     made = run_passes(bb.module(), passes, PassContext(Target.parse("llvm -mcpu=x86-64-v3")))
     allocated = [s.buffer for p in made.programs().values() for s in walk_stmts(p.body) if isinstance(s, Allocate)]
-    assert {as_int(buffer.shape[0]) for buffer in allocated if buffer.name == "panel"} == {steps, 128}
+    assert {as_int(buffer.shape[0]) for buffer in allocated if buffer.name == "panel"} == {128}
 
 
 def test_sinks_take_their_share_however_large_they_are() -> None:
