@@ -91,8 +91,8 @@ def test_a_batch_changed_last_bits_of_blocks_multiplied_in_float(kind: str, targ
 
 @pytest.mark.parametrize(("kind", "target"), [("Q4_0", NATIVE), ("Q8_0", AVX2)])
 def test_a_batch_changed_last_bits_of_experts(kind: str, target: str) -> None:
-    """Whose router is of floats, and who are given the rows that chose them."""
-    plain = checkpoint(**SHAPE, experts=Experts(5, 2, 96, True))
+    """Whose routers are of floats, one of a single column, and who are given the rows that chose them."""
+    plain = checkpoint(**SHAPE, experts=Experts(5, 2, 96, True, 160, True))
     weights = {name: w if "router" in name else converted(w, kind) for name, w in plain.weights.items()}
     assert differing(replace(plain, weights=weights), target, "auto") == []
 

@@ -93,7 +93,8 @@ def tiled(
     found = prologues_of(block, column) if body is None else ()
     has_panels = bool(found) and row is not None and not (hides_conversions and all(each.is_cheap for each in found))
     if has_panels and choice.sums == ONE_SUM:
-        tile = replace(tile, part=-(-PANEL_STEPS // (period := math.lcm(*(each.period for each in found)))) * period)
+        period = math.lcm(*(each.period for each in found))
+        tile = replace(tile, part=-(-PANEL_STEPS // period) * period)
     if len(found) == 1:
         return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
     pieces = column_pieces(column.extent, lanes, vectors)
