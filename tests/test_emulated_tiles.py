@@ -8,17 +8,30 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import TupleGetItem
 from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
+from relaxlite.passes.in_place import IN_PLACE
+from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
 from tests.emulated_tiles import emulated_tiles
 from tests.test_bf16_tiles import product as float_product
 from tests.test_bf16_tiles import rounded
-from tests.test_block_products import LOW_BITS, MIXED, WEIGHTS, exact_case, mixed_case, product, weight_of
+from tests.test_block_products import (
+    LOW_BITS,
+    MIXED,
+    WEIGHTS,
+    exact_case,
+    mixed_case,
+    product,
+    programs_with,
+    weight_of,
+)
 from tests.test_pass_bytes import convolution_of_integers, integers, product_of_integers
 
-ROWS = (0, 1, 15, 16, 17, 31, 33, 65, 129)
+ROWS = (0, 1, 15, 16, 17, 22, 31, 33, 65, 129)
 rng = np.random.default_rng(3)
 
 
@@ -32,6 +45,26 @@ def test_sums_of_blocks_are_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         for m in ROWS:
             np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
     assert tiles.counts.keys() & {"dot", "dot_unsigned"}
+
+
+def test_rows_of_two_tiles_were_added_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where sums take over the memory of what is added to them, a row is stored once, also by the last 16 rows, which
+    are computed anew if some are left."""
+    weight, x = exact_case("4 bits", 80, 0)
+    more = rng.integers(-9, 9, (300, 80)).astype(np.float32)
+    bb = BlockBuilder()
+    m = bb.symbol("m")
+    with bb.function("main", x=TensorType.of((m, 192), "float32"), r=TensorType.of((m, 80), "float32")) as (given, r):
+        turned = bb.emit(ops.cumsum(r, axis=1))
+        bb.result(bb.emit(ops.add(turned, bb.emit(ops.matmul(given, weight.emit(bb))))))
+    with emulated_tiles(monkeypatch, tmp_path) as (target, tiles):
+        made = run_passes(bb.module(), default_pipeline(), PassContext(target, precision="int8"))
+        assert all(p.attrs.get(IN_PLACE) for p in programs_with(made, "matmul_blocks").values())
+        exe = rl.compile(bb.module(), target, precision="int8")
+        for count in (*ROWS, *range(18, 32)):
+            wanted = x[:count].astype(np.float64) @ weight.values + more[:count].cumsum(axis=1)
+            np.testing.assert_array_equal(exe(x[:count], more[:count]), wanted, err_msg=f"{count} rows")
+    assert tiles.counts["dot"]
 
 
 @pytest.mark.parametrize("name", MIXED)

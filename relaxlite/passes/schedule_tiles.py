@@ -10,10 +10,11 @@ and are scaled and added up in 16 vector registers:
             for blocks, 16 columns: C[g, columns] = origin + x[g, rows, :] @ quads[g, :, columns]
             for 16 columns, blocks: e[rows, columns] += f(C[g, columns], kept[g, columns])
 
-Where a product is scaled at once, tiles start at an origin that makes their integers floats (tile_products.py). Rows
-that are left over take the loop that goes over all its rows in every step (schedule_blocks.py). All of this is the call
-of a library named "amx" in the IR, beside loops for where the processor has no tiles or the system refuses them. Intel,
-"Architecture Instruction Set Extensions Programming Reference", chapter 3.
+Where a product is scaled at once, tiles start at an origin that makes their integers floats (tile_products.py). Of rows
+that are left over, a few take the loop that goes over all its rows in every step (schedule_blocks.py), and for more the
+last 16 rows are computed, some of them twice. All of this is the call of a library named "amx" in the IR, beside loops
+for where the processor has no tiles or the system refuses them. Intel, "Architecture Instruction Set Extensions
+Programming Reference", chapter 3.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import Substitute
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, substitute, sym
 from relaxlite.passes.prologue import Instead
 from relaxlite.passes.register_tile import ColumnPiece
 from relaxlite.passes.schedule import GuardLoads, less, nest
@@ -48,6 +49,7 @@ from relaxlite.passes.tile_products import MOST_DEPTH, ORIGIN, Products, find_pr
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
+LEAST_LEFT = 6  # rows for which 16 more by tiles are faster than a pass of their own: measured on a Granite Rapids
 BLOCKS = (
     4  # at a time, or one less where none is left then: their quads, products and rows of x stay in the first cache
 )
@@ -75,19 +77,24 @@ class TiledRows(ManyRows):
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)
         height = SymVar("rows", lower=0, upper=self.most_rows)
-        products, whole = find_products(self.update.value), height // ROWS
+        products, whole, left = find_products(self.update.value), height // ROWS, SymVar("left", upper=ROWS - 1)
         assert products is not None
+        again = (height % ROWS + ROWS - LEAST_LEFT) // ROWS  # 1: the last 16 rows once more; 0: those that are left
         code = seq(
             call_tiles("configure", products.depth),
-            self._squares(piece, products, (first, top), whole),
+            self._squares(piece, products, (first, top), whole + again, height - ROWS),
             call_tiles("release"),
-            self.tile(piece, first, top + whole * ROWS, height % ROWS),
+            LetIndex(left, IndexValue(height % ROWS * (1 - again)), self.tile(piece, first, top + whole * ROWS, left)),
         )
         code = LetIndex(height, IndexValue(self.rows.height(block)), code)
         return LetIndex(top, IndexValue(self.rows.start(block)), code)
 
-    def _squares(self, piece: ColumnPiece, products: Products, corner: tuple[SymExpr, SymExpr], count: SymExpr) -> Stmt:
-        """All columns of `count` times 16 rows, whose sums wait in memory from some blocks to the next."""
+    def _squares(
+        self, piece: ColumnPiece, products: Products, corner: tuple[SymExpr, SymExpr], count: SymExpr, last: SymExpr
+    ) -> Stmt:
+        """All columns of `count` times 16 rows, the last of which begin at row `last`: some of them may be the others',
+        too, and are stored once, as a result may lie where the epilogue reads. Sums wait in memory from some blocks to
+        the next."""
         element, blocks = self.block.buffer, as_int(self.steps.extent) or 0
         first, top = corner
         (row, _, lane), _ = self._loops(piece, ROWS, first, top)
@@ -95,9 +102,10 @@ class TiledRows(ManyRows):
         down, across = (SymVar(n, lower=0, upper=(as_int(e) or 1) - 1) for n, e in zip("bu", shape, strict=False))
         totals = Buffer(f"{element.name}_tile", shape, element.dtype, "local")
         place = (down, across, row.var, lane.var)
+        begin = smin(down * ROWS, last)
         at: dict[SymVar, SymExpr] = {
             self.column.var: first + across * piece.apart(self.lanes)[1] + lane.var,
-            self._row.var: top + down * ROWS + row.var,
+            self._row.var: top + begin + row.var,
         }
         squares = _Squares(self, products, (row, lane), (down, across), at, totals)
 
@@ -121,8 +129,13 @@ class TiledRows(ManyRows):
         if blocks % size:
             steps.append(some(sym(blocks - blocks % size), blocks % size))
         clear = everywhere(nest((row, lane), Store(totals, place, Literal(0.0, element.dtype))))
-        serial = replace(row, kind="serial"), lane
-        finish = everywhere(self._epilogue(serial, at, Load(totals, place), masked=piece.masked))
+        others = down * ROWS - begin
+        serial = replace(row, extent=ROWS - others, kind="serial"), lane
+        own, sums = (
+            {**at, self._row.var: at[self._row.var] + others},
+            Load(totals, (*place[:2], row.var + others, lane.var)),
+        )
+        finish = everywhere(self._epilogue(serial, own, sums, masked=piece.masked))
         return Allocate(totals, seq(clear, *steps, finish))
 
     def _prepared(self, piece: ColumnPiece, squares: _Squares, stores: list[Store], start: SymExpr, count: int) -> Stmt:
