@@ -16,7 +16,6 @@ from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
-CHUNK = 128  # tokens of a long prompt in one step: more take memory and, as caches overflow, 10 to 20 % more time
 FILL = "fill"  # the function that gives no logits
 LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
 _Found = TypeVar("_Found")
@@ -51,7 +50,7 @@ class CompiledEngine:
         self.cache = KVCache(layout_of(executable.inputs, int(facts["attention_block"])), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])
-        self._chunk = min(CHUNK, int(facts["step_tokens"])) if chunk is None else chunk
+        self._chunk = int(facts.get("chunk", 128)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
         self._turn = Turn()

@@ -19,7 +19,7 @@ from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
-from relaxlite.passes.integer_products import coarse_rotation
+from relaxlite.passes.integer_products import are_integers, coarse_rotation
 from relaxlite.passes.manager import PassContext
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
@@ -98,7 +98,14 @@ def build_checkpoint(
     machine = Target.parse(target) if isinstance(target, str) else target
     chosen = precision or (PassContext(machine) if context is None else context).precision
     has_fill = any(_is_coarse(weight, machine, chosen) for weight in checkpoint.weights.values())
-    module = module_of(checkpoint, max_context=max_context, cache_dtype=cache_dtype, has_fill=has_fill)
+    experts = [weight for name, weight in checkpoint.weights.items() if ".experts." in name and len(weight.shape) == 2]
+    module = module_of(
+        checkpoint,
+        max_context=max_context,
+        cache_dtype=cache_dtype,
+        has_fill=has_fill,
+        groups_rows=all(_is_integer(weight, machine, chosen) for weight in experts),
+    )
     samples = step_samples(module) if validate else False
     data = build_module(module, target, context=context, precision=precision, validate=samples)
     provenance = {**data.metadata.provenance, **checkpoint.provenance}
@@ -106,11 +113,13 @@ def build_checkpoint(
 
 
 def module_of(
-    checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32", has_fill: bool = False
-) -> IRModule:
+    checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32", has_fill: bool = False,
+    groups_rows: bool = False,
+) -> IRModule:  # fmt: skip
     """The module that is compiled: a step of any number of tokens over the cache, and perhaps one that fills it."""
     config = replace(checkpoint.config, context=_context(checkpoint, max_context))
-    return build_step(replace(checkpoint, config=config), cache_dtype=cache_dtype, has_fill=has_fill)
+    checkpoint = replace(checkpoint, config=config)
+    return build_step(checkpoint, cache_dtype=cache_dtype, has_fill=has_fill, groups_rows=groups_rows)
 
 
 def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
@@ -119,6 +128,14 @@ def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
         return False
     some = weight.grouped(slice(0, 1))
     return coarse_rotation(some.coding, some.group, target, precision) > 1
+
+
+def _is_integer(weight: Weight, target: Target, precision: str) -> bool:
+    """Whether it is multiplied in integers."""
+    if weight.block_format is None:
+        return False
+    some = weight.grouped(slice(0, 1))
+    return are_integers(some.coding, some.group, target, precision)
 
 
 def _context(checkpoint: Checkpoint, max_context: int | None) -> int:

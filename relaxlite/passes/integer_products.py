@@ -1,6 +1,7 @@
 """Products with weights in blocks, in integers: `precision="int8"`, "int12", "int16", and "auto" where the target can.
 
     matmul(x, dequantize_blocks(w))   =>   matmul_blocks(quantize_blocks(x), w)
+    grouped_matmul(x, spans, w)       =>   grouped_matmul_blocks(quantize_blocks(x), spans, w)
 
 The weights stay what they are; activations are rounded, in blocks as long as the weights': to 8 bits, as llama.cpp
 does, to 12 or to 16 (sign included). Whatever reads the same activations shares the rounding. Measured on SmolLM2-135M
@@ -21,12 +22,14 @@ of less than 8 bits. Measured with AVX2 alone on a Zen 4, 2048 x 5632 in 4 bits:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from relaxlite.ir.expr import Call, Expr, TupleGetItem, Var
+from relaxlite.ir.expr import Attrs, Call, Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.ir.ops.block_quantized import BITS, LONGEST_BLOCK
+from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
@@ -42,14 +45,32 @@ _PAIRED_BITS = 7  # of codes, whose products can be summed in pairs as they are 
 
 def integer_products(module: IRModule, context: PassContext) -> IRModule:
     """Round the activations of products with weights in blocks, where the precision asks for it."""
-    low_bits, most_bits = LOW_BITS.get(context.precision), max(BITS)
-    target = context.target
-    if context.precision in ("auto", "bf16") and (target.has_byte_products or target.has_byte_pairs):
-        low_bits = _DEFAULT
-        most_bits = max(BITS) if target.has_byte_products else _PAIRED_BITS
-    if low_bits is None:
+    rounding = _rounding(context.target, context.precision)
+    if rounding is None:
         return module
-    return map_functions(module, lambda f: _IntegerProducts(context, low_bits, most_bits).function(f))
+    return map_functions(module, lambda f: _IntegerProducts(context, *rounding).function(f))
+
+
+def _rounding(target: Target, precision: str) -> tuple[int, int] | None:
+    """(bits of activations beyond eight, the most bits of codes); None: products are in floats."""
+    if precision in ("auto", "bf16") and (target.has_byte_products or target.has_byte_pairs):
+        return _DEFAULT, max(BITS) if target.has_byte_products else _PAIRED_BITS
+    return (LOW_BITS[precision], max(BITS)) if precision in LOW_BITS else None
+
+
+def _problem(coding: Coding, block: int, most_bits: int) -> str | None:
+    """Why products with codes of at most so many bits, in such blocks, are not in integers; None: they can be."""
+    if block > LONGEST_BLOCK:
+        return f"the sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} do"
+    if (bits := coding.greatest.bit_length()) > most_bits:
+        return f"this processor multiplies codes of {bits} bits faster as floats"
+    return None
+
+
+def are_integers(coding: Coding, block: int, target: Target, precision: str) -> bool:
+    """Whether products with such weights are in integers."""
+    rounding = _rounding(target, precision)
+    return rounding is not None and _problem(coding, block, rounding[1]) is None
 
 
 def coarse_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
@@ -67,48 +88,92 @@ class _IntegerProducts(Rewriter):
         super().__init__()
         self._context, self._low_bits, self._most_bits = context, low_bits, most_bits
         self._weights: dict[Var, Call] = {}
+        self._gathered: dict[Var, Call] = {}  # as many rows of a matrix as it has, or more
 
     def bind(self, var: Var, value: Expr) -> None:
         super().bind(var, value)
-        if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "dequantize_blocks":
+        if not isinstance(value, Call):
+            return
+        if _is_call(value, "dequantize_blocks"):
             self._weights[var] = value
+        elif _is_call(value, "gather") and _repeats_rows(value):
+            self._gathered[var] = value
 
     def concerns(self, value: Expr) -> bool:
-        return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "dequantize_blocks"
+        return _is_call(value, "dequantize_blocks") or _is_call(value, "grouped_matmul")
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "matmul":
+        if not isinstance(value, Call):
             return None
-        x, w = value.args
+        if _is_call(value, "grouped_matmul"):
+            return self._grouped(var, value)
+        w = value.args[1] if _is_call(value, "matmul") else None
         if not isinstance(w, Var) or w not in self._weights:
             return None
-        weight = self._weights[w]
-        depth, rows, blocks = _dims(x)[-1], _dims(w)[0], _dims(weight.args[1])[0]
-        block = int((rows // blocks).const)
-        attrs = {name: value for name, value in weight.attrs.items() if name != "coarse"}
-        coding, problem = Coding(**attrs), None  # type: ignore[arg-type]
-        if block > LONGEST_BLOCK:
-            problem = f"the sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} do"
-        elif not depth.is_const:
+        x, weight = value.args[0], self._weights[w]
+        depth, rows, emit = _dims(x)[-1], _dims(w)[0], self.bb.emit
+        block = int((rows // _dims(weight.args[1])[0]).const)
+        problem = _problem(_coding(weight.attrs), block, self._most_bits)
+        if problem is None and not depth.is_const:
             problem = f"only run time knows that rows of {depth} elements are {rows}"
-        elif (bits := coding.greatest.bit_length()) > self._most_bits:
-            problem = f"this processor multiplies codes of {bits} bits faster as floats"
         if problem is not None:
             self._context.decide("integer_products", var.name, False, problem)
             return None
-        emit, is_matrix = self.bb.emit, len(_dims(x)) == 2
-        rotation, low_bits = 1, self._low_bits
-        if weight.attrs["coarse"]:
+        is_matrix = len(_dims(x)) == 2
+        rows_of_x = x if is_matrix else emit(get_op("reshape")(x, (product(_dims(x)[:-1]), depth)))
+        rounded, attrs = self._rounded(var, rows_of_x, weight.attrs, block)
+        made = get_op("matmul_blocks")(*rounded, *weight.args, **attrs, loc=value.loc)
+        return made if is_matrix else get_op("reshape")(emit(made), _dims(value))
+
+    def _grouped(self, var: Var, value: Call) -> Expr | None:
+        x, spans, *weight = value.args
+        coding, words, blocks = _coding(value.attrs), _dims(weight[0])[1], _dims(weight[1])[1]
+        block = int((words * 32 // coding.bits // blocks).const)
+        problem = _problem(coding, block, self._most_bits)
+        if problem is not None:
+            self._context.decide("integer_products", var.name, False, problem)
+            return None
+        rounded, attrs = self._rounded(var, x, value.attrs, block)
+        return get_op("grouped_matmul_blocks")(*rounded, spans, *weight, **attrs, loc=value.loc)
+
+    def _rounded(self, var: Var, x: Expr, of_weight: Attrs, block: int) -> tuple[list[Var], dict[str, Any]]:
+        """The rows x rounded for a weight, and the attributes of their product."""
+        coding, rotation, low_bits = _coding(of_weight), 1, self._low_bits
+        if of_weight["coarse"]:
             rotation = coarse_rotation(coding, block, self._context.target, self._context.precision)
             low_bits = low_bits if rotation == 1 else 0
         mixed = f", {rotation} quads mixed" if rotation > 1 else ""
         reason = f"activations are rounded to {8 + low_bits} bits in blocks{mixed}, and sums of a block are exact"
         self._context.decide("integer_products", var.name, True, reason)
-        rows_of_x = x if is_matrix else emit(get_op("reshape")(x, (product(_dims(x)[:-1]), depth)))
-        rounded = emit(get_op("quantize_blocks")(rows_of_x, block=block, low_bits=low_bits, rotation=rotation))
-        given = (*(emit(TupleGetItem(rounded, k)) for k in range(3)), *weight.args)
-        made = get_op("matmul_blocks")(*given, **attrs, low_bits=low_bits, rotation=rotation, loc=value.loc)
-        return made if is_matrix else get_op("reshape")(emit(made), _dims(value))
+        gathered = self._gathered.get(x) if isinstance(x, Var) else None
+        if gathered is not None:  # each of those that it takes is rounded once
+            x = gathered.args[0]
+        rounded = self.bb.emit(get_op("quantize_blocks")(x, block=block, low_bits=low_bits, rotation=rotation))
+        parts = [self.bb.emit(TupleGetItem(rounded, k)) for k in range(3)]
+        if gathered is not None:
+            axes = (1, 1, -1)  # of the rows, in codes, scales and sums
+            parts = [
+                self.bb.emit(get_op("gather")(p, gathered.args[1], axis=a)) for p, a in zip(parts, axes, strict=True)
+            ]
+        return parts, {**coding.attrs, "low_bits": low_bits, "rotation": rotation}
+
+
+def _is_call(value: Expr, name: str) -> bool:
+    return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == name
+
+
+def _repeats_rows(gather: Call) -> bool:
+    """Whether it takes rows of a matrix, no fewer than there are."""
+    (x, indices), axis = gather.args, gather.attrs["axis"]
+    shapes = [ty.shape if isinstance(ty, TensorType) else None for ty in (x.ty, indices.ty)]
+    if [None if s is None else len(s) for s in shapes] != [2, 1] or axis not in (0, -2):
+        return False
+    (rows, _), (count,) = shapes  # type: ignore[misc]
+    return PROVER.can_prove_le(rows, count)
+
+
+def _coding(attrs: Attrs) -> Coding:
+    return Coding(**{name: value for name, value in attrs.items() if name != "coarse"})  # type: ignore[arg-type]
 
 
 def _dims(x: Expr) -> tuple[SymExpr, ...]:

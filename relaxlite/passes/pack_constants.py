@@ -6,9 +6,10 @@ P[n / width, k, width] (zeros fill up the last panel) the kernel streams through
     B[k, j]   =>   P[j // width, k, j % width]
 
 Rows that a dot product takes several at a time lie beside each other: P[j // width, k // group, j % width, k % group].
+Several matrices B[e, k, n] of which a tile reads one stay apart: P[e, j // width, k, j % width].
 
 A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
-width; attribute `groups`: input, group). Programs that read the same large constants read the panels too.
+width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too.
 """
 
 from __future__ import annotations
@@ -90,22 +91,24 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """B[..., k, n] as P[n / width, ..., k / group, width, group]; without the last dimension for groups of 1."""
+    """B[..., k, n] as P[n / width, ..., k / group, width, group]; without the last dimension for groups of 1. `apart`:
+    how many dimensions stay in front of the panels."""
 
     width: int
     group: int = 1
+    apart: int = 0
 
     def shape(self, old: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
         panels, inner = ceildiv(old[-1], self.width), sym(self.width)
         if self.group == 1:
-            return (panels, *old[:-1], inner)
+            return (*old[: self.apart], panels, *old[self.apart : -1], inner)
         return (panels, *old[:-2], old[-2] // self.group, inner, sym(self.group))
 
     def indices(self, old: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
         *outer, column = old
         panel, inner = column // self.width, column % self.width
         if self.group == 1:
-            return (panel, *outer, inner)
+            return (*outer[: self.apart], panel, *outer[self.apart :], inner)
         return (panel, *outer[:-1], outer[-1] // self.group, inner, outer[-1] % self.group)
 
     def packed(self, value: np.ndarray) -> np.ndarray:
@@ -116,7 +119,7 @@ class _Layout:
             padded = np.zeros((*value.shape[:-1], panels * self.width), value.dtype)
             padded[..., :columns] = value
         if self.group == 1:
-            return np.moveaxis(padded.reshape(*value.shape[:-1], panels, self.width), -2, 0)
+            return np.moveaxis(padded.reshape(*value.shape[:-1], panels, self.width), -2, self.apart)
         rows = value.shape[-2] // self.group
         split = padded.reshape(*value.shape[:-2], rows, self.group, panels, self.width)
         return np.moveaxis(np.moveaxis(split, -2, 0), -2, -1)
@@ -124,16 +127,16 @@ class _Layout:
 
 def _panels(program: TensorProgram) -> dict[int, _Layout]:
     """Input -> layout."""
-    widths, groups = program.attrs.get("panels", ()), program.attrs.get("groups", ())
-    assert isinstance(widths, tuple) and isinstance(groups, tuple)
+    widths, groups, apart = (program.attrs.get(name, ()) for name in ("panels", "groups", "apart"))
+    assert isinstance(widths, tuple) and isinstance(groups, tuple) and isinstance(apart, tuple)
     width_of: dict[int, int] = dict(widths)  # type: ignore[arg-type]
     group_of: dict[int, int] = dict(groups)  # type: ignore[arg-type]
-    return {k: _Layout(width, group_of.get(k, 1)) for k, width in width_of.items()}
+    return {k: _Layout(width, group_of.get(k, 1), int(k in apart)) for k, width in width_of.items()}
 
 
 def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
     """The program with these inputs packed, of those that its schedule names."""
-    attrs = {name: value for name, value in program.attrs.items() if name not in ("panels", "groups", AHEAD)}
+    attrs = {name: value for name, value in program.attrs.items() if name not in ("panels", "groups", "apart", AHEAD)}
     ahead: Any = program.attrs.get(AHEAD, ())
     if streams := tuple((k, count) for k, count in ahead if k in panels):  # what is not packed is read in other places
         attrs[AHEAD] = streams

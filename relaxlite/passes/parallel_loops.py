@@ -1,4 +1,4 @@
-"""Which loops may run in parallel, and making them so."""
+"""Which loops may run in parallel or side by side, and making them so."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, seq
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symbols, stores, walk_stmts
+from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, Store, seq
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symbols, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
-from relaxlite.passes.access import accesses
+from relaxlite.passes.access import accesses, stride
 
 ENOUGH_ITERATIONS = 64  # of a parallel loop, for any number of threads to share them evenly
 
@@ -120,3 +120,36 @@ def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExp
     lower, upper = Analyzer().bounds(rest)
     fits = lower is not None and upper is not None and lower >= 0 and upper < coef
     return (coef, index - var * coef - rest) if fits else None
+
+
+def combines_into_one(loop: For) -> bool:
+    """Whether the body combines into an element that the loop does not move."""
+    store = loop.body
+    if not isinstance(store, Store) or store.combine is None:
+        return False
+    fixed = all(loop.var not in index.free_vars() for index in store.indices)
+    return fixed and all(load.buffer is not store.buffer for load in loads(store))
+
+
+def is_independent(loop: For) -> bool:
+    """Whether an innermost loop's iterations can run side by side: every store moves along the loop, and what is loaded
+    from a stored buffer is the element that the same iteration stores."""
+    if any(isinstance(s, LetIndex | Check | Allocate) for s in walk_stmts(loop.body)):
+        return False
+    written: dict[Buffer, list[tuple[SymExpr, ...]]] = {}
+    for store in stores(loop.body):
+        if not any(index is loop.var or stride(store, loop.var) not in (0, None) for index in store.indices):
+            return False
+        others = written.setdefault(store.buffer, [])
+        if any(other != store.indices and not _lies_apart(store, other, loop) for other in others):
+            return False
+        others.append(store.indices)
+    return all(load.indices in written.get(load.buffer, (load.indices,)) for load in loads(loop.body))
+
+
+def _lies_apart(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
+    """Whether the elements that a loop stores to are others than those at indices `other`, in any of its iterations:
+    both move along neighbours, from starts that are further apart than the loop is long."""
+    distance, length = as_int(store.indices[-1] - other[-1]), as_int(loop.extent)
+    is_apart = distance is not None and length is not None and abs(distance) >= length
+    return is_apart and store.indices[:-1] == other[:-1] and stride(store, loop.var) == 1

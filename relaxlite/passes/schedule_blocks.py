@@ -110,7 +110,7 @@ class Faster:
     condition: Value
     tile: ManyRows
     vectors: int
-    around: Callable[[Stmt], Stmt] = lambda tiles: tiles
+    around: Callable[[Stmt], Stmt] | None = None
 
 
 Larger: TypeAlias = "Callable[[ManyRows, int], Faster | None]"  # of tiles so many vectors wide; None: there is none
@@ -135,15 +135,19 @@ def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larg
     many = ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
     rest, best = tiles(many), None if larger is None else larger(many, found.vectors)
     if best is not None:
-        rest = IfThenElse(best.condition, best.around(tiles(best.tile, best.vectors)), rest)
+        faster = tiles(best.tile, best.vectors)
+        rest = IfThenElse(best.condition, faster if best.around is None else best.around(faster), rest)
     return with_variant(less(row.extent, 2), tiles(one, found.alone), rest)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTile(Tile):
-    """A tile that asks for weights `ahead` bytes before it loads them."""
+    """A tile that asks for weights `ahead` bytes before it loads them. Its rows are those from `origin` on of
+    `all_rows`; None: they are all there are."""
 
     ahead: int = 0
+    origin: SymExpr = sym(0)
+    all_rows: SymExpr | None = None
 
     def asked(self, update: For, columns: Sequence[SymExpr], step: SymExpr) -> list[Prefetch]:
         """In step `step` of a sum, what a later one loads of each panel that starts at one of `columns`. Where a panel

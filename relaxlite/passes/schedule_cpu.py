@@ -29,11 +29,9 @@ from relaxlite.ir.program import (
     Binary,
     Buffer,
     CallLibrary,
-    Check,
     Enclosing,
     For,
     IfThenElse,
-    LetIndex,
     Load,
     Seq,
     Stmt,
@@ -43,8 +41,8 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_verifier import INPLACE
-from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts, walk_values
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
+from relaxlite.ir.program_visitor import all_values, stores, walk_stmts, walk_values
+from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
@@ -60,7 +58,15 @@ from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.panel_requests import Asks, width_that_fits
-from relaxlite.passes.parallel_loops import mark_parallel, outermost_parallel, parallel_nest, serial, share_two_loops
+from relaxlite.passes.parallel_loops import (
+    combines_into_one,
+    is_independent,
+    mark_parallel,
+    outermost_parallel,
+    parallel_nest,
+    serial,
+    share_two_loops,
+)
 from relaxlite.passes.rows import rows_of
 from relaxlite.passes.schedule import (
     ask_for_streams,
@@ -80,6 +86,7 @@ from relaxlite.passes.schedule_blocks import Larger, block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
+from relaxlite.passes.schedule_groups import Groups, groups_of, tiled_groups
 from relaxlite.passes.schedule_halves import by_halves
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
 from relaxlite.passes.schedule_reduction import (
@@ -154,7 +161,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
-    rules = _Rules(program, target, choice, {}, {}, {}, [], in_place)
+    rules = _Rules(program, target, choice, {}, {}, set(), {}, [], in_place)
     if program.attrs.get(VARIANTS):
         rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
         stages = [rules.variants(s) for s in top_stages(program)]
@@ -164,7 +171,9 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
     ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
-    packing = {name: value for name, value in (("panels", panels), ("groups", groups), (AHEAD, ahead)) if value}
+    apart = tuple(k for k, b in enumerate(program.inputs) if b in rules.apart)
+    said = (("panels", panels), ("groups", groups), ("apart", apart), (AHEAD, ahead))
+    packing = {name: value for name, value in said if value}
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
     kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
@@ -186,6 +195,7 @@ class _Rules:
     choice: ScheduleChoice
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
+    apart: set[Buffer]  # and that are several matrices
     ahead: dict[Buffer, int]  # how many bytes ahead of its loads an operand is asked for
     steps: list[Step]  # what was done, to be read beside the program
     in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
@@ -256,6 +266,10 @@ class _Rules:
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)
+        groups = groups_of(stage)
+        made = None if groups is None else self.grouped(groups)
+        if made is not None:
+            return made
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
         if rows is not None:
             asks = self.target.asks_for_next_row
@@ -336,13 +350,13 @@ class _Rules:
         lanes = self.lanes(loop.body)
         if lanes == 1 or as_int(loop.extent) == 1:
             return loop
-        if _combines_into_one(loop) and self._contiguous(loop):
+        if combines_into_one(loop) and self._contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
             self.note("split_reduction", loop.var.name, lanes, self.partial_sums)
             partial = max(1, min(self.partial_sums, (as_int(loop.extent) or lanes * self.partial_sums) // lanes))
             return split_reduction(loop, lanes, partial, identity(store.combine, store.buffer.dtype))
-        if not _is_independent(loop) or not self._contiguous(loop):
+        if not is_independent(loop) or not self._contiguous(loop):
             return loop
         short = as_int(loop.extent) or lanes
         if short < lanes and short.bit_count() == 1:
@@ -433,6 +447,23 @@ class _Rules:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
         return tiled_turned(block, turned, lanes, registers, usual)
+
+    def grouped(self, groups: Groups) -> Stmt | None:
+        """Products of rows in groups with quantized blocks; None: these are others."""
+        if _never_runs(groups.nest):
+            return seq()
+        block, lanes = reduction_block(groups.nest), self.lanes(groups.nest)
+        found = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
+        if found is None or found.row is None:
+            return None
+        streams = self.target.streams_of_blocks
+        if self.packs:
+            self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
+            self.apart.update(found.panels)
+        else:
+            streams = replace(streams, alone=0, many=0)
+        self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
+        return tiled_groups(groups, found, lanes, streams, self._more_rows)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
         """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
@@ -550,39 +581,6 @@ def _is_worth_a_task(body: Stmt) -> bool:
     """Whether one iteration does so much that finding its place among all iterations costs nothing: it has blocks of
     its own to work on."""
     return isinstance(body, Allocate) and bool(body.buffer.shape)
-
-
-def _combines_into_one(loop: For) -> bool:
-    """Whether the body combines into an element that the loop does not move."""
-    store = loop.body
-    if not isinstance(store, Store) or store.combine is None:
-        return False
-    fixed = all(loop.var not in index.free_vars() for index in store.indices)
-    return fixed and all(load.buffer is not store.buffer for load in loads(store))
-
-
-def _is_independent(loop: For) -> bool:
-    """Whether an innermost loop's iterations can run side by side: every store moves along the loop, and what is loaded
-    from a stored buffer is the element that the same iteration stores."""
-    if any(isinstance(s, LetIndex | Check | Allocate) for s in walk_stmts(loop.body)):
-        return False
-    written: dict[Buffer, list[tuple[SymExpr, ...]]] = {}
-    for store in stores(loop.body):
-        if not any(index is loop.var or stride(store, loop.var) not in (0, None) for index in store.indices):
-            return False
-        others = written.setdefault(store.buffer, [])
-        if any(other != store.indices and not _lies_apart(store, other, loop) for other in others):
-            return False
-        others.append(store.indices)
-    return all(load.indices in written.get(load.buffer, (load.indices,)) for load in loads(loop.body))
-
-
-def _lies_apart(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
-    """Whether the elements that a loop stores to are others than those at indices `other`, in any of its iterations:
-    both move along neighbours, from starts that are further apart than the loop is long."""
-    distance, length = as_int(store.indices[-1] - other[-1]), as_int(loop.extent)
-    is_apart = distance is not None and length is not None and abs(distance) >= length
-    return is_apart and store.indices[:-1] == other[:-1] and stride(store, loop.var) == 1
 
 
 def _with_kind(stmt: Stmt, var: SymVar, kind: str) -> Stmt:

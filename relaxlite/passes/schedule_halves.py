@@ -47,7 +47,7 @@ def by_halves(tile: ManyRows, vectors: int) -> Faster | None:
     if (as_int(tile.column.extent) or LEAST_COLUMNS) < LEAST_COLUMNS:
         return None
     moving = {v for part in found.sums for index in part.x.indices for v in index.free_vars()}
-    if not moving <= {tile.steps.var, tile.row.var}:  # the pass goes over blocks and rows
+    if not moving <= {tile.steps.var, tile.row.var, *tile.origin.free_vars()}:  # the pass goes over blocks and rows
         return None
     rows = _Rows(tile, found)
     block = Instead({id(found.value): rows.sum()}).stmt(tile.block)
@@ -61,16 +61,17 @@ class _Rows:
 
     def __init__(self, tile: ManyRows, found: Sums) -> None:
         assert tile.row is not None
-        self._row, self._steps = tile.row, tile.steps
+        self._row, self._steps, self._origin = tile.row, tile.steps, tile.origin
+        self._count = tile.row.extent if tile.all_rows is None else tile.all_rows
         self._high, self._low = found.sums
         self._pairs = round(2 * len(self._low.codes) / 3)  # quads: then there are as many additions as dot products
-        blocks, rows, quads = tile.steps.extent, tile.row.extent, len(self._low.codes)
+        blocks, rows, quads = tile.steps.extent, self._count, len(self._low.codes)
         self._words = Buffer("halves", (blocks, rows, sym(2 * quads)), "int32")
         self._starts = Buffer("starts", (blocks, rows), "int32")
 
     def sum(self) -> Value:
         """What a block of a row and a column comes to."""
-        at = (self._steps.var, self._row.var)
+        at = (self._steps.var, self._origin + self._row.var)
         quads = [Scalar(code) for code in self._low.codes]
         even, odd = [quad & _EVEN for quad in quads], [quad.binary("shift_right", 8) & _EVEN for quad in quads]
         count, taken, total = len(quads), Scalar(literal(0, "int32")), even[0] + odd[0]
@@ -92,7 +93,7 @@ class _Rows:
         """The tiles behind the pass over the rows, in one parallel loop over the blocks."""
         g, i, quads = SymVar("g", lower=0), SymVar("i", lower=0), len(self._low.codes)
         q = SymVar("q", lower=0, upper=quads - 1)
-        here: dict[SymVar, SymExpr] = {self._steps.var: g, self._row.var: i}
+        here: dict[SymVar, SymExpr] = {self._steps.var: g, self._row.var: i - self._origin}
         even, odd = self._numbers(here, q)
         total = Buffer("pairs", (), "int32", "local")
         product = select(Scalar(IndexValue(q, "int32")).compare("lt", self._pairs), _dot(0, even, odd), 0)
@@ -107,7 +108,7 @@ class _Rows:
             For(q, sym(quads), lanes, "vectorized"),
             Store(self._starts, (g, i), start.value),
         )
-        rows = For(i, self._row.extent, Allocate(total, body))
+        rows = For(i, self._count, Allocate(total, body))
         made = seq(Substitute(fresh=True).stmt(For(g, self._steps.extent, rows, "parallel")), tiles)
         return Allocate(self._words, Allocate(self._starts, made))
 

@@ -1,7 +1,8 @@
 """Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
 
-There are as many chunks as threads, contiguous and of equal size (measured best); fewer where a chunk would be so small
-that starting a thread for it takes longer, down to one, which the caller runs on its own. What the body needs of its
+There are as many chunks as threads, contiguous and of equal size (measured best); some for each thread where data
+decide how long an iteration takes, as whoever is done takes the next chunk; fewer where a chunk would be so small that
+starting a thread for it takes longer, down to one, which the caller runs on its own. What the body needs of its
 surroundings, pointers and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the
 first time that the body mentions something.
 """
@@ -15,10 +16,12 @@ from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
 from relaxlite.codegen.llvm.indices import Base, Indices, Variable
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.work import work_of
-from relaxlite.ir.program import Buffer, For, Stmt
+from relaxlite.ir.program import Buffer, For, IndexValue, LetIndex, Load, Stmt
+from relaxlite.ir.program_visitor import walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymVar
 
 ENOUGH_WORK = 8192  # instructions of a chunk, some 2 to 4 us
+UNEVEN_CHUNKS = 4  # for each thread
 
 
 class _Captures:
@@ -72,6 +75,8 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
     e.comment(f"for {stmt.var} in range({stmt.extent}), parallel")
     extent = k.ix.value(stmt.extent)
     threads = e.call("relaxlite_num_threads", [], "i64", 0, "threads")
+    if _is_uneven(stmt):
+        threads = e.binary("mul", threads, int_const(UNEVEN_CHUNKS), "shares")
     worth = k.ix.value(work_of(stmt) // ENOUGH_WORK + 1)
     chunks = e.intrinsic("smin", e.intrinsic("smin", extent, threads), worth, hint="chunks")
     name = f"{k.name}.{e.fresh(f'{stmt.var.name}_chunk')}"
@@ -86,6 +91,20 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
         k.return_if(e.icmp("ne", status, int_const(0, "i32")), status)
 
     branch(k, e.icmp("sgt", extent, int_const(0)), start)
+
+
+def _is_uneven(loop: For) -> bool:
+    """Whether what an iteration reads decides how often a loop in it runs."""
+    read: set[SymVar] = set()
+    for stmt in walk_stmts(loop.body):  # from outside inwards
+        if isinstance(stmt, LetIndex):
+            values = list(walk_values(stmt.value))
+            used = {v for x in values if isinstance(x, IndexValue) for v in x.index.free_vars()}
+            if any(isinstance(x, Load) for x in values) or used & read:
+                read.add(stmt.var)
+        elif isinstance(stmt, For) and not read.isdisjoint(stmt.extent.free_vars()):
+            return True
+    return False
 
 
 def _outline(

@@ -6,7 +6,8 @@ Activations are [..., hidden]; rows are tokens, whatever the leading dimensions 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -39,8 +40,9 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py). With an `order`, the
-    rows of these are the weight's columns order[0], order[1], ..."""
+    """A weight [n, k] as operands of the ops on weights in blocks (ir/ops/block_quantized.py), or several, one after
+    the other along a dimension in front. With an `order`, the rows of these are the weight's columns order[0],
+    order[1], ..., each weight's own of several."""
 
     operands: tuple[Constant, ...]
     coding: Coding
@@ -48,20 +50,36 @@ class Blocks:
 
     @staticmethod
     def of(weight: Weight, name: str) -> Blocks:
-        """Some rows at a time, so that codes in a byte each never leave the caches, and several threads can do it."""
-        n, k = weight.shape
-        step = max(1, _CODES_AT_ONCE // k)
-        first = weight.grouped(slice(0, step))
-        wholes = [np.empty((len(part), n), part.dtype) for part in _operands(first)]
+        found = Blocks.stacked([weight], name)
+        operands = (Constant.of(operand.value[0], name=name) for operand in found.operands)
+        return Blocks(tuple(operands), found.coding, None if found.order is None else found.order[0])
 
-        def pack(at: int) -> None:
-            some = weight.grouped(slice(at, at + step)) if at else first
+    @staticmethod
+    def stacked(weights: Sequence[Weight], name: str) -> Blocks:
+        """Some rows at a time, so that codes in a byte each never leave the caches, and several threads can do it."""
+        n, k = weights[0].shape
+        step = max(1, _CODES_AT_ONCE // k)
+        firsts = [weight.grouped(slice(0, step)) for weight in weights]
+        coding, has_order = firsts[0].coding, firsts[0].order is not None
+        wholes = [np.empty((len(weights), len(part), n), part.dtype) for part in _operands(firsts[0])]
+
+        def pack(place: tuple[int, int]) -> None:
+            e, at = place
+            some = weights[e].grouped(slice(at, at + step)) if at else firsts[e]
             for whole, part in zip(wholes, _operands(some), strict=True):
-                whole[:, at : at + step] = part
+                whole[e, :, at : at + step] = part
 
         with ThreadPoolExecutor(compile_threads(), "relaxlite-pack") as pool:  # starts no more threads than it needs
-            list(pool.map(pack, range(0, n, step)))
-        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), first.coding, first.order)
+            list(pool.map(pack, itertools.product(range(len(weights)), range(0, n, step))))
+        order = np.stack([first.order for first in firsts if first.order is not None]) if has_order else None
+        return Blocks(tuple(Constant.of(w, name=name) for w in wholes), coding, order)
+
+
+def _kind_of(weight: GroupedWeight) -> tuple[object, ...]:
+    """What is alike of weights that can be stacked."""
+    numbers = [a for given in (weight.scales, weight.offsets) if given for a in (given.values, given.factors)]
+    types = [(a.dtype, a.shape) for a in numbers if a is not None]
+    return weight.coding, weight.shape, weight.offsets is None, weight.order is None, *types
 
 
 def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
@@ -73,10 +91,14 @@ def _operands(weight: GroupedWeight) -> list[np.ndarray[Any, Any]]:
 class Decoder:
     """Emits the parts of a decoder into a builder."""
 
-    def __init__(self, bb: BlockBuilder, config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
-        self.bb, self.config, self._weights = bb, config, weights
+    def __init__(
+        self, bb: BlockBuilder, config: DecoderConfig, weights: Mapping[str, Weight], *, groups_rows: bool = False
+    ) -> None:
+        """`groups_rows`: products of experts in blocks are those of groups of rows."""
+        self.bb, self.config, self._weights, self.groups_rows = bb, config, weights, groups_rows
         self._tables: dict[Rope, tuple[Var, Var]] = {}
         self._blocks: dict[str, Blocks | None] = {}
+        self._stacks: dict[str, Blocks] = {}
         self._matrices: dict[str, Constant] = {}
         self._orders: dict[bytes, Constant] = {}
         self._vectors: dict[str, np.ndarray[Any, Any]] = {}
@@ -158,12 +180,16 @@ class Decoder:
 
     def gated(self, name: str, x: Expr, has_bias: bool = False) -> Var:
         """down(activation(gate(x)) * up(x))"""
-        gate, up = self.linear(f"{name}.gate", x, has_bias), self.linear(f"{name}.up", x, has_bias)
+        return self.gated_by(lambda kind, given: self.linear(f"{name}.{kind}", given, has_bias), x)
+
+    def gated_by(self, linear: Callable[[str, Expr], Var], x: Expr) -> Var:
+        """The same with the products that `linear` makes of "gate", "up" and "down"."""
+        gate, up = linear("gate", x), linear("up", x)
         if self.config.gate_limit is not None:
             most = np.float32(self.config.gate_limit)
             gate = self.op("minimum", gate, most)
             up = self.op("add", self.op("maximum", self.op("minimum", up, most), -most), np.float32(1))
-        return self.linear(f"{name}.down", self.op("multiply", self.activated(gate), up), has_bias)
+        return linear("down", self.op("multiply", self.activated(gate), up))
 
     def activated(self, x: Expr) -> Var:
         if self.config.activation == "silu":
@@ -201,6 +227,24 @@ class Decoder:
             weight = self.op("dequantize_blocks", *blocks.operands, **blocks.coding.attrs, coarse=is_coarse)
         y = self.op("matmul", x, weight)
         return self.op("add", y, self.vector(f"{name}_bias")) if has_bias else y
+
+    def grouped(self, names: Sequence[str], x: Expr, spans: Expr, numbers: Expr) -> Var:
+        """x @ W^T of the weight of each row's group, of those of these names: `spans` and `numbers` say which rows, and
+        which one of each row (ops/grouped_products.py)."""
+        stack = self._stacks.get(names[0])
+        if stack is None:
+            stack = self._stacks[names[0]] = Blocks.stacked([self._weights[name] for name in names], names[0])
+        if stack.order is not None:
+            orders = self.op("gather", self._order(stack.order), numbers, axis=0)
+            x = self.op("gather_elements", x, orders, axis=1)
+        return self.op("grouped_matmul", x, spans, *stack.operands, **stack.coding.attrs, coarse=self._is_coarse)
+
+    def can_stack(self, names: Sequence[str]) -> bool:
+        """Whether these weights can be one operand of a grouped product: they lie in blocks of one kind."""
+        weights = [self._weights[name] for name in names]
+        if any(weight.block_format is None for weight in weights):
+            return False
+        return len({_kind_of(weight.grouped(slice(0, 1))) for weight in weights}) == 1
 
     def embedded(self, tokens: Expr) -> Expr:
         """The rows of the embedding: [..., hidden]"""

@@ -1,8 +1,12 @@
-"""Mixtures of experts, with ops that were there: each expert is a gated MLP over the tokens that chose it.
+"""Mixtures of experts: each expert is a gated MLP over the tokens that chose it.
 
-How many these are, only a run tells: one MatchShape per layer binds a symbol for each expert. All experts are then the
-same kernels, for any number of rows, none included, with weights packed like others; a call for no rows costs some
-40 ns. Results are added up in the order of the experts, so that they do not depend on the number of threads.
+Where the experts' weights are in blocks that are multiplied in integers, tokens are sorted by expert, and each of the
+three products of a layer is one call for all experts (ops/grouped_products.py): what a step costs, and a compilation,
+is what the chosen ones are. A token's results are added up in the order of its choices.
+
+Else, as for experts in floats, each has calls of its own. How many tokens it has, only a run tells: one MatchShape per
+layer binds a symbol for each expert. All experts are then the same kernels, for any number of rows, none included; a
+call for no rows costs some 40 ns. Results are added up in the order of the experts.
 """
 
 from __future__ import annotations
@@ -20,33 +24,74 @@ from relaxlite.ir.types import TensorType
 if TYPE_CHECKING:
     from relaxlite.frontend.llm.layers import Decoder
 
+_KINDS = ("gate", "up", "down")
+
 
 def mixture(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
     """What the experts of a layer give for x [..., hidden], in the same shape."""
     assert isinstance(x.ty, TensorType) and x.ty.shape is not None
     shape, rows = x.ty.shape, product(x.ty.shape[:-1])
     flat = d.op("reshape", x, (rows, shape[-1]))
-    takes, shares = _routed(d, name, experts, flat)
-    counts = _counts(d, experts, takes, rows)
+    weights, chosen = _choices(d, name, experts, flat)
     total = _shared(d, name, experts, flat)
-    for e, count in enumerate(counts):
-        found = d.op("nonzero_fill", _row(d, takes, e, rows), (count,))
-        tokens = d.op("reshape", found, (count,))
-        given = d.gated(f"{name}.experts.{e}", d.op("gather", flat, tokens, axis=0), experts.has_bias)
-        share = d.op("gather", _row(d, shares, e, rows), tokens, axis=0)
-        weighted = d.op("multiply", given, d.op("expand_dims", share, axes=(1,)))
-        places = d.op("expand_dims", tokens, axes=(1,))
-        total = d.op("scatter_nd", total, places, weighted, reduction="add")
+    are_stacked = all(d.can_stack([f"{name}.experts.{e}.{kind}" for e in range(experts.count)]) for kind in _KINDS)
+    if d.groups_rows and are_stacked:
+        total = _together(d, name, experts, flat, (weights, chosen), total)
+    else:
+        total = _one_by_one(d, name, experts, flat, (weights, chosen), total)
     return d.op("reshape", total, shape)
 
 
-def _routed(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
-    """By expert and token: whether it takes the token, int64 0 or 1, and what its result counts, float32."""
+def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
+    """By token [rows, chosen]: what the results of the experts that it takes count, float32, and these, int64."""
     likes = d.op("softmax", d.linear(f"{name}.router", x, experts.has_bias), axis=-1)
     best = d.op("top_k", likes, (sym(experts.chosen),), axis=-1)
     weights, chosen = (d.bb.emit(TupleGetItem(best, k)) for k in (0, 1))
     if experts.is_normed:
         weights = d.op("divide", weights, d.op("sum", weights, axes=(-1,), keepdims=True))
+    return weights, chosen
+
+
+def _together(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[Var, Var], total: Var) -> Var:
+    """`total` [rows, hidden] and what the experts give for x [rows, hidden], in a call for each of their matrices."""
+    weights, chosen = choices
+    numbers = d.op("reshape", chosen, (_dims(x)[0] * experts.chosen,))
+    sorted_rows = d.op("group_rows", numbers, groups=experts.count)
+    order, places, spans = (d.bb.emit(TupleGetItem(sorted_rows, k)) for k in range(3))
+    tokens = d.op("floor_divide", order, np.int64(experts.chosen))
+    own = d.op("gather", numbers, order, axis=0)
+
+    def linear(kind: str, given: Expr) -> Var:
+        names = [f"{name}.experts.{e}.{kind}" for e in range(experts.count)]
+        found = d.grouped(names, given, spans, own)
+        if not experts.has_bias:
+            return found
+        biases = np.stack([d.vector(f"{each}_bias") for each in names])
+        return d.op("add", found, d.op("gather", biases, own, axis=0))
+
+    given = d.gated_by(linear, d.op("gather", x, tokens, axis=0))
+    return d.op("add", total, d.op("sum_rows", given, places, weights))
+
+
+def _one_by_one(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[Var, Var], total: Var) -> Var:
+    """The same with calls for each expert."""
+    rows = _dims(x)[0]
+    takes, shares = _routed(d, experts, choices)
+    counts = _counts(d, experts, takes, rows)
+    for e, count in enumerate(counts):
+        found = d.op("nonzero_fill", _row(d, takes, e, rows), (count,))
+        tokens = d.op("reshape", found, (count,))
+        given = d.gated(f"{name}.experts.{e}", d.op("gather", x, tokens, axis=0), experts.has_bias)
+        share = d.op("gather", _row(d, shares, e, rows), tokens, axis=0)
+        weighted = d.op("multiply", given, d.op("expand_dims", share, axes=(1,)))
+        places = d.op("expand_dims", tokens, axes=(1,))
+        total = d.op("scatter_nd", total, places, weighted, reduction="add")
+    return total
+
+
+def _routed(d: Decoder, experts: Experts, choices: tuple[Var, Var]) -> tuple[Var, Var]:
+    """By expert and token: whether it takes the token, int64 0 or 1, and what its result counts, float32."""
+    weights, chosen = choices
     names = np.arange(experts.count, dtype=np.int64).reshape(-1, 1, 1)
     is_chosen = d.op("equal", d.op("expand_dims", chosen, axes=(0,)), names)
     weights = d.op("where", is_chosen, d.op("expand_dims", weights, axes=(0,)), np.float32(0))
@@ -75,3 +120,8 @@ def _shared(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
 
 def _row(d: Decoder, table: Expr, row: int, size: SymExpr) -> Var:
     return d.op("reshape", d.op("slice", table, (row,), (1,), axes=(0,)), (size,))
+
+
+def _dims(x: Expr) -> tuple[SymExpr, ...]:
+    assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+    return x.ty.shape

@@ -32,36 +32,34 @@ Codes of few bits stay bytes: those of 4 bits for T up to 16, 5 bits for 8, 6 bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
+from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import ONES, QUAD, Array, Coding, is_block, rotated, unpack_codes, words_of
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
-from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.indexing import Position, at_positions, draw_indices, plain_indices
 from relaxlite.ir.ops.linalg import equality_checks
-from relaxlite.ir.ops.scalars import Scalar, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Load, Stmt, Store, Value, compute, loops, reduce, seq
-from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, sym
-from relaxlite.ir.types import TensorType, TupleType, Type
+from relaxlite.ir.ops.rounded_blocks import LOW_BITS, ROTATIONS, bytes_of_block, integers_of, sums_of, sums_shape
+from relaxlite.ir.ops.scalars import Scalar, literal
+from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Load, Stmt, Store, Value, compute, loops, seq
+from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
+from relaxlite.ir.types import TensorType, Type
+from relaxlite.records import dataclass
 
 BITS = (4, 5, 6, 8)
 FLOATS = ("float32", "float16", "bfloat16")  # of scales, offsets and factors
 CODES = ("uint8", "int8")  # of scales and offsets that have factors
 T = TypeVar("T")
 
-GREATEST = 127  # of a rounded activation
-LOW_BITS = (0, 4, 8)
-ROTATIONS = (1, 2, 4, 8, 16)
 LONGEST_BLOCK = 256  # rows whose sum of products surely fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
-LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
-_WEIGHT = ("words", "scales", "*others")
-_CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0), "table": Attr("ints", ())}
+WEIGHT = ("words", "scales", "*others")
+CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0), "table": Attr("ints", ())}
 
 
 def _shifted(word: Scalar, bits: int) -> Scalar:
@@ -74,13 +72,38 @@ def _with_factors(given: Sequence[T], dtype_of: Callable[[T], str]) -> list[tupl
     return [(values, next(rest, None) if dtype_of(values) in CODES else None) for values in rest]
 
 
-class _Blocks(Op):
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the matrices that a buffer of rank 3 holds."""
+
+    buffer: Buffer
+    number: SymExpr
+
+    @property
+    def dtype(self) -> DType:
+        return self.buffer.dtype
+
+    @property
+    def shape(self) -> tuple[SymExpr, ...]:
+        return self.buffer.shape[1:]
+
+    def __getitem__(self, at: tuple[IntLike, IntLike]) -> Load:
+        return self.buffer[self.number, at[0], at[1]]
+
+
+Matrix: TypeAlias = "Buffer | Member"
+
+
+class BlocksOp(Op):
     """What the ops share whose operand is a weight in blocks."""
 
     def rows_of(self, words: Expr, given: Sequence[Expr], coding: Coding) -> tuple[int, int, SymExpr]:
         """(rows, rows of a block, columns) of a weight that is well formed; `given`: scales and what follows."""
+        return self.rows_of_types(self.tensor(words, "words"), [self.tensor(x, "scales") for x in given], coding)
+
+    def rows_of_types(self, ty: TensorType, types: list[TensorType], coding: Coding) -> tuple[int, int, SymExpr]:
+        """The same of the types of words, and of scales and what follows."""
         bits, problem = coding.bits, coding.problem()
-        ty, types = self.tensor(words, "words"), [self.tensor(x, "scales") for x in given]
         scale = types[0]
         if ty.dtype != "int32" or ty.rank != 2 or scale.rank != 2 or scale.dtype not in (*FLOATS, *CODES):
             self.fail(
@@ -108,6 +131,31 @@ class _Blocks(Op):
             self.fail(problem)
         return rows, rows // blocks, ty.shape[1]
 
+    def rounded_rows(
+        self, types: Sequence[TensorType], rows: int, block: int, coding: Coding, low_bits: int, rotation: int
+    ) -> SymExpr:
+        """How many rows `types` have, those of what quantize_blocks gives, to be multiplied by such a weight."""
+        most = coding.longest_rotation(block)
+        if rotation > most:
+            self.fail(
+                f"these codes, mixed {rotation} quads at a time, are no bytes or no whole blocks; {most} would be"
+            )
+        if block > LONGEST_BLOCK:
+            self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
+        shape = types[0].shape or ()
+        wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
+        if [t.dtype for t in types] != ["int8", "float32", "int32"] or len(shape) != 3:
+            self.fail(f"x, x_scales and x_sums must be as quantize_blocks makes them, got {', '.join(map(str, types))}")
+        sums = sums_shape(wanted, rotation)
+        for t, expected in zip(types, ((*wanted, bytes_of_block(block, low_bits)), wanted, sums), strict=True):
+            if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
+                width, found = bytes_of_block(block, low_bits), ", ".join(map(str, types))
+                self.fail(
+                    f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {width}) and x_scales and x_sums "
+                    f"of ({rows // block}, m){', of sums two' if rotation > 1 else ''}, got {found}"
+                )
+        return wanted[1]
+
     def _check_factors(self, scale: TensorType, factor: TensorType | None) -> None:
         if factor is None:
             self.fail(f"scales of {scale.dtype} need factors after them, floats, one for several blocks")
@@ -125,12 +173,12 @@ class _Blocks(Op):
             )
 
 
-def _block_of(words: Buffer, scales: Buffer, bits: int) -> int:
+def block_of(words: Matrix, scales: Matrix, bits: int) -> int:
     count, blocks = as_int(words.shape[0]) or 0, as_int(scales.shape[0]) or 1
     return count * 32 // bits // blocks
 
 
-def _numbers(given: Sequence[Buffer], g: SymExpr, j: IntLike) -> list[Scalar]:
+def _numbers(given: Sequence[Matrix], g: SymExpr, j: IntLike) -> list[Scalar]:
     """The scale, and the offset where there is one, of block g of column j in float32."""
     found = []
     for values, factors in _with_factors(given, lambda b: b.dtype):
@@ -142,10 +190,10 @@ def _numbers(given: Sequence[Buffer], g: SymExpr, j: IntLike) -> list[Scalar]:
     return found
 
 
-def _weight(words: Buffer, given: Sequence[Buffer], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
+def weight_at(words: Matrix, given: Sequence[Matrix], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
     """The element of row k and column j as float32."""
     bits, zero = coding.bits, coding.zero
-    block = _block_of(words, given[0], bits)
+    block = block_of(words, given[0], bits)
     quad, byte = k % block // QUAD, k % QUAD * 8
     if bits == 8:
         code = Scalar(words[k // QUAD, j]).binary("shift_right", byte) & 255
@@ -179,7 +227,7 @@ def _as_float32(given: Sequence[Array]) -> list[Array]:
     return found
 
 
-def _dequantized(words: Array, given: Sequence[Array], coding: Coding) -> Array:
+def dequantized(words: Array, given: Sequence[Array], coding: Coding) -> Array:
     block = words.shape[0] * 32 // coding.bits // given[0].shape[0]
     codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float32) - np.float32(coding.zero)
     scales, *offsets = _as_float32(given)
@@ -189,15 +237,15 @@ def _dequantized(words: Array, given: Sequence[Array], coding: Coding) -> Array:
     return np.asarray(found.reshape(codes.shape), np.float32)
 
 
-_SOME_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
+SOME_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
 
 
-def _some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+def some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
 
 
 @register
-class DequantizeBlocks(_Blocks):
+class DequantizeBlocks(BlocksOp):
     """The weight in blocks (words, scales, ...) as float32 (rows, n). Not folded: it keeps to the few bits that it
     has, and what reads it widens it on its way in (passes/fuse_prologues.py).
 
@@ -205,8 +253,8 @@ class DequantizeBlocks(_Blocks):
     (passes/integer_products.py)."""
 
     name = "dequantize_blocks"
-    operands = _WEIGHT
-    attrs: ClassVar[Mapping[str, Attr]] = {**_CODED, "coarse": Attr("bool", False)}
+    operands = WEIGHT
+    attrs: ClassVar[Mapping[str, Attr]] = {**CODED, "coarse": Attr("bool", False)}
 
     def infer(self, words: Expr, *given: Expr, coarse: bool, **coding: Any) -> Type:
         rows, _, columns = self.rows_of(words, given, Coding(**coding))
@@ -215,13 +263,13 @@ class DequantizeBlocks(_Blocks):
     def lower(self, words: Buffer, *given: Buffer, out: Buffer, coarse: bool, **coding: Any) -> Stmt:
         pairs = ((x.shape[1], words.shape[1]) for x in given)
         checks = equality_checks("dequantize_blocks: codes and scales have different columns", *pairs)
-        return seq(*checks, compute(out, lambda k, j: _weight(words, given, k, j, Coding(**coding)).value))
+        return seq(*checks, compute(out, lambda k, j: weight_at(words, given, k, j, Coding(**coding)).value))
 
     def reference(self, words: Any, *given: Any, coarse: bool, **coding: Any) -> Any:
-        return _dequantized(words, given, Coding(**coding))
+        return dequantized(words, given, Coding(**coding))
 
     def samples(self) -> Iterable[Sample]:
-        kinds, make = ("int32", "float32", "float32"), {0: _some_words}
+        kinds, make = ("int32", "float32", "float32"), {0: some_words}
         yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 8}, kinds[:2], make)
         yield Sample(((12, "n"), (4, "n"), (4, "n")), {"bits": 6, "coarse": True}, kinds, make)
         yield Sample(((5, "n"), (1, "n"), (1, "n")), {"bits": 5}, kinds, make)
@@ -229,17 +277,17 @@ class DequantizeBlocks(_Blocks):
         yield Sample(((12, "n"), (4, "n"), (2, "n")), {"bits": 6, "zero": 32}, ("int32", "int8", "float16"), make)
         factored = ("int32", "uint8", "float16", "uint8", "float16")
         yield Sample(((16, "n"), (4, "n"), (1, "n"), (4, "n"), (1, "n")), {"bits": 4}, factored, make)
-        yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 128, "table": _SOME_TABLE}, kinds[:2], make)
+        yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 128, "table": SOME_TABLE}, kinds[:2], make)
 
 
 @register
-class GatherBlocks(_Blocks):
+class GatherBlocks(BlocksOp):
     """Columns of a weight in blocks, chosen by indices: (indices..., rows) in float32, as an embedding looks up tokens.
     Negative indices count from the end."""
 
     name = "gather_blocks"
-    operands = ("indices", *_WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = _CODED
+    operands = ("indices", *WEIGHT)
+    attrs: ClassVar[Mapping[str, Attr]] = CODED
 
     def infer(self, indices: Expr, words: Expr, *given: Expr, **coding: Any) -> Type:
         rows, _, _ = self.rows_of(words, given, Coding(**coding))
@@ -252,169 +300,24 @@ class GatherBlocks(_Blocks):
         def element(*i: SymExpr) -> Stmt:
             position = Position.along(self, words, 1, indices[i[:-1]])
             weight = Coding(**coding)
-            return at_positions([position], lambda p: Store(out, i, _weight(words, given, i[-1], p, weight).value))
+            return at_positions([position], lambda p: Store(out, i, weight_at(words, given, i[-1], p, weight).value))
 
         return loops("ijklmn", out.shape, element)
 
     def reference(self, indices: Any, words: Any, *given: Any, **coding: Any) -> Any:
         chosen = plain_indices(indices).reshape(-1)
-        found = _dequantized(words[:, chosen], [x[:, chosen] for x in given], Coding(**coding))
+        found = dequantized(words[:, chosen], [x[:, chosen] for x in given], Coding(**coding))
         return np.ascontiguousarray(found.T).reshape(*indices.shape, len(found))
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("int64", "int32", "float32", "float32")
-        make = {0: draw_indices(5), 1: _some_words}
+        make = {0: draw_indices(5), 1: some_words}
         yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 8}, kinds[:3], make)
         yield Sample(((2, "m"), (12, 5), (4, 5), (4, 5)), {"bits": 6}, kinds, make)
         yield Sample(((), (16, 5), (2, 5)), {"bits": 8, "zero": 128}, ("int32", *kinds[1:3]), make)
         factored = ("int64", "int32", "uint8", "float16", "uint8", "float16")
         yield Sample((("m",), (20, 5), (4, 5), (2, 5), (4, 5), (2, 5)), {"bits": 5}, factored, make)
-        yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 9, "table": _SOME_TABLE}, kinds[:3], make)
-
-
-@register
-class QuantizeBlocks(Op):
-    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, c), scales float32
-    (k / block, m), sums int32 (k / block, m)), with c = block, or 2 * block where there are low bits.
-
-    With a `rotation` of T > 1, what is rounded are x's quads mixed by H, and sums int32 (2, k / block, m) are those of
-    the first of each T quads, which are the sums of x, and those of all.
-
-    An integer is high * 2**low_bits + low, a scale the block's largest magnitude / (127 * 2**low_bits). First come the
-    high bytes of a block, then the low ones. `sums` are those of the integers, for a zero point or offset of what they
-    are multiplied by. NaN and infinity are in the scale, and so in all that the block is multiplied by; its integers
-    are 0 then, as where nothing is as large as 1e-36.
-    """
-
-    name = "quantize_blocks"
-    operands = ("x",)
-    attrs: ClassVar[Mapping[str, Attr]] = {
-        "block": Attr("int"), "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
-    }  # fmt: skip
-
-    def infer(self, x: Expr, *, block: int, low_bits: int, rotation: int) -> Type:
-        ty = self.tensor(x, "x")
-        depth = as_int(ty.shape[1]) if ty.shape is not None and ty.rank == 2 else None
-        if ty.dtype != "float32" or depth is None:
-            self.fail(f"x must be float32 of rank 2 with a constant last dimension, got {ty}")
-        if block < QUAD or block % QUAD or depth % block:
-            self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {QUAD}")
-        if block // QUAD % rotation:
-            self.fail(f"blocks of {block // QUAD} quads are no whole number of rotations of {rotation}")
-        assert ty.shape is not None
-        blocks = (depth // block, ty.shape[0])
-        codes = TensorType.of((*blocks, _bytes_of(block, low_bits)), "int8")
-        sums = TensorType.of(_sums_shape(blocks, rotation), "int32")
-        return TupleType((codes, TensorType.of(blocks, "float32"), sums))
-
-    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int) -> Stmt:
-        codes, scales, sums = out
-        top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
-        total, numbers = Buffer("total", (), "int32", "local"), Buffer("numbers", (sym(block),), "int32", "local")
-        mixed = Buffer("mixed", (sym(block),), "float32", "local")
-        unit = 1 << low_bits
-
-        def of_block(i: SymExpr, g: SymExpr) -> Stmt:
-            def given(b: SymExpr) -> Value:
-                return mixed[(b,)] if rotation > 1 else x[i, g * block + b]
-
-            def mix(first: SymExpr, b: SymExpr) -> Stmt:
-                places = [first * (rotation * QUAD) + q * QUAD + b for q in range(rotation)]
-                quads = rotated([Scalar(x[i, g * block + at]) for at in places])
-                return seq(*(Store(mixed, (at,), quad.value) for at, quad in zip(places, quads, strict=True)))
-
-            def number(b: SymExpr) -> Stmt:
-                scaled = Scalar(given(b)) * Scalar(factor[()]) * float(unit)
-                return Store(numbers, (b,), scaled.unary("round").cast("int32").value)
-
-            def high(b: SymExpr) -> Scalar:
-                whole = Scalar(numbers[(b,)])
-                return (whole + unit // 2).binary("shift_right", low_bits) if low_bits else whole
-
-            def low(b: SymExpr) -> Scalar:
-                return Scalar(numbers[(b,)]) - high(b).binary("shift_left", low_bits)
-
-            def bytes_of(part: Callable[[SymExpr], Scalar], start: int) -> Stmt:
-                return loops("b", (sym(block),), lambda b: Store(codes, (g, i, b + start), part(b).cast("int8").value))
-
-            greatest, width = Scalar(top[()]), (sym(block),)
-            scale = greatest / float(GREATEST * unit * rotation)
-            inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
-            groups = block // (rotation * QUAD)
-            return seq(
-                *([loops("tb", (sym(groups), sym(QUAD)), mix)] if rotation > 1 else []),
-                reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(given(b)).abs().value),
-                Store(scales, (g, i), scale.value),
-                Store(factor, (), inverse.value),
-                loops("b", width, number),
-                bytes_of(high, 0),
-                *([bytes_of(low, block)] if low_bits else []),
-                *sums_of(i, g, groups),
-            )
-
-        def sums_of(i: SymExpr, g: SymExpr, groups: int) -> list[Stmt]:
-            zero, all_of = literal(0, "int32"), (sym(block),)
-            of_all = reduce(total, all_of, "add", zero, lambda b: numbers[(b,)])
-            if rotation == 1:
-                return [of_all, Store(sums, (g, i), total[()])]
-            step, first = rotation * QUAD, (sym(groups), sym(QUAD))
-            of_first = reduce(total, first, "add", zero, lambda t, b: numbers[(t * step + b,)])
-            return [of_first, Store(sums, (sym(0), g, i), total[()]), of_all, Store(sums, (sym(1), g, i), total[()])]
-
-        buffers = (top, factor, total, numbers, *([mixed] if rotation > 1 else []))
-        return loops("gi", scales.shape, lambda g, i: _local(buffers, of_block(i, g)))
-
-    def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
-        blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
-        quads = blocks.reshape(*blocks.shape[:2], block // (rotation * QUAD), rotation, QUAD)
-        blocks = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(blocks.shape)
-        with np.errstate(all="ignore"):
-            top = np.abs(blocks).max(axis=2, initial=0)
-            factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
-            scaled = blocks * factor[..., None]
-            numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
-        high = (numbers + (1 << low_bits) // 2) >> low_bits
-        pieces = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
-        scales = (top / np.float32((GREATEST << low_bits) * rotation)).astype(np.float32)
-        return np.concatenate(pieces, axis=2).astype(np.int8), scales, _sums_of(numbers, rotation)
-
-    def samples(self) -> Iterable[Sample]:
-        yield Sample((("m", 64),), {"block": 32})
-        yield Sample((("m", 48),), {"block": 16, "low_bits": 8})
-        yield Sample((("m", 64),), {"block": 32, "low_bits": 4})
-        yield Sample((("m", 64),), {"block": 32, "rotation": 8})
-        yield Sample((("m", 64),), {"block": 32, "low_bits": 4, "rotation": 4})
-        yield Sample((("m", 32),), {"block": 32}, make={0: lambda shape, rng: np.zeros(shape, np.float32)})
-
-
-def _sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike, ...]:
-    return blocks if rotation == 1 else (2, *blocks)
-
-
-def _sums_of(numbers: Array, rotation: int) -> Array:
-    """Of rounded blocks (..., block): what quantize_blocks gives beside them."""
-    every: Array = numbers.sum(axis=-1).astype(np.int32)
-    if rotation == 1:
-        return every
-    quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * QUAD), rotation, QUAD)
-    return np.stack([quads[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), every])
-
-
-def _bytes_of(block: int, low_bits: int) -> int:
-    """Of a rounded block."""
-    return 2 * block if low_bits else block
-
-
-def _integers(codes: Array, block: int, low_bits: int) -> Array:
-    """The integers that rounded blocks (..., bytes) stand for, int64 (..., block)."""
-    high = codes[..., :block].astype(np.int64)
-    return high * (1 << low_bits) + codes[..., block:] if low_bits else high
-
-
-def _local(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
-    for buffer in reversed(buffers):
-        body = Allocate(buffer, body)
-    return body
+        yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 9, "table": SOME_TABLE}, kinds[:3], make)
 
 
 def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
@@ -422,8 +325,53 @@ def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
     return Intrinsic(WORDS, (total, a, b, literal(greatest, "int32")), "int32")
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """Elements of a product in integers: what `matmul_blocks` says of `x`, `x_scales` and `x_sums`, and a weight."""
+
+    rounded: tuple[Buffer, Buffer, Buffer]
+    words: Matrix
+    given: Sequence[Matrix]
+    coding: Coding
+    low_bits: int
+    rotation: int
+
+    def store(self, out: Buffer, place: tuple[SymExpr, SymExpr], i: SymExpr, j: SymExpr) -> Stmt:
+        """The element of row i and column j, stored to a place of `out`."""
+        element = Buffer("e", (), "float32", "local")
+        added = loops("g", (self.given[0].shape[0],), lambda g: Store(element, (), self._term(i, j, g), "add"))
+        first = Store(element, (), literal(0.0, "float32"))
+        return Allocate(element, seq(first, added, Store(out, place, Load(element, ()))))
+
+    def _term(self, i: SymExpr, j: SymExpr, g: SymExpr) -> Value:
+        """What block g adds."""
+        (x, x_scales, _), low_bits = self.rounded, self.low_bits
+        block, rotated_by = block_of(self.words, self.given[0], self.coding.bits), self.coding.rotated(self.rotation)
+        quads, greatest = block // QUAD, rotated_by.greatest
+        codes = rotated_by.mixed(_quads(self.words, g, j, block, self.coding))
+        start = literal(0, "int32")
+        correction: Value = start
+        for number, zero in zip(self._sums(g, i), rotated_by.zeros, strict=True):
+            correction = (Scalar(correction) - number * zero).value if zero else correction
+        high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], greatest)
+        if low_bits:
+            low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)], greatest)
+            total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
+        else:
+            total = Scalar(high)
+        scale, *offset = _numbers(self.given, g, j)
+        found = total.cast("float32") * scale
+        if offset:
+            found = found + (self._sums(g, i)[0] * self.rotation).cast("float32") * offset[0]
+        return (found * Scalar(x_scales[g, i])).value
+
+    def _sums(self, g: SymExpr, i: SymExpr) -> list[Scalar]:
+        x_sums = self.rounded[2]
+        return [Scalar(x_sums[(k, g, i)]) for k in range(2)] if self.rotation > 1 else [Scalar(x_sums[g, i])]
+
+
 @register
-class MatmulBlocks(_Blocks):
+class MatmulBlocks(BlocksOp):
     """x @ weight in float32 (m, n), where x comes from `quantize_blocks` and the weight is in blocks of the same size:
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
@@ -434,9 +382,9 @@ class MatmulBlocks(_Blocks):
     """
 
     name = "matmul_blocks"
-    operands = ("x", "x_scales", "x_sums", *_WEIGHT)
+    operands = ("x", "x_scales", "x_sums", *WEIGHT)
     attrs: ClassVar[Mapping[str, Attr]] = {
-        **_CODED, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
+        **CODED, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
     }  # fmt: skip
 
     def infer(
@@ -444,86 +392,26 @@ class MatmulBlocks(_Blocks):
         **coding: Any,
     ) -> Type:  # fmt: skip
         rows, block, columns = self.rows_of(words, given, Coding(**coding))
-        most = Coding(**coding).longest_rotation(block)
-        if rotation > most:
-            self.fail(
-                f"these codes, mixed {rotation} quads at a time, are no bytes or no whole blocks; {most} would be"
-            )
-        if block > LONGEST_BLOCK:
-            self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
-        shape = types[0].shape or ()
-        wanted = (rows // block, shape[1] if len(shape) == 3 else sym(0))
-        if [t.dtype for t in types] != ["int8", "float32", "int32"] or len(shape) != 3:
-            self.fail(f"x, x_scales and x_sums must be as quantize_blocks makes them, got {', '.join(map(str, types))}")
-        sums = _sums_shape(wanted, rotation)
-        for t, expected in zip(types, ((*wanted, _bytes_of(block, low_bits)), wanted, sums), strict=True):
-            if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
-                width, found = _bytes_of(block, low_bits), ", ".join(map(str, types))
-                self.fail(
-                    f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {width}) and x_scales and x_sums "
-                    f"of ({rows // block}, m){', of sums two' if rotation > 1 else ''}, got {found}"
-                )
-        return TensorType.of((wanted[1], columns), "float32")
+        count = self.rounded_rows(types, rows, block, Coding(**coding), low_bits, rotation)
+        return TensorType.of((count, columns), "float32")
 
     def lower(
         self, x: Buffer, x_scales: Buffer, x_sums: Buffer, words: Buffer, *given: Buffer, out: Buffer, low_bits: int,
         rotation: int, **coding: Any,
     ) -> Stmt:  # fmt: skip
-        weight = Coding(**coding)
-        block, rotated_by = _block_of(words, given[0], weight.bits), weight.rotated(rotation)
-        quads, greatest = block // QUAD, rotated_by.greatest
-
-        def sums_at(g: SymVar, i: SymVar) -> list[Scalar]:
-            return [Scalar(x_sums[(k, g, i)]) for k in range(2)] if rotation > 1 else [Scalar(x_sums[g, i])]
-
-        def term(i: SymVar, j: SymVar, g: SymVar) -> Value:
-            codes = rotated_by.mixed(_quads(words, g, j, block, weight))
-            start = literal(0, "int32")
-            correction: Value = start
-            for number, zero in zip(sums_at(g, i), rotated_by.zeros, strict=True):
-                correction = (Scalar(correction) - number * zero).value if zero else correction
-            high = _dots(start if low_bits else correction, codes, [_word(x, g, i, q) for q in range(quads)], greatest)
-            if low_bits:
-                low = _dots(correction, codes, [_word(x, g, i, quads + q) for q in range(quads)], greatest)
-                total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
-            else:
-                total = Scalar(high)
-            scale, *offset = _numbers(given, g, j)
-            found = total.cast("float32") * scale
-            if offset:
-                found = found + (sums_at(g, i)[0] * rotation).cast("float32") * offset[0]
-            return (found * Scalar(x_scales[g, i])).value
-
         checks = equality_checks(
             "matmul_blocks: x and the weight differ in size",
             *((b.shape[-1], x.shape[1]) for b in (x_scales, x_sums)),
             *((b.shape[1], words.shape[1]) for b in given),
         )
-        element = Buffer("e", (), "float32", "local")
-
-        def sums(i: SymVar, j: SymVar) -> Stmt:
-            added = loops("g", (given[0].shape[0],), lambda g: Store(element, (), term(i, j, g), "add"))
-            first = Store(element, (), literal(0.0, "float32"))
-            return Allocate(element, seq(first, added, Store(out, (i, j), Load(element, ()))))
-
-        return seq(*checks, loops("ij", out.shape, sums))
+        sums = BlockSums((x, x_scales, x_sums), words, given, Coding(**coding), low_bits, rotation)
+        return seq(*checks, loops("ij", out.shape, lambda i, j: sums.store(out, (i, j), i, j)))
 
     def reference(
         self, x: Any, x_scales: Any, x_sums: Any, words: Any, *given: Any, low_bits: int, rotation: int, **coding: Any
     ) -> Any:
-        blocks, block, weight = len(x), x.shape[2] // (2 if low_bits else 1), Coding(**coding)
-        codes = weight.numbers(unpack_codes(words, block, weight.bits)).astype(np.float64) - weight.zero
-        quads = codes.reshape(blocks, block // (rotation * QUAD), rotation, QUAD, words.shape[1])
-        codes = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2)
-        codes = codes.reshape(blocks, block, words.shape[1])
-        total = np.matmul(_integers(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
-        scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
-        found = total * scales[:, None]
-        if offsets:
-            sums = x_sums if rotation == 1 else x_sums[0] * rotation
-            found = found + sums[..., None] * offsets[0][:, None]
-        return (found * x_scales[..., None]).sum(axis=0).astype(np.float32)
+        return multiplied((x, x_scales, x_sums), words, given, Coding(**coding), low_bits, rotation)
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("int8", "float32", "int32", "int32", "float32", "float32")
@@ -533,12 +421,12 @@ class MatmulBlocks(_Blocks):
 
         kinds_of_blocks: tuple[tuple[int, int, int, int, tuple[int, ...], int], ...] = (
             (4, 32, 8, 0, (), 1), (8, 32, 128, 0, (), 1), (5, 32, 0, 8, (), 1), (6, 16, 32, 0, (), 1),
-            (4, 32, 8, 4, (), 1), (4, 32, 128, 0, _SOME_TABLE, 1), (4, 32, 128, 4, _SOME_TABLE, 1),
-            (4, 16, 0, 8, _SOME_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
+            (4, 32, 8, 4, (), 1), (4, 32, 128, 0, SOME_TABLE, 1), (4, 32, 128, 4, SOME_TABLE, 1),
+            (4, 16, 0, 8, SOME_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
             (5, 32, 16, 0, (), 8), (5, 32, 0, 0, (), 8), (6, 16, 32, 0, (), 4), (6, 16, 0, 0, (), 2),
         )  # fmt: skip
         for bits, block, zero, low_bits, table, rotation in kinds_of_blocks:
-            rows, count = 2 * block, _bytes_of(block, low_bits)
+            rows, count = 2 * block, bytes_of_block(block, low_bits)
             given = ((2, "m", count), (2, "m"), (2, "m") if rotation == 1 else (2, 2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
             attrs: dict[str, Any] = {
@@ -548,9 +436,9 @@ class MatmulBlocks(_Blocks):
             def sums(
                 shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits, rotation: int = rotation
             ) -> Array:
-                return _sums_of(_integers(draw((*shape[-2:], _bytes_of(block, low))), block, low), rotation)
+                return sums_of(integers_of(draw((*shape[-2:], bytes_of_block(block, low))), block, low), rotation)
 
-            make = {0: lambda shape, rng: draw(shape), 2: sums, 3: _some_words}
+            make = {0: lambda shape, rng: draw(shape), 2: sums, 3: some_words}
             yield Sample((*given, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4)
         for bits, block, zero, levels in ((4, 32, 0, 2), (6, 16, 32, 1)):
             scales: list[tuple[int | str, ...]] = [(4, "n"), (2, "n")] * levels
@@ -558,11 +446,31 @@ class MatmulBlocks(_Blocks):
             factored = (*kinds[:4], *(("int8" if zero else "uint8"), "float16") * levels)
             attrs = {"bits": bits, "zero": zero}
 
-            def sums_of(shape: tuple[int, ...], rng: Any, block: int = block) -> Array:
-                return np.asarray(_integers(draw((*shape, block)), block, 0).sum(axis=-1), np.int32)
+            def every_sum(shape: tuple[int, ...], rng: Any, block: int = block) -> Array:
+                return np.asarray(integers_of(draw((*shape, block)), block, 0).sum(axis=-1), np.int32)
 
-            made = {0: lambda shape, rng: draw(shape), 2: sums_of, 3: _some_words}
+            made = {0: lambda shape, rng: draw(shape), 2: every_sum, 3: some_words}
             yield Sample((*given, (4 * block * bits // 32, "n"), *scales), attrs, factored, made, 1e-4)
+
+
+def multiplied(
+    rounded: tuple[Array, Array, Array], words: Array, given: Sequence[Array], coding: Coding, low_bits: int,
+    rotation: int,
+) -> Array:  # fmt: skip
+    """What `matmul_blocks` gives, in float32 (m, n)."""
+    x, x_scales, x_sums = rounded
+    blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
+    codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float64) - coding.zero
+    quads = codes.reshape(blocks, block // (rotation * QUAD), rotation, QUAD, words.shape[1])
+    codes = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2)
+    codes = codes.reshape(blocks, block, words.shape[1])
+    total = np.matmul(integers_of(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
+    scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
+    found = total * scales[:, None]
+    if offsets:
+        sums = x_sums if rotation == 1 else x_sums[0] * rotation
+        found = found + sums[..., None] * offsets[0][:, None]
+    return np.asarray((found * x_scales[..., None]).sum(axis=0), np.float32)
 
 
 def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greatest: int) -> Value:
@@ -578,7 +486,7 @@ def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
     return Intrinsic(WORD, tuple(x[g, i, q * QUAD + b] for b in range(QUAD)), "int32")
 
 
-def _quads(words: Buffer, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
+def _quads(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
     """The quads of block g of column j."""
     bits = coding.bits
     first = g * words_of(block, bits)

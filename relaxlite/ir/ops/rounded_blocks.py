@@ -1,0 +1,167 @@
+"""Activations rounded in blocks of few bits, for products in integers with weights in blocks (block_quantized.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Attr, Op, Sample, register
+from relaxlite.ir.ops.block_codes import QUAD, Array, rotated
+from relaxlite.ir.ops.elementwise import cast_array
+from relaxlite.ir.ops.scalars import Scalar, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, loops, reduce, seq
+from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
+from relaxlite.ir.types import TensorType, TupleType, Type
+
+GREATEST = 127  # of a rounded activation
+LOW_BITS = (0, 4, 8)
+ROTATIONS = (1, 2, 4, 8, 16)
+LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
+
+
+@register
+class QuantizeBlocks(Op):
+    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, c), scales float32
+    (k / block, m), sums int32 (k / block, m)), with c = block, or 2 * block where there are low bits.
+
+    With a `rotation` of T > 1, what is rounded are x's quads mixed by H, and sums int32 (2, k / block, m) are those of
+    the first of each T quads, which are the sums of x, and those of all.
+
+    An integer is high * 2**low_bits + low, a scale the block's largest magnitude / (127 * 2**low_bits). First come the
+    high bytes of a block, then the low ones. `sums` are those of the integers, for a zero point or offset of what they
+    are multiplied by. NaN and infinity are in the scale, and so in all that the block is multiplied by; its integers
+    are 0 then, as where nothing is as large as 1e-36.
+    """
+
+    name = "quantize_blocks"
+    operands = ("x",)
+    attrs: ClassVar[Mapping[str, Attr]] = {
+        "block": Attr("int"), "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
+    }  # fmt: skip
+
+    def infer(self, x: Expr, *, block: int, low_bits: int, rotation: int) -> Type:
+        ty = self.tensor(x, "x")
+        depth = as_int(ty.shape[1]) if ty.shape is not None and ty.rank == 2 else None
+        if ty.dtype != "float32" or depth is None:
+            self.fail(f"x must be float32 of rank 2 with a constant last dimension, got {ty}")
+        if block < QUAD or block % QUAD or depth % block:
+            self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {QUAD}")
+        if block // QUAD % rotation:
+            self.fail(f"blocks of {block // QUAD} quads are no whole number of rotations of {rotation}")
+        assert ty.shape is not None
+        blocks = (depth // block, ty.shape[0])
+        codes = TensorType.of((*blocks, bytes_of_block(block, low_bits)), "int8")
+        sums = TensorType.of(sums_shape(blocks, rotation), "int32")
+        return TupleType((codes, TensorType.of(blocks, "float32"), sums))
+
+    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int) -> Stmt:
+        codes, scales, sums = out
+        top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
+        total, numbers = Buffer("total", (), "int32", "local"), Buffer("numbers", (sym(block),), "int32", "local")
+        mixed = Buffer("mixed", (sym(block),), "float32", "local")
+        unit = 1 << low_bits
+
+        def of_block(i: SymExpr, g: SymExpr) -> Stmt:
+            def given(b: SymExpr) -> Value:
+                return mixed[(b,)] if rotation > 1 else x[i, g * block + b]
+
+            def mix(first: SymExpr, b: SymExpr) -> Stmt:
+                places = [first * (rotation * QUAD) + q * QUAD + b for q in range(rotation)]
+                quads = rotated([Scalar(x[i, g * block + at]) for at in places])
+                return seq(*(Store(mixed, (at,), quad.value) for at, quad in zip(places, quads, strict=True)))
+
+            def number(b: SymExpr) -> Stmt:
+                scaled = Scalar(given(b)) * Scalar(factor[()]) * float(unit)
+                return Store(numbers, (b,), scaled.unary("round").cast("int32").value)
+
+            def high(b: SymExpr) -> Scalar:
+                whole = Scalar(numbers[(b,)])
+                return (whole + unit // 2).binary("shift_right", low_bits) if low_bits else whole
+
+            def low(b: SymExpr) -> Scalar:
+                return Scalar(numbers[(b,)]) - high(b).binary("shift_left", low_bits)
+
+            def bytes_of(part: Callable[[SymExpr], Scalar], start: int) -> Stmt:
+                return loops("b", (sym(block),), lambda b: Store(codes, (g, i, b + start), part(b).cast("int8").value))
+
+            greatest, width = Scalar(top[()]), (sym(block),)
+            scale = greatest / float(GREATEST * unit * rotation)
+            inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            groups = block // (rotation * QUAD)
+            return seq(
+                *([loops("tb", (sym(groups), sym(QUAD)), mix)] if rotation > 1 else []),
+                reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(given(b)).abs().value),
+                Store(scales, (g, i), scale.value),
+                Store(factor, (), inverse.value),
+                loops("b", width, number),
+                bytes_of(high, 0),
+                *([bytes_of(low, block)] if low_bits else []),
+                *totals(i, g, groups),
+            )
+
+        def totals(i: SymExpr, g: SymExpr, groups: int) -> list[Stmt]:
+            zero, all_of = literal(0, "int32"), (sym(block),)
+            of_all = reduce(total, all_of, "add", zero, lambda b: numbers[(b,)])
+            if rotation == 1:
+                return [of_all, Store(sums, (g, i), total[()])]
+            step, first = rotation * QUAD, (sym(groups), sym(QUAD))
+            of_first = reduce(total, first, "add", zero, lambda t, b: numbers[(t * step + b,)])
+            return [of_first, Store(sums, (sym(0), g, i), total[()]), of_all, Store(sums, (sym(1), g, i), total[()])]
+
+        buffers = (top, factor, total, numbers, *([mixed] if rotation > 1 else []))
+        return loops("gi", scales.shape, lambda g, i: _local(buffers, of_block(i, g)))
+
+    def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
+        blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
+        quads = blocks.reshape(*blocks.shape[:2], block // (rotation * QUAD), rotation, QUAD)
+        blocks = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(blocks.shape)
+        with np.errstate(all="ignore"):
+            top = np.abs(blocks).max(axis=2, initial=0)
+            factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
+            scaled = blocks * factor[..., None]
+            numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
+        high = (numbers + (1 << low_bits) // 2) >> low_bits
+        pieces = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
+        scales = (top / np.float32((GREATEST << low_bits) * rotation)).astype(np.float32)
+        return np.concatenate(pieces, axis=2).astype(np.int8), scales, sums_of(numbers, rotation)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("m", 64),), {"block": 32})
+        yield Sample((("m", 48),), {"block": 16, "low_bits": 8})
+        yield Sample((("m", 64),), {"block": 32, "low_bits": 4})
+        yield Sample((("m", 64),), {"block": 32, "rotation": 8})
+        yield Sample((("m", 64),), {"block": 32, "low_bits": 4, "rotation": 4})
+        yield Sample((("m", 32),), {"block": 32}, make={0: lambda shape, rng: np.zeros(shape, np.float32)})
+
+
+def sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike, ...]:
+    return blocks if rotation == 1 else (2, *blocks)
+
+
+def sums_of(numbers: Array, rotation: int) -> Array:
+    """Of rounded blocks (..., block): what quantize_blocks gives beside them."""
+    every: Array = numbers.sum(axis=-1).astype(np.int32)
+    if rotation == 1:
+        return every
+    quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * QUAD), rotation, QUAD)
+    return np.stack([quads[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), every])
+
+
+def bytes_of_block(block: int, low_bits: int) -> int:
+    """Of a rounded block."""
+    return 2 * block if low_bits else block
+
+
+def integers_of(codes: Array, block: int, low_bits: int) -> Array:
+    """The integers that rounded blocks (..., bytes) stand for, int64 (..., block)."""
+    high = codes[..., :block].astype(np.int64)
+    return high * (1 << low_bits) + codes[..., block:] if low_bits else high
+
+
+def _local(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
+    for buffer in reversed(buffers):
+        body = Allocate(buffer, body)
+    return body
