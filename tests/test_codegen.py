@@ -390,17 +390,20 @@ def test_parallel_loop_uses_what_surrounds_it() -> None:
     np.testing.assert_array_equal(result, i_ % 4 * 1000 + 100 * row_ + i_)
 
 
-@pytest.mark.parametrize("inner", [4, 5000])
-def test_little_work_is_not_shared_out(inner: int) -> None:
-    """As many chunks as are worth a thread each, at most one for each thread, and one at least."""
+@pytest.mark.parametrize(
+    ("inner", "count", "wanted"),
+    [(4, 7, [1, 1, 1, 7]), (5000, 7, [1, 2, 7, 7]), (4, 8, [1, 1, 1, 32]), (5000, 8, [1, 2, 32, 32])],
+)
+def test_little_work_is_not_shared_out(inner: int, count: int, wanted: list[int]) -> None:
+    """As many chunks as are worth a thread each, at most one for each thread or of many four, and one at least."""
     n = SymVar("n")
     out = Buffer.of("out", (n,), "float32")
     i, j = SymVar("i"), SymVar("j")
     body = For(j, sym(inner), Store(out, (i,), Literal(1.0, "float32"), "add"))
     chunks: list[int] = []
     prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    note = prototype(lambda function, context, count: chunks.append(count) or 0)
-    threads = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: 8)
+    note = prototype(lambda function, context, number: chunks.append(number) or 0)
+    threads = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: count)
     code = compile_programs({"k": TensorProgram((out,), (n,), For(i, n, body, "parallel"))}, Target.host())
     addresses = {
         "relaxlite_parallel_for": ctypes.cast(note, ctypes.c_void_p).value or 0,
@@ -413,7 +416,7 @@ def test_little_work_is_not_shared_out(inner: int) -> None:
     result = np.zeros(10**6, np.float32)
     for size in (0, 1, 2, 100, 10**6):
         assert kernel((ctypes.c_void_p * 1)(result.ctypes.data), (ctypes.c_int64 * 1)(size)) == 0
-    assert chunks == ([1, 1, 1, 8] if inner == 4 else [1, 2, 8, 8])
+    assert chunks == wanted
 
 
 # The text, and errors
