@@ -306,6 +306,26 @@ def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(kv_hea
     compiled.remove(sequence)
 
 
+def test_what_is_given_again_as_it_was_has_the_logits_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one head of keys is shared out among two threads in parts, by the position of each token."""
+    monkeypatch.setattr(threadpool, "num_threads", lambda: 2)
+    shape = {"hidden": 96, "heads": 3, "kv_heads": 1, "head_width": 32, "intermediate": 96, "context": 1024}
+    tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 32)), "q4_0")
+    for has_fill in (False, True):
+        engine = CompiledEngine(rl.compile(build_step(tiny, has_fill=has_fill), precision="int12"))
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 460).tolist()
+        first = engine.new()
+        engine.forward([(first, tokens[:300])])
+        for token in tokens[300:-1]:
+            engine.forward([(first, [token])])
+        assert len(engine.cache.describe([(first, 0, 1)]).blocks) == 2
+        wanted = engine.forward([(first, tokens[-1:])])[0]
+        others = [engine.new() for _ in range(2)]
+        batch = [(others[0], tokens), (others[1], tokens[:7])]
+        found = engine.forward(batch, exact=[160, 1])[0]
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_the_logits_of_each(
     window: int | None, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 _Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, position of the first row
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
-PAGES_OF_PART = 16  # at least: putting parts together costs as much as some pages (measured: 4 % at 8 pages)
+PAGES_OF_PART = 2  # at least, of few rows: those of one page are slower than of two, which cost next to nothing
+PAGES_FOR_MANY = 16  # of many rows, which have tasks enough; putting parts together costs 4 % at 8 pages
 MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
 FEW_ROWS = 32  # of a sequence in a step: a token of a reply with what is guessed to follow (llm/drafts.py)
 DTYPES = ("float32", "float16", "int8")
@@ -208,7 +209,7 @@ class KVCache:
             position = found.length + first
             slot = found.pages[position // page] * page + position % page
             table = found.table[: position // page + 1].reshape(1, -1)
-            blocks = self._parted([(0, 0, 1, position)], self._usual_parts(1))
+            blocks = self._parted([(0, 0, 1, position)], self._usual_parts(1), PAGES_OF_PART)
             return StepInputs(np.array([position]), np.array([slot]), table, np.array(blocks))
         positions: list[Array] = []
         slots: list[Array] = []
@@ -235,7 +236,8 @@ class KVCache:
         # half of the parts that it has room for are for few rows, half for many.
         usual = [self._usual_parts(1), self._usual_parts(len(many))]
         room = [1 + ENOUGH_TASKS * MOST_THREADS // 2 // max(len(part), 1) for part in (few, many)]
-        blocks = [*self._parted(few, min(usual[0], room[0])), *self._parted(many, min(usual[1], room[1]))]
+        blocks = self._parted(few, min(usual[0], room[0]), PAGES_OF_PART)
+        blocks += self._parted(many, min(usual[1], room[1]), PAGES_FOR_MANY)
         return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(blocks))
 
     def _within_pages(self, sequence: int, row: int, start: int, count: int) -> list[_Block]:
@@ -252,11 +254,11 @@ class KVCache:
         threads, tasks = min(threadpool.num_threads(), MOST_THREADS), blocks * self.layout.kv_heads
         return next(n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads)
 
-    def _parted(self, blocks: list[_Block], usual: int) -> list[tuple[int, ...]]:
-        """The blocks with part and parts."""
+    def _parted(self, blocks: list[_Block], usual: int, least: int) -> list[tuple[int, ...]]:
+        """The blocks with part and parts, of at least so many pages each."""
         found: list[tuple[int, ...]] = []
         for block in blocks:
-            parts = max(1, min(usual, (block[3] // self.layout.page + 1) // PAGES_OF_PART))
+            parts = max(1, min(usual, (block[3] // self.layout.page + 1) // least))
             found += [(*block, part, parts) for part in range(parts)]
         return found
 
