@@ -10,6 +10,8 @@ import pytest
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_assembly
 from relaxlite.errors import CodegenError, VerifyError
+from relaxlite.ir import ops
+from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
@@ -30,6 +32,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
+from relaxlite.ir.types import TensorType
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.pack_constants import pack_program
 from relaxlite.passes.panel_requests import ONE, Asks, BothPanels, NextPanel, requests_of, width_that_fits
@@ -163,6 +166,24 @@ def test_weights_that_are_not_constant_are_not_asked_for() -> None:
     module = product(640, 96, "none", weights=False)
     for target in (WIDE, INTEL):
         assert not prefetches(only_program(lowered(module, target)).body)
+
+
+def test_attention_over_pages_asks_for_keys_and_values_on_intel() -> None:
+    bb = BlockBuilder()
+    b, m, n, pages, s = (bb.symbol(name, lower=1) for name in ("b", "m", "n", "pages", "s"))
+    types = {
+        "q": TensorType.of((n, 6, 32), "float32"), "keys": TensorType.of((2, pages, 32, 64), "float32"),
+        "values": TensorType.of((2, pages, 64, 32), "float32"), "table": TensorType.of((s, m), "int32"),
+        "blocks": TensorType.of((b, 6), "int64"),
+    }  # fmt: skip
+    with bb.function("main", **types) as operands:
+        bb.result(bb.emit(ops.paged_attention(*operands)))
+    program = only_program(lowered(bb.module(), INTEL))
+    assert {(request.buffer.name, request.cache) for request in prefetches(program.body)} == {
+        ("keys", 2),
+        ("values", 2),
+    }
+    assert not prefetches(only_program(lowered(bb.module(), WIDE)).body)
 
 
 def test_requests_for_loose_panels_go_and_those_for_other_operands_stay() -> None:

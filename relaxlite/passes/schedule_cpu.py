@@ -421,7 +421,8 @@ class _Rules:
             is_plain = packs and dots is None and not prologues and not has_few_rows
             choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
             if self.is_counted_by_data(block, column):
-                choice = replace(choice, sums=ONE_SUM)
+                choice, ahead = replace(choice, sums=ONE_SUM), self.target.page_steps_ahead
+                asks = Asks(ahead, for_next=False, cache=2) if ahead else None
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
                     self.panels.setdefault(operand, width)  # a variant before this one may have chosen
