@@ -12,6 +12,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.errors import RelaxliteError, TypeInferenceError
+from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir import ops
@@ -144,13 +145,16 @@ def test_rows_come_sorted_by_group_and_go_back() -> None:
         np.testing.assert_array_equal(where, spans_of(np.bincount(given.reshape(-1), minlength=GROUPS)))
 
 
+_GROUPS, _NUMBER = "the number of groups is out of range in the spans", "a number is out of range in the spans"
+_FIRST, _COUNT = "a first row is out of range in the spans", "a count of rows is out of range in the spans"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ((0, 0, 6), "the number of groups is out of range"), ((0, 0, -1), "the number of groups is out of range"),
-        ((1, 0, 5), "a number is out of range"), ((1, 0, -1), "a number is out of range"),
-        ((1, 1, -1), "a first row is out of range"), ((1, 2, 7), "a count of rows is out of range"),
-        ((2, 1, 1 << 40), "a count of rows is out of range"), ((1, 2, -3), "a count of rows is out of range"),
+        ((0, 0, 6), _GROUPS), ((0, 0, -1), _GROUPS), ((1, 0, 5), _NUMBER), ((1, 0, -1), _NUMBER),
+        ((1, 1, -1), _FIRST), ((1, 1, 7), _FIRST), ((1, 2, 7), _COUNT), ((2, 1, 3), _COUNT),
+        ((2, 2, (1 << 63) - 1), _COUNT), ((1, 2, -3), _COUNT),
     ],
 )  # fmt: skip
 def test_spans_that_are_none_are_refused(change: tuple[int, int, int], message: str) -> None:
@@ -211,6 +215,20 @@ def test_experts_together_give_what_they_give_one_by_one(name: str) -> None:
         found.append(np.concatenate([part[0] for part in parts]))
     scale = abs(found[0]).max()
     np.testing.assert_allclose(found[1], found[0], atol=2e-3 * scale)
+
+
+def test_numbers_that_are_none_stay_with_their_token() -> None:
+    """What chooses experts gives places of experts then, too."""
+    experts = small_checkpoint("experts").config.experts
+    assert experts is not None
+    plain = small_checkpoint("experts", hidden=64, experts=replace(experts, intermediate=64))
+    checkpoint = quantize_checkpoint(plain, "q5_1")
+    embed = plain.weights["embed"].to_float32().copy()
+    embed[5] = np.nan
+    weights = {**checkpoint.weights, "embed": Weight(embed, embed.shape)}
+    engine = CompiledEngine(rl.compile(build_step(replace(checkpoint, weights=weights), groups_rows=True)))
+    found = engine.forward([(engine.new(), [1, 2, 5]), (engine.new(), [1, 2, 3])])
+    assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
 
 
 def test_experts_of_several_kinds_stay_apart() -> None:

@@ -207,8 +207,8 @@ def _over_groups(op: Op, spans: Buffer, rows: SymExpr, make: Callable[[SymExpr, 
     known = [SymVar("number", upper=max(groups - 1, 0)), SymVar("first"), SymVar("count")]
     conditions = {
         "a number": (index(number) >= 0) & (index(number) < groups),
-        "a first row": index(first) >= 0,
-        "a count of rows": (index(count) >= 0) & (index(first + count) <= rows),
+        "a first row": (index(first) >= 0) & (index(first) <= rows),
+        "a count of rows": (index(count) >= 0) & (index(count) <= rows - first),
     }
     checks = (Check(cond.value, f"{op.name}: {what} is out of range in the spans") for what, cond in conditions.items())
     body = make(*known)
