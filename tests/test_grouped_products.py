@@ -13,6 +13,7 @@ import pytest
 import relaxlite as rl
 from relaxlite.errors import RelaxliteError, TypeInferenceError
 from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import Experts
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir import ops
@@ -229,6 +230,14 @@ def test_numbers_that_are_none_stay_with_their_token() -> None:
     engine = CompiledEngine(rl.compile(build_step(replace(checkpoint, weights=weights), groups_rows=True)))
     found = engine.forward([(engine.new(), [1, 2, 5]), (engine.new(), [1, 2, 3])])
     assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
+
+
+@pytest.mark.parametrize(("count", "chosen", "chunk"), [(8, 2, 256), (32, 8, 256), (128, 8, 512), (4, 4, 128)])
+def test_steps_of_long_prompts_have_enough_tokens_for_each_expert(count: int, chosen: int, chunk: int) -> None:
+    experts = Experts(count, chosen, 16, True)
+    module = build_step(small_checkpoint("experts", experts=experts, layers=1))
+    assert module.attrs["chunk"] == chunk
+    assert CompiledEngine(rl.compile(module))._chunk == chunk
 
 
 def test_experts_of_several_kinds_stay_apart() -> None:

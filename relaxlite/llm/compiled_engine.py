@@ -16,6 +16,7 @@ from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
+CHUNK = 128  # tokens of a long prompt in one step, where the step does not say it
 FILL = "fill"  # the function that gives no logits
 LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
 _Found = TypeVar("_Found")
@@ -29,8 +30,8 @@ class CompiledEngine:
     prompt but the tokens whose logits are wanted and those EXACT - 1 before, which matter most to them. Which tokens
     it takes depends on the sequence alone, not on the batch or on chunks. Threads take turns.
 
-    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most. When the cache is
-    full, `forward` raises CacheFullError and every sequence is as it was.
+    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most (None: what the step is
+    best given). When the cache is full, `forward` raises CacheFullError and every sequence is as it was.
     ArtifactError: the step is called in a way that this version of relaxlite does not know.
     """
 
@@ -50,7 +51,7 @@ class CompiledEngine:
         self.cache = KVCache(layout_of(executable.inputs, int(facts["attention_block"])), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])
-        self._chunk = int(facts.get("chunk", 128)) if chunk is None else chunk
+        self._chunk = int(facts.get("chunk", CHUNK)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
         self._turn = Turn()
