@@ -326,6 +326,23 @@ def test_what_is_given_again_as_it_was_has_the_logits_that_it_had(monkeypatch: p
         np.testing.assert_array_equal(found, wanted)
 
 
+def test_chunks_change_no_logits_of_contexts_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what is one token in one step, and one of many in another."""
+    monkeypatch.setattr(threadpool, "num_threads", lambda: 2)
+    shape = {"hidden": 96, "heads": 9, "kv_heads": 3, "head_width": 32, "intermediate": 96, "context": 1024}
+    tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 32)), "q4_0")
+    run = rl.compile(build_step(tiny), precision="int12")
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
+    found = []
+    for chunk in (512, 128, 37, 1):
+        engine = CompiledEngine(run, chunk=chunk)
+        found.append(engine.forward([(engine.new(), tokens)], wanted=[150])[0])
+    engine = CompiledEngine(run)
+    both = engine.forward([(engine.new(), tokens[:101]), (engine.new(), tokens)], wanted=[1, 150])
+    for logits in (*found[1:], both[1]):
+        np.testing.assert_array_equal(logits, found[0])
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_the_logits_of_each(
     window: int | None, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
-from relaxlite.runtime.kv_cache import FEW_ROWS, CacheLayout, KVCache
+from relaxlite.runtime.kv_cache import CacheLayout, KVCache
 from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
 
@@ -109,12 +109,7 @@ class CompiledEngine:
             for (sequence, tokens), count, more in zip(batch, wanted, exact, strict=True)
         }
         self._fill_in(given, [(sequence, 0, count) for sequence, count in filled.items()])
-        rest: list[_Part] = []
-        for (sequence, appended), count, more in zip(batch, wanted, exact, strict=True):
-            start, end = filled[sequence], len(appended)
-            again = max(start, end - more) if more > count else end  # a few at a time, as they were before
-            rest.append((sequence, start, again))
-            rest += [(sequence, first, min(first + FEW_ROWS, end)) for first in range(again, end, FEW_ROWS)]
+        rest = [(sequence, filled[sequence], len(tokens)) for sequence, tokens in batch]
         for parts in _steps(rest, self._chunk):
             tokens = _joined(given, parts)
             asked = [max(0, min(count, first + count - shown[sequence])) for sequence, first, count in parts]

@@ -31,10 +31,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 _Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, position of the first row
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
-PAGES_OF_PART = 2  # at least, of few rows: those of one page are slower than of two, which cost next to nothing
-PAGES_FOR_MANY = 16  # of many rows, which have tasks enough; putting parts together costs 4 % at 8 pages
+PAGES_OF_PART = 2  # at least: those of one page are slower than of two, which cost a row next to nothing, many 2 to 5 %
 MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
-FEW_ROWS = 32  # of a sequence in a step: a token of a reply with what is guessed to follow (llm/drafts.py)
 DTYPES = ("float32", "float16", "int8")
 
 # No memory that a forked process would share
@@ -202,19 +200,18 @@ class KVCache:
     def describe(self, parts: Sequence[tuple[int, int, int]]) -> StepInputs:
         """The inputs for parts (sequence, first, count): tokens `first` to `first + count` of those that are reserved,
         counted from the sequence's length, one part after the other."""
-        page, block = self.layout.page, self.layout.block
+        page = self.layout.page
         if len(parts) == 1 and parts[0][2] == 1:  # the usual step of a generation, in few operations
             sequence, first, _ = parts[0]
             found = self._sequences[sequence]
             position = found.length + first
             slot = found.pages[position // page] * page + position % page
             table = found.table[: position // page + 1].reshape(1, -1)
-            blocks = self._parted([(0, 0, 1, position)], self._usual_parts(1), PAGES_OF_PART)
-            return StepInputs(np.array([position]), np.array([slot]), table, np.array(blocks))
+            parted = self._parted([(0, 0, 1, position)])
+            return StepInputs(np.array([position]), np.array([slot]), table, np.array(parted))
         positions: list[Array] = []
         slots: list[Array] = []
-        few: list[_Block] = []
-        many: list[_Block] = []
+        blocks: list[_Block] = []
         row = 0
         widest = max(self._pages_of(self.length(s) + first + count) for s, first, count in parts)
         table = np.zeros((len(parts), widest), np.int32)
@@ -226,39 +223,35 @@ class KVCache:
             table[k, :used] = found.table[:used]
             positions.append(at)
             slots.append(found.table[at // page].astype(np.int64) * page + at % page)
-            if count > FEW_ROWS:
-                many += [(k, row + t, min(block, count - t), start + t) for t in range(0, count, block)]
-            else:
-                few += self._within_pages(k, row, start, count)
+            blocks += self._within_pages(k, row, start, count)
             row += count
-        # How a context is parted decides how sums are rounded. Guesses and other sequences are not to change a reply,
-        # so that of few rows it follows from the position of each alone, unless that makes more than a step may have:
-        # half of the parts that it has room for are for few rows, half for many.
-        usual = [self._usual_parts(1), self._usual_parts(len(many))]
-        room = [1 + ENOUGH_TASKS * MOST_THREADS // 2 // max(len(part), 1) for part in (few, many)]
-        blocks = self._parted(few, min(usual[0], room[0]), PAGES_OF_PART)
-        blocks += self._parted(many, min(usual[1], room[1]), PAGES_FOR_MANY)
-        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(blocks))
+        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(self._parted(blocks)))
 
     def _within_pages(self, sequence: int, row: int, start: int, count: int) -> list[_Block]:
-        """Blocks that end where pages do, as the rows of each block see the same pages."""
+        """Blocks that end where pages do, as the rows of each block see the same pages, and are equally high there."""
         found, t = [], 0
         while t < count:
-            rows = min(self.layout.block, count - t, self.layout.page - (start + t) % self.layout.page)
-            found.append((sequence, row + t, rows, start + t))
-            t += rows
+            here = min(count - t, self.layout.page - (start + t) % self.layout.page)
+            number = -(-here // self.layout.block)
+            for k in range(number):
+                first, end = t + k * here // number, t + (k + 1) * here // number
+                found.append((sequence, row + first, end - first, start + first))
+            t += here
         return found
 
-    def _usual_parts(self, blocks: int) -> int:
-        """In how many parts so many blocks with long contexts come, that all threads may have equal work."""
-        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), blocks * self.layout.kv_heads
+    def _usual_parts(self) -> int:
+        """In how many parts a row with a long context comes, that all threads may have equal work."""
+        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), self.layout.kv_heads
         return next(n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads)
 
-    def _parted(self, blocks: list[_Block], usual: int, least: int) -> list[tuple[int, ...]]:
-        """The blocks with part and parts, of at least so many pages each."""
+    def _parted(self, blocks: list[_Block]) -> list[tuple[int, ...]]:
+        """The blocks with part and parts. How a context is parted decides how sums are rounded. Chunks, guesses and
+        other sequences are not to change a reply, so it follows from the position of each row alone, unless that makes
+        more parts than a step has room for."""
+        usual = min(self._usual_parts(), 1 + ENOUGH_TASKS * MOST_THREADS // max(len(blocks), 1))
         found: list[tuple[int, ...]] = []
         for block in blocks:
-            parts = max(1, min(usual, (block[3] // self.layout.page + 1) // least))
+            parts = max(1, min(usual, (block[3] // self.layout.page + 1) // PAGES_OF_PART))
             found += [(*block, part, parts) for part in range(parts)]
         return found
 
