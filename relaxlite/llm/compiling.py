@@ -11,6 +11,7 @@ from relaxlite.driver import build as build_module
 from relaxlite.errors import ArtifactError, ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
+from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir.module import IRModule
@@ -124,18 +125,19 @@ def module_of(
 
 def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
     """Whether what it is multiplied by is rounded more where the step says that it may be."""
-    if weight.block_format is None:
-        return False
-    some = weight.grouped(slice(0, 1))
-    return coarse_rotation(some.coding, some.group, target, precision) > 1
+    some = _in_blocks(weight)
+    return some is not None and coarse_rotation(some.coding, some.group, target, precision) > 1
 
 
 def _is_integer(weight: Weight, target: Target, precision: str) -> bool:
     """Whether it is multiplied in integers."""
-    if weight.block_format is None:
-        return False
-    some = weight.grouped(slice(0, 1))
-    return are_integers(some.coding, some.group, target, precision)
+    some = _in_blocks(weight)
+    return some is not None and are_integers(some.coding, some.group, target, precision)
+
+
+def _in_blocks(weight: Weight) -> GroupedWeight | None:
+    """A row of it; None: its numbers lie in no blocks."""
+    return None if weight.block_format is None else weight.grouped(slice(0, 1))
 
 
 def _context(checkpoint: Checkpoint, max_context: int | None) -> int:

@@ -92,7 +92,7 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """B[..., k, n] as P[n / width, ..., k / group, width, group]; without the last dimension for groups of 1. `apart`:
-    how many dimensions stay in front of the panels."""
+    how many dimensions stay in front of the panels, of groups of 1."""
 
     width: int
     group: int = 1

@@ -131,10 +131,8 @@ class TiledRows(ManyRows):
         clear = everywhere(nest((row, lane), Store(totals, place, Literal(0.0, element.dtype))))
         others = down * ROWS - begin
         serial = replace(row, extent=ROWS - others, kind="serial"), lane
-        own, sums = (
-            {**at, self._row.var: at[self._row.var] + others},
-            Load(totals, (*place[:2], row.var + others, lane.var)),
-        )
+        own = {**at, self._row.var: at[self._row.var] + others}
+        sums = Load(totals, (down, across, row.var + others, lane.var))
         finish = everywhere(self._epilogue(serial, own, sums, masked=piece.masked))
         return Allocate(totals, seq(clear, *steps, finish))
 

@@ -34,12 +34,16 @@ def mixture(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
     flat = d.op("reshape", x, (rows, shape[-1]))
     weights, chosen = _choices(d, name, experts, flat)
     total = _shared(d, name, experts, flat)
-    are_stacked = all(d.can_stack([f"{name}.experts.{e}.{kind}" for e in range(experts.count)]) for kind in _KINDS)
-    if d.groups_rows and are_stacked:
+    if d.groups_rows and all(d.can_stack(_matrices(name, experts, kind)) for kind in _KINDS):
         total = _together(d, name, experts, flat, (weights, chosen), total)
     else:
         total = _one_by_one(d, name, experts, flat, (weights, chosen), total)
     return d.op("reshape", total, shape)
+
+
+def _matrices(name: str, experts: Experts, kind: str) -> list[str]:
+    """The names of that matrix of each expert."""
+    return [f"{name}.experts.{e}.{kind}" for e in range(experts.count)]
 
 
 def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
@@ -62,7 +66,7 @@ def _together(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[V
     own = d.op("gather", numbers, order, axis=0)
 
     def linear(kind: str, given: Expr) -> Var:
-        names = [f"{name}.experts.{e}.{kind}" for e in range(experts.count)]
+        names = _matrices(name, experts, kind)
         found = d.grouped(names, given, spans, own)
         if not experts.has_bias:
             return found
