@@ -197,8 +197,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 # Mixtures of experts
 
-WIDTHS = {"hidden": 64, "intermediate": 64}
-
 
 @pytest.mark.parametrize("name", ["experts", "gpt_oss", "experts, some layers, one shared"])
 def test_experts_together_give_what_they_give_one_by_one(name: str) -> None:

@@ -20,6 +20,8 @@ from relaxlite.frontend.llm.hf_quantized import METHODS, Quantization
 from relaxlite.frontend.llm.layers import Blocks
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
+from relaxlite.frontend.llm.step import build_step
+from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.compiling import build
 from relaxlite.passes.eliminate import eliminate_common
 from tests import tiny_llm
@@ -307,6 +309,24 @@ def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
     wanted = stored["model.layers.0.mlp.experts.2.down_proj.weight"]
     np.testing.assert_allclose(found["layers.0.experts.2.down"].to_float32(), wanted, rtol=2**-11, atol=1e-6)
     assert found["layers.0.router"].block_format is None
+
+
+@pytest.mark.parametrize("name", ["gptq, act-order", "gptq, act-order, zero points", "awq"])
+def test_experts_whose_columns_have_orders_of_their_own_are_multiplied_together(name: str, tmp_path: Path) -> None:
+    matrices = {key: shape for key, shape in MATRICES.items() if key.startswith("self_attn")}
+    matrices |= {f"mlp.experts.{e}.{part}": shape for e in range(3) for part, shape in MLP.items()}
+    norms = {f"model.layers.0.self_attn.{part}_norm.weight": np.ones(WIDTH, np.float32) for part in "qk"}
+    choose = np.random.default_rng(0).standard_normal((3, HIDDEN)).astype(np.float32)
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": INTER}
+    router = {"model.layers.0.mlp.gate.weight": choose}
+    save(tmp_path, *CASES[name][:2], matrices, norms | router, model_type="qwen3_moe", **experts)
+    checkpoint, found = read_checkpoint(tmp_path), []
+    for groups_rows in (False, True):
+        module = build_step(checkpoint, groups_rows=groups_rows)
+        assert ("grouped_matmul" in str(module)) == groups_rows
+        engine = CompiledEngine(rl.compile(module, precision="int16"))
+        found.append(engine.forward([(engine.new(), np.arange(20) % 8)], wanted=[20])[0])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-3 * abs(found[0]).max())
 
 
 def test_a_weight_that_is_stored_as_in_by_out_is_not_turned_again(tmp_path: Path) -> None:
