@@ -141,27 +141,26 @@ def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, preci
 MIXED = {"4 bits": 96, "4 bits, offsets": 33, "5 bits": 80, "5 bits, offsets": 31}  # columns
 
 
-def mixed_case(name: str, columns: int) -> tuple[BlockWeight, Array]:
-    """The same for products whose quads are mixed, eight at a time: activations which, mixed, are eight times integers
+def mixed_case(name: str, columns: int, rotation: int = 8) -> tuple[BlockWeight, Array]:
+    """The same for products whose quads are mixed, some at a time: activations which, mixed, are so many times integers
     with 127 among each block's."""
     weight, rng = weight_of(name, columns), np.random.default_rng(columns)
     block = weight.block
     numbers = rng.integers(-127, 128, (300, 192))
     peaks = np.arange(0, 192, block) + rng.integers(0, block, 192 // block)
     numbers[:, peaks] = rng.choice([-127, 127], (300, len(peaks)))
-    quads = numbers.reshape(300, 192 // 32, 8, 4)
-    x = np.stack(rotated([quads[:, :, q] for q in range(8)]), axis=2).reshape(300, 192).astype(np.float32)
+    quads = numbers.reshape(300, 192 // (4 * rotation), rotation, 4)
+    x = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2).reshape(300, 192).astype(np.float32)
     scales = rng.choice([0.5, 0.25], weight.scales.shape).astype(np.float16)
     return replace(weight, scales=scales, offsets=None if weight.offsets is None else -(scales * 2)), x
 
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [(name, "llvm") for name in MIXED]
-    + [(name, target) for target in (PORTABLE, WIDE, OLD, NARROW) for name in MIXED if name.startswith("4")],
+    [(name, target) for target in ("llvm", PORTABLE, WIDE, OLD, NARROW) for name in MIXED],
 )
 def test_sums_of_mixed_quads_are_exact_at_every_size(name: str, target: str) -> None:
-    weight, x = mixed_case(name, MIXED[name])
+    weight, x = mixed_case(name, MIXED[name], 8 if Target.parse(target).has_byte_products else 4)
     wanted = x.astype(np.float64) @ weight.values
     exe = rl.compile(product(weight, coarse=True), here(target), precision="int8")
     for m in ROWS:
@@ -429,22 +428,24 @@ def prefetches(program: TensorProgram) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("cpu", "panels"), [("icelake-server", 4), ("sapphirerapids", 4), ("znver5", 1), ("znver4", 0)]
+    ("cpu", "panels"), [("icelake-server", 4), ("sapphirerapids", 4), ("znver5", 1), ("znver4", 0), ("znver3", 4)]
 )
 def test_weights_are_asked_for_ahead_where_that_helps(cpu: str, panels: int) -> None:
-    """One row asks for its panels, four words and a vector of scales of each, more rows for two; tiles for four."""
+    """One row asks for its panels, four words and a vector of scales of each, more rows for two; tiles for four. Where
+    vectors are half a line, two words are asked for at a time."""
     target = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu -cores=2")
     module, _ = lowered(product(block_weight(DEPTH, 512)), str(target))
     (program,) = programs_with(module, "matmul_blocks").values()
     many = 0 if not panels else 4 + 2 if target.has("amx-int8") else 2  # with tiles, and where those are refused
     words, scales = program.params[3:5]
-    assert prefetches(program) == Counter({words.name: 4 * (panels + many), scales.name: panels + many})
+    lines = 4 * target.vector_bits // 512
+    assert prefetches(program) == Counter({words.name: lines * (panels + many), scales.name: panels + many})
     assert ("@llvm.prefetch" in emit_program("p", program, target)) == bool(panels)
 
 
-@pytest.mark.parametrize("target", [NARROW, "llvm -mcpu=znver5 -mtriple=x86_64-unknown-linux-gnu"])
-def test_panels_are_read_one_after_the_other_on_amd_and_where_vectors_are_short(target: str) -> None:
-    parsed = Target.parse(target)
+@pytest.mark.parametrize("cpu", ["znver4", "znver5", "x86-64-v2"])
+def test_panels_are_read_one_after_the_other_by_amds_wide_vectors_and_short_ones(cpu: str) -> None:
+    parsed = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
     assert parsed.streams_of_blocks == Streams(1, parsed.stream_ahead, parsed.stream_ahead)
 
 
@@ -456,6 +457,58 @@ def test_a_row_reads_panels_far_apart_side_by_side() -> None:
     found = {v.indices[0] for v in all_values(program.body) if isinstance(v, Load) and v.buffer is program.params[3]}
     # 35 panels: one row takes 11 times three and the last two, more rows 17 times two and the last one
     assert {str(panel) for panel in found if "jo" in str(panel)} == {"jo + u*11 + (l // 16)", "jo + u*17 + (l // 16)"}
+
+
+def pairs_of(weight: BlockWeight, precision: str, cores: int = 2) -> tuple[list[Intrinsic], set[str], TensorProgram]:
+    """The dot products, and the buffers, of a product for AVX2 alone."""
+    target = f"llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu -cores={cores}"
+    module, _ = lowered(product(weight, coarse=True), target, precision)
+    (program,) = programs_with(module, "matmul_blocks").values()
+    values = list(all_values(program.body))
+    dots = [v for v in values if isinstance(v, Intrinsic) and v.name == "dot4_words"]
+    buffers = {v.buffer.name for v in values if isinstance(v, Load)}
+    return dots, buffers, program
+
+
+def test_pairs_have_signed_codes_and_unsigned_bytes_of_rows() -> None:
+    """Two such products add up in 16 bits: 255 * 32 each."""
+    dots, buffers, _ = pairs_of(block_weight(DEPTH, COLUMNS), "auto")
+    bounds = {tuple(bound.value for bound in dot.args[3:] if isinstance(bound, Literal)) for dot in dots}
+    assert bounds == {(62, 128), (255, 32), (1, 32)}  # few rows, more of them, and the sum of codes
+    assert "unsigned" in buffers
+
+
+@pytest.mark.parametrize(("dtype", "is_part"), [("float16", True), ("float32", False)])
+def test_zero_points_are_part_of_the_multiply_add_only_where_that_is_exact(dtype: str, is_part: bool) -> None:
+    _, _, program = pairs_of(block_weight(DEPTH, COLUMNS, dtype=dtype), "auto")
+    found = {v.name for v in all_values(program.body) if isinstance(v, Intrinsic)}
+    assert ("fma" in found) == is_part
+
+
+@pytest.mark.parametrize(
+    ("bits", "zero", "precision"),
+    [(4, None, "int8"), (8, 128, "int8"), (8, 128, "int12")],  # no zero point; products too great for pairs
+)
+def test_rows_are_not_moved_where_that_is_of_no_use(bits: int, zero: int | None, precision: str) -> None:
+    weight = (
+        replace(block_weight(DEPTH, COLUMNS, bits=bits, zero=zero), offsets=None)
+        if zero
+        else block_weight(DEPTH, COLUMNS, bits=bits, zero=None)
+    )
+    module, _ = lowered(product(weight), "llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu", precision)
+    (program,) = programs_with(module, "matmul_blocks").values()
+    assert "unsigned" not in {v.buffer.name for v in all_values(program.body) if isinstance(v, Load)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "cores", "panels"), [(2048, 2, 8), (576, 2, 6), (192, 2, 6), (576, 16, 5), (8, 2, 8)]
+)
+def test_threads_get_equal_shares_of_panels_in_turn(columns: int, cores: int, panels: int) -> None:
+    _, _, program = pairs_of(block_weight(DEPTH, columns), "auto", cores)
+    widths = {
+        int(s.buffer.shape[1]) for s in walk_stmts(program.body) if isinstance(s, Allocate) and "tile" in s.buffer.name
+    }
+    assert 8 * min(panels, -(-columns // 8)) in widths
 
 
 @pytest.mark.parametrize(("columns", "panels"), [(2048, 4), (576, 3), (192, 3), (64, 2), (16, 1)])
@@ -606,8 +659,8 @@ class WrongBytes(ProgramRewriter):
         value = super().value(value)
         if not isinstance(value, Intrinsic) or value.name != "dot4_words":
             return value
-        total, a, b, most = value.args
-        return replace(value, args=(total, b, a, most))
+        total, a, b, *bounds = value.args
+        return replace(value, args=(total, b, a, *bounds))
 
 
 WRONG: dict[str, tuple[str, Callable[[IRModule], IRModule]]] = {

@@ -103,9 +103,8 @@ def words_program(lanes: int, kind: LoopKind, *, a: str, b: str, is_masked: bool
         half = Binary("and", Binary("shift_right", loaded, Literal(4, "int32")), Literal(0x0F0F0F0F, "int32"))
         return half if how == "made" else loaded
 
-    value = Intrinsic(
-        WORDS, (buffers["c"][J], word(buffers["a"], a), word(buffers["bb"], b), Literal(255, "int32")), "int32"
-    )
+    bounds = Literal(255, "int32"), Literal(128, "int32")
+    value = Intrinsic(WORDS, (buffers["c"][J], word(buffers["a"], a), word(buffers["bb"], b), *bounds), "int32")
     store: Any = Store(buffers["out"], (J,), value)
     body = For(J, sym(lanes), IfThenElse(less(J, N), store) if is_masked else store, kind)
     return TensorProgram(tuple(buffers.values()), (N,), body)
@@ -250,7 +249,8 @@ def test_words_are_unsigned_and_signed_bytes_and_sums_wrap() -> None:
     bytes_of_a, bytes_of_b = a.view(np.uint8).reshape(-1, 4), b.view(np.int8).reshape(-1, 4)
     exact = c + (bytes_of_a.astype(np.int64) * bytes_of_b).sum(axis=1)
     assert exact[:4].tolist() == [-(2**31) - 4 * 255 * 128, 2**31 - 1 + 4 * 255 * 127, -4 * 255, 5]
-    found = scalar_functions.apply_intrinsic(WORDS, (c, a, b, np.full(500, 255, np.int32)))
+    bounds = np.full(500, 255, np.int32), np.full(500, 128, np.int32)
+    found = scalar_functions.apply_intrinsic(WORDS, (c, a, b, *bounds))
     np.testing.assert_array_equal(found, exact.astype(np.int32))
 
 
@@ -272,9 +272,17 @@ def test_instructions_for_words(target: str, instructions: list[str]) -> None:
     assert machine.has_byte_products == any("vpdpbusd" in name for name in instructions)
 
 
-@pytest.mark.parametrize("most", [1, 15, 31, 63, 64, 127, 128, 255])
+@pytest.mark.parametrize(
+    ("most", "most_b"),
+    [
+        *((most, 128) for most in (1, 15, 31, 63, 64, 127, 128, 255)),
+        *((255, most) for most in (1, 8, 21, 22, 32, 33, 64, 65, 127)),
+        (127, 127),
+        (128, 127),
+    ],
+)
 @pytest.mark.parametrize("cpu", ["x86-64-v2", "x86-64-v3", "skylake-avx512", "znver4 -mattr=-sse4a"])
-def test_chains_of_products_of_small_numbers_are_exact(cpu: str, most: int) -> None:
+def test_chains_of_products_of_small_numbers_are_exact(cpu: str, most: int, most_b: int) -> None:
     """Sums of pairs in 16 bits are never cut off, and no longer chain than fits is summed there."""
     target, count = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu"), 20
     if not target.runs_here:
@@ -283,12 +291,13 @@ def test_chains_of_products_of_small_numbers_are_exact(cpu: str, most: int) -> N
     c, out = (Buffer.of(name, (COLUMNS,), "int32") for name in ("c", "out"))
     value: Value = c[J]
     for k in range(count):
-        value = Intrinsic(WORDS, (value, a[k, J], b[k, J], Literal(most, "int32")), "int32")
+        bounds = Literal(most, "int32"), Literal(most_b, "int32")
+        value = Intrinsic(WORDS, (value, a[k, J], b[k, J], *bounds), "int32")
     program = TensorProgram((a, b, c, out), (N,), For(J, sym(COLUMNS), Store(out, (J,), value), "vectorized"))
     rng = np.random.default_rng(most)
     codes = rng.integers(0, most + 1, (count, COLUMNS, 4)).astype(np.uint8)
-    factors = rng.integers(-128, 128, (count, COLUMNS, 4)).astype(np.int8)
-    codes[:, ::2], factors[:, ::4], factors[:, 2::4] = most, -128, 127
+    factors = rng.integers(-most_b, min(most_b, 127) + 1, (count, COLUMNS, 4)).astype(np.int8)
+    codes[:, ::2], factors[:, ::4], factors[:, 2::4] = most, -most_b, min(most_b, 127)
     start = rng.integers(-(2**31), 2**31, COLUMNS).astype(np.int32)
     got = np.zeros(COLUMNS, np.int32)
     words = [np.ascontiguousarray(x).view(np.int32)[..., 0] for x in (codes, factors)]

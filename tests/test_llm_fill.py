@@ -65,8 +65,9 @@ def rounding(target: Target, kind: str, precision: str) -> dict[str, set[tuple[i
         (WITH_DOTS, "q4_0", "int12", {(4, 1)}, {(4, 1)}),  # who asks for so many bits gets them
         (WITH_DOTS, "q4_0", "int16", {(8, 1)}, {(8, 1)}),
         (WITH_DOTS, "q4_0", "float32", set(), set()),
-        (WITH_PAIRS, "q4_0", "auto", {(4, 1)}, {(0, 8), (4, 1)}),
-        (WITH_PAIRS, "q5_0", "auto", {(4, 1)}, {(4, 1)}),  # mixed, they are more than pairs can be summed of
+        (WITH_PAIRS, "q4_0", "auto", {(4, 1)}, {(0, 4), (4, 1)}),  # of 8 quads no pairs could be summed
+        (WITH_PAIRS, "q5_0", "auto", {(4, 1)}, {(0, 4), (4, 1)}),
+        (WITH_PAIRS, "q8_0", "auto", set(), set()),
         (PORTABLE, "q4_0", "int8", {(0, 1)}, {(0, 1)}),
         (PORTABLE, "q4_0", "auto", set(), set()),
     ],

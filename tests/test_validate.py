@@ -563,7 +563,8 @@ def test_the_oracle_runs_programs_of_every_intrinsic(name: str) -> None:
     columns = [Buffer.of(f"x{k}", (8,), dtype or "float32") for k, dtype in enumerate(known.args)]
     parts: list[Value] = [column[j] for column in columns]
     if name in (LOOKUP, WORDS):  # tables and bounds are literals
-        parts[-4 if name == LOOKUP else -1 :] = [Literal(255, "int32")] * (4 if name == LOOKUP else 1)
+        count = 4 if name == LOOKUP else 2
+        parts[-count:] = [Literal(255, "int32")] * count
     inputs = columns[: sum(isinstance(part, Load) for part in parts)]
     out = Buffer.of("out", (8,), known.result or "float32")
     body = For(j, sym(8), Store(out, (j,), Intrinsic(name, tuple(parts), out.dtype)))

@@ -40,6 +40,7 @@ LOW_BITS: Mapping[str, int] = {"int8": 0, "int12": 4, "int16": 8}
 """Bits of an activation beyond eight, in each precision."""
 _DEFAULT = LOW_BITS["int12"]
 _ROTATION = 8  # quads, which 8 bits are good enough for
+_PAIRED_ROTATION = 4  # where bytes are multiplied in pairs: two products add up in 16 bits, of 8 quads only one
 _PAIRED_BITS = 7  # of codes, whose products can be summed in pairs as they are (codegen/llvm/byte_pairs.py)
 
 
@@ -76,8 +77,9 @@ def are_integers(coding: Coding, block: int, target: Target, precision: str) -> 
 def coarse_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
     """How many quads are mixed, to round to 8 bits what weights marked as `coarse` are multiplied by; 1: that would not
     be good enough, not be faster, or more bits are asked for."""
-    rotation = min(coding.longest_rotation(block), _ROTATION)
-    if rotation < _ROTATION or precision not in ("auto", "bf16", "int8"):
+    wanted = _ROTATION if target.has_byte_products else _PAIRED_ROTATION
+    rotation = min(coding.longest_rotation(block), wanted)
+    if rotation < wanted or precision not in ("auto", "bf16", "int8"):
         return 1
     has_pairs = target.has_byte_pairs and coding.rotated(rotation).greatest.bit_length() <= _PAIRED_BITS
     return rotation if target.has_byte_products or has_pairs else 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.ir.intrinsics import WORDS
@@ -32,6 +32,7 @@ from relaxlite.ir.program import (
     LetIndex,
     Literal,
     Load,
+    LoopKind,
     Prefetch,
     Seq,
     Stmt,
@@ -85,14 +86,15 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
     row = block.row_loop(column)
     kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
     vectors = max(1, min(MOST_VECTORS, target.num_vector_registers * 3 // 4 // max(kept, 1)))
-    if target.vector_bits < 8 * LINE:
+    panels = target.streams_of_blocks.panels
+    if target.vector_bits < 8 * LINE and panels == 1:
         return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
-    alone = _side_by_side(column.extent, lanes, target.streams_of_blocks.panels, max(target.cores, 1))
+    alone = side_by_side(column.extent, lanes, panels, max(target.cores, 1))
     return BlockProduct(block, column, row, vectors, alone, panel=1)
 
 
-def _side_by_side(columns: SymExpr, lanes: int, most: int, cores: int) -> int:
-    """How many panels one row takes at a time: `most`, or fewer where the threads' shares are more equal so."""
+def side_by_side(columns: SymExpr, lanes: int, most: int, cores: int, least: int = 1) -> int:
+    """How many panels a tile takes at a time: `most`, or fewer where the threads' shares are more equal so."""
     width = as_int(columns)
     if width is None:
         return most
@@ -100,7 +102,7 @@ def _side_by_side(columns: SymExpr, lanes: int, most: int, cores: int) -> int:
     def longest_share(panels: int) -> int:
         return panels * -(-width // (panels * lanes * cores))
 
-    return min(range(most, 0, -1), key=longest_share)
+    return min(range(most, least - 1, -1), key=longest_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,8 @@ def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larg
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
 
-    def tiles(tile: Tile, vectors: int = found.vectors) -> Stmt:
-        pieces = column_pieces(column.extent, lanes, vectors, spread=found.panel < vectors)
+    def tiles(tile: OneRow | ManyRows, vectors: int = found.vectors) -> Stmt:
+        pieces = column_pieces(column.extent, lanes, vectors, spread=tile.is_spread and found.panel < vectors)
         across = SymVar(f"{column.var.name}o", lower=0)
         down = SymVar("row" if row is None else f"{row.var.name}o", lower=0)
         body = by_piece(pieces, across, lambda piece, number: tile(piece, number, down))
@@ -155,11 +157,14 @@ class BlockTile(Tile):
         if not self.ahead:
             return []
         found = [load for load in loads(update) if len(load.indices) > 1 and load.indices[-1] is self.column.var]
-        lines = list({(load.buffer, load.indices): load for load in found}.values())
-        if not lines:
+        vectors = {(load.buffer, load.indices): load for load in found}.values()
+        if not vectors:
             return []
         bytes_of: Counter[Buffer] = Counter()
-        for load in lines:
+        lines: list[Load] = []  # those with which a line begins, where a line is several vectors
+        for load in vectors:
+            if bytes_of[load.buffer] % LINE == 0:
+                lines.append(load)
             bytes_of[load.buffer] += self.lanes * dtypes.itemsize(load.dtype)
         later = step + -(-self.ahead // max(bytes_of.values()))
         return [
@@ -181,6 +186,7 @@ class OneRow(BlockTile):
     """Tiles of one row, whose sums are in registers."""
 
     __slots__ = ()
+    is_spread: ClassVar[bool] = True
 
     def _sums(
         self, loops: TileLoops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool
@@ -197,6 +203,8 @@ class ManyRows(BlockTile):
     """Tiles that go over all their rows in every step."""
 
     __slots__ = ()
+    parts: ClassVar[LoopKind] = "unrolled"  # the loop that makes what rows share, for each vector of columns
+    is_spread: ClassVar[bool] = True  # where a tile has several vectors, they may be in panels far from each other
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)
@@ -231,10 +239,15 @@ class ManyRows(BlockTile):
         guard = GuardLoads(self._guard(at), {part.var, lane.var}) if piece.masked else None
 
         across = part.var, lane.var
-        value, kept = hoisted(update.value, self.column, self._row, (sym(piece.vectors), sym(self.lanes)), across)
-        keep = Substitute(at).stmt(nest((part, lane), seq(*(Store(b, across, v) for b, v in kept))))
+        kept = kept_parts(update.value, self.column, self._row, (sym(piece.vectors), sym(self.lanes)))
+        of_rows = self.kept_of_rows(update.value)
+        value = Instead({**reads(kept, across), **reads(of_rows, (lane.var,))}).value(update.value)
+        each = replace(part, kind=self.parts)
+        keep = Substitute(at).stmt(nest((each, lane), seq(*(Store(b, across, v) for b, v in kept))))
         keep = Substitute(fresh=True).stmt(keep if guard is None else guard.stmt(keep))
-        body = seq(*asked, keep, nest(loops, Store(totals, place, Substitute(at).value(value), "add")))
+        here = Substitute(at)
+        added = Store(totals, place, here.value(value), "add")
+        body = seq(*asked, keep, self.over_rows(loops, added, [(b, here.value(v)) for b, v in of_rows]))
         for buffer, _ in kept:
             body = Allocate(buffer, body)
         clear = nest(loops, Store(totals, place, Literal(0.0, element.dtype)))
@@ -243,16 +256,35 @@ class ManyRows(BlockTile):
         fresh = Substitute(fresh=True)
         return Allocate(totals, seq(fresh.stmt(clear), fresh.stmt(replace(steps, body=body)), epilogue))
 
+    def kept_of_rows(self, value: Value) -> list[tuple[Buffer, Value]]:
+        """Buffers of one vector for what moves along the rows and not along the columns."""
+        return []
+
+    def over_rows(self, loops: TileLoops, body: Store, of_rows: list[tuple[Buffer, Value]]) -> Stmt:
+        """What a block adds, of all rows, vectors and lanes."""
+        return nest(loops, body)
+
 
 def hoisted(
     value: Value, column: For, row: For, shape: tuple[SymExpr, ...], place: tuple[SymExpr, ...]
 ) -> tuple[Value, list[tuple[Buffer, Value]]]:
     """The value with all that moves along the columns and not along the rows read from registers, at `place` of buffers
     of this shape, and what these buffers hold. The same of rows, the other way round."""
+    kept = kept_parts(value, column, row, shape)
+    return Instead(reads(kept, place)).value(value), kept
+
+
+def kept_parts(
+    value: Value, column: For, row: For | None, shape: tuple[SymExpr, ...], name: str = "kept"
+) -> list[tuple[Buffer, Value]]:
+    """The largest parts that move along the columns and not along the rows, each with a buffer for it."""
     parts = _of_columns(value, column, row)
-    kept = [Buffer(f"kept{k}", shape, part.dtype, "local") for k, part in enumerate(parts)]
-    instead = {id(part): Load(buffer, place) for part, buffer in zip(parts, kept, strict=True)}
-    return Instead(instead).value(value), list(zip(kept, parts, strict=True))
+    return [(Buffer(f"{name}{k}", shape, part.dtype, "local"), part) for k, part in enumerate(parts)]
+
+
+def reads(kept: list[tuple[Buffer, Value]], place: tuple[SymExpr, ...]) -> dict[int, Value]:
+    """By the identity of a part, where it is read from."""
+    return {id(part): Load(buffer, place) for buffer, part in kept}
 
 
 def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:

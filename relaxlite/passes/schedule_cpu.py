@@ -88,6 +88,7 @@ from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filter
 from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_groups import Groups, groups_of, tiled_groups
 from relaxlite.passes.schedule_halves import by_halves
+from relaxlite.passes.schedule_pairs import by_pairs
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
 from relaxlite.passes.schedule_reduction import (
     Block,
@@ -499,6 +500,8 @@ class _Rules:
         """How many rows are multiplied with weights in blocks, where that is not as a few rows are."""
         if self.target.has("amx-int8"):
             return by_tiles
+        if self.target.has_byte_pairs and not self.target.has_byte_products:
+            return by_pairs(self.target.cores)
         return by_halves if self.target.adds_beside_products else None
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:

@@ -81,13 +81,14 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, streams: Strea
     many = ManyRows(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
     best = None if larger is None else larger(many, found.vectors)
-    pieces = column_pieces(column.extent, lanes, max(found.alone, found.vectors))
+    widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)
+    pieces = column_pieces(column.extent, lanes, widest)
     across = SymVar(f"{column.var.name}o")
 
     def tiles(best: Faster | None) -> Stmt:
         def of_piece(piece: ColumnPiece, number: SymExpr) -> Stmt:
-            def all_rows(tile: BlockTile, vectors: int) -> Stmt:
-                return _all_rows(tile, piece, number, vectors, spread=found.panel < vectors)
+            def all_rows(tile: OneRow | ManyRows, vectors: int) -> Stmt:
+                return _all_rows(tile, piece, number, vectors, spread=tile.is_spread and found.panel < vectors)
 
             rest = all_rows(many, found.vectors)
             if best is not None:

@@ -27,8 +27,8 @@ ORIGIN = 3 << 22
 _ONES, _SIGN = 0x01010101, 128
 _SIGNS = _SIGN * _ONES - (1 << 32)
 _BITS = {"float16": 11, "bfloat16": 8, "int8": 8, "uint8": 8}  # of a number, without its exponent
-_FLOAT_BITS = 24
-_EXACT = _FLOAT_BITS - (ORIGIN >> 22).bit_length()
+FLOAT_BITS = 24
+_EXACT = FLOAT_BITS - (ORIGIN >> 22).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Products:
         for part in walk_values(value):
             if not isinstance(part, Binary) or part.op != "mul" or not isinstance(part.a, Cast):
                 continue
-            if part.a.x is self.value and rows not in symbols_of(part.b) and _significant(part.b) <= _EXACT:
+            if part.a.x is self.value and rows not in symbols_of(part.b) and significant(part.b) <= _EXACT:
                 offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
                 found = Instead({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
                 return None if any(v is self.value for v in walk_values(found)) else found
@@ -136,10 +136,10 @@ def _sums(value: Value) -> Sums | None:
 def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     """Zero points that starts stand for go into the codes. Two sums are one where shifted codes are bytes, too."""
     last = sums[-1]
-    zeros, greatest, codes = _zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
+    zeros, greatest, codes = zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
     is_signed = any(zeros) and all(z == _SIGN or greatest < _SIGN for z in zeros)
     if is_signed:
-        codes = [_less(code, zero) for code, zero in zip(codes, zeros, strict=True)]
+        codes = [less_zero(code, zero) for code, zero in zip(codes, zeros, strict=True)]
     x = tuple(s.x for s in sums)
     start = None if is_signed or _zero_of(last.start) == 0 else last.start
     follows = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
@@ -152,14 +152,14 @@ def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
 
 
-def _less(code: Scalar, zero: int) -> Scalar:
+def less_zero(code: Scalar, zero: int) -> Scalar:
     """Each byte of a quad less the zero point, as a signed byte."""
     if zero == _SIGN:
         return code.binary("xor", _SIGNS)
     return ((code | _SIGNS) - zero * _ONES).binary("xor", _SIGNS) if zero else code  # no byte borrows from the next
 
 
-def _zeros_of(summed: Sum) -> list[int]:
+def zeros_of(summed: Sum) -> list[int]:
     """What the start takes off each quad; nothing where that is not known."""
     zero = _zero_of(summed.start)
     if zero is not None:
@@ -230,7 +230,7 @@ def _chain(value: Value) -> tuple[Value, list[_Term]]:
     """What a chain of dot products starts from, and its terms."""
     terms: list[_Term] = []
     while isinstance(value, Intrinsic) and value.name == WORDS:
-        total, code, word, greatest = value.args
+        total, code, word, greatest, _ = value.args
         if not isinstance(word, Intrinsic) or word.name != WORD or not isinstance(word.args[0], Load):
             return value, []
         if not isinstance(greatest, Literal):
@@ -240,10 +240,10 @@ def _chain(value: Value) -> tuple[Value, list[_Term]]:
     return value, terms[::-1]
 
 
-def _significant(value: Value) -> int:
+def significant(value: Value) -> int:
     """How many bits a float32 needs at most, its exponent aside."""
     if isinstance(value, Cast) and value.dtype == "float32" and isinstance(value.x, Load):
-        return _BITS.get(value.x.dtype, _FLOAT_BITS)
+        return _BITS.get(value.x.dtype, FLOAT_BITS)
     if isinstance(value, Binary) and value.op == "mul":
-        return min(_FLOAT_BITS, _significant(value.a) + _significant(value.b))
-    return _FLOAT_BITS
+        return min(FLOAT_BITS, significant(value.a) + significant(value.b))
+    return FLOAT_BITS

@@ -3,9 +3,9 @@
     pairs  = pmaddubsw(a, b)     16 bits: a0*b0 + a1*b1, which must not leave them, as it would be cut off
     total += pmaddwd(pairs, 1)   32 bits: pairs0 + pairs1
 
-With b of -128..127 a sum of pairs stays below 2**15 while the greatest values of its a add up to no more than 127; so
-the pairs of several products with small a are summed in 16 bits. Bytes above 127 are cut in two,
-a = (a & 127) + 128 * (a >> 7).
+A sum of pairs stays below 2**15 while the greatest products that go into it add up to no more than 2**14 - 1; so the
+pairs of several products of small numbers are summed in 16 bits. Where a single product may be greater, bytes above 127
+are cut in two, a = (a & 127) + 128 * (a >> 7).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.widths import widest_lanes
-from relaxlite.ir.intrinsics import WORDS
+from relaxlite.ir.intrinsics import MOST_OF_PAIRS, WORDS
 from relaxlite.ir.program import Intrinsic, Literal, Value
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-_MOST = 127  # that the greatest values of a in one sum of pairs add up to: 2 * 127 * 128 < 2**15
+_LOW = 127  # of a byte that is cut in two
 _ONES = 0x01010101
 
 
@@ -50,19 +50,20 @@ def pair_lanes(target: Target, lanes: int) -> int:
 
 def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], width: int) -> Val:
     """A chain of dot products of words, `width` lanes at a time."""
-    mosts: list[int] = []
+    mosts: list[tuple[int, int]] = []
     words: list[tuple[Value, Value]] = []
     start: Value = value
     while isinstance(start, Intrinsic) and start.name == WORDS:
-        start, a, b, most = start.args
+        start, a, b, *greatest = start.args
         words.append((a, b))
-        mosts.append(int(most.value) if isinstance(most, Literal) else 0xFF)
+        most_a, most_b = (int(g.value) if isinstance(g, Literal) else 0xFF for g in greatest)
+        mosts.append((min(most_a, 0xFF), min(most_b, 0x80)))
     operands = [emit_value(k, x) for x in (start, *(a for a, _ in words), *(b for _, b in words))]
 
     def chain(total: Val, *factors: Val) -> Val:
         sums = _Sums(k.e, total)
         for a, b, most in zip(factors[: len(words)], factors[len(words) :], mosts, strict=True):
-            sums.add(a, b, most)
+            sums.add(a, b, *most)
         return sums.total()
 
     return k.e.by_parts([k.e.splat(x, k.lanes) for x in operands], width, chain)
@@ -74,16 +75,16 @@ class _Sums:
     def __init__(self, e: Emitter, total: Val) -> None:
         self._e, self._total = e, total
         self._instructions = INSTRUCTIONS[32 * total.lanes]
-        self._waiting: dict[int, tuple[Val, int]] = {}  # times -> pairs, and what the greatest a add up to
+        self._waiting: dict[int, tuple[Val, int]] = {}  # times -> pairs, and what their greatest products add up to
 
-    def add(self, a: Val, b: Val, most: int) -> None:
-        """The products of the bytes of a, at most `most`, with those of b."""
-        if most <= _MOST:
-            self._wait(a, b, most, 1)
+    def add(self, a: Val, b: Val, most_a: int, most_b: int) -> None:
+        """The products of the bytes of a, at most `most_a`, with those of b, at most `most_b` in magnitude."""
+        if most_a * most_b <= MOST_OF_PAIRS:
+            self._wait(a, b, most_a * most_b, 1)
             return
-        self._wait(self._e.binary("and", a, self._all(_MOST)), b, _MOST, 1)
+        self._wait(self._e.binary("and", a, self._all(_LOW)), b, _LOW * most_b, 1)
         high = self._e.binary("lshr", a, int_const(7, "i32"))
-        self._wait(self._e.binary("and", high, self._all(1)), b, 1, _MOST + 1)
+        self._wait(self._e.binary("and", high, self._all(1)), b, most_b, _LOW + 1)
 
     def total(self) -> Val:
         for times in list(self._waiting):
@@ -92,7 +93,7 @@ class _Sums:
 
     def _wait(self, a: Val, b: Val, most: int, times: int) -> None:
         e, lanes = self._e, a.lanes
-        if times in self._waiting and self._waiting[times][1] + most > _MOST:
+        if times in self._waiting and self._waiting[times][1] + most > MOST_OF_PAIRS:
             self._flush(times)
         bytes_of = [e.op(f"bitcast {x} to <{4 * lanes} x i8>", "i8", 4 * lanes) for x in (a, b)]
         pairs = e.call(self._instructions.pairs, bytes_of, "i16", 2 * lanes, "pairs")

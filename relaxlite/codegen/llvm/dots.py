@@ -47,7 +47,7 @@ def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel,
     """The same of operands that are words already."""
     if width := byte_pairs.pair_lanes(k.e.target, k.lanes):
         return byte_pairs.emit_dots(k, value, emit_value, width)
-    c, a, b, _ = (emit_value(k, x) for x in value.args)
+    c, a, b = (emit_value(k, x) for x in value.args[:3])
     name = "dot4_u8s8"
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
     if width and (a.lanes or b.lanes):

@@ -322,7 +322,7 @@ class GatherBlocks(BlocksOp):
 
 def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
     """total + a . b, the bytes of a being no greater than that."""
-    return Intrinsic(WORDS, (total, a, b, literal(greatest, "int32")), "int32")
+    return Intrinsic(WORDS, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
 
 
 @dataclass(frozen=True, slots=True)
