@@ -490,11 +490,7 @@ def test_zero_points_are_part_of_the_multiply_add_only_where_that_is_exact(dtype
     [(4, None, "int8"), (8, 128, "int8"), (8, 128, "int12")],  # no zero point; products too great for pairs
 )
 def test_rows_are_not_moved_where_that_is_of_no_use(bits: int, zero: int | None, precision: str) -> None:
-    weight = (
-        replace(block_weight(DEPTH, COLUMNS, bits=bits, zero=zero), offsets=None)
-        if zero
-        else block_weight(DEPTH, COLUMNS, bits=bits, zero=None)
-    )
+    weight = block_weight(DEPTH, COLUMNS, bits=bits, zero=zero)
     module, _ = lowered(product(weight), "llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu", precision)
     (program,) = programs_with(module, "matmul_blocks").values()
     assert "unsigned" not in {v.buffer.name for v in all_values(program.body) if isinstance(v, Load)}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from relaxlite.ir.expr import Expr
+from relaxlite.ir.intrinsics import NEAREST
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import QUAD, Array, rotated
 from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.scalars import Scalar, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, loops, reduce, seq
+from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Stmt, Store, Value, loops, reduce, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
@@ -75,7 +77,8 @@ class QuantizeBlocks(Op):
 
             def number(b: SymExpr) -> Stmt:
                 scaled = Scalar(given(b)) * Scalar(factor[()]) * float(unit)
-                return Store(numbers, (b,), scaled.unary("round").cast("int32").value)
+                nearest = Scalar(Intrinsic(NEAREST, (scaled.value,), "int32"))  # no number is near its limits
+                return Store(numbers, (b,), select(scaled.compare("eq", scaled), nearest, 0).value)
 
             def high(b: SymExpr) -> Scalar:
                 whole = Scalar(numbers[(b,)])
@@ -92,7 +95,7 @@ class QuantizeBlocks(Op):
             inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             groups = block // (rotation * QUAD)
             return seq(
-                *([loops("tb", (sym(groups), sym(QUAD)), mix)] if rotation > 1 else []),
+                *(loops("b", (sym(QUAD),), partial(mix, sym(t))) for t in range(groups if rotation > 1 else 0)),
                 reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(given(b)).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
