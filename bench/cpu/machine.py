@@ -21,7 +21,7 @@ from relaxlite.runtime import memory, threadpool
 from relaxlite.runtime.native import load_objects
 from relaxlite.target import Target
 
-CHAINS = 24  # independent accumulators: latency of a multiply-add times its throughput, with room
+CHAINS = 12  # independent accumulators: latency of a multiply-add times its throughput, with room, in 16 registers
 STEPS = 20_000  # of all chains, per turn of the fma kernel: 65 us at two 512-bit operations per cycle
 PARTS = 4  # vectors of a copy's or a read's step: 256 bytes with 512-bit vectors
 PAIRS = 4  # of a read's accumulators, each of PARTS vectors
