@@ -485,6 +485,17 @@ def test_zero_points_are_part_of_the_multiply_add_only_where_that_is_exact(dtype
     assert ("fma" in found) == is_part
 
 
+def test_sums_that_no_float_holds_are_rounded_alike_for_many_rows() -> None:
+    """Of 256 codes less 16 and numbers of 12 bits, moved to start at 0: up to 17 million."""
+    rng = np.random.default_rng(0)
+    x = rng.choice(np.float32([1, 2031 / 2032]), (16, 512))
+    x[:, ::256] = 1
+    weight = block_weight(512, 64, bits=5, block=256, zero=16)
+    weight = replace(weight, codes=rng.integers(0, 2, weight.codes.shape).astype(np.uint8))
+    exe = rl.compile(product(weight), here(PORTABLE), precision="int12")
+    np.testing.assert_array_equal(exe(x), np.concatenate([exe(x[i : i + 1]) for i in range(16)]))
+
+
 @pytest.mark.parametrize(
     ("bits", "zero", "precision"),
     [(4, None, "int8"), (8, 128, "int8"), (8, 128, "int12")],  # no zero point; products too great for pairs

@@ -104,12 +104,17 @@ class _Bytes:
         codes = [less_zero(Scalar(c), z).value for c, z in zip(self._last.codes, self._zeros, strict=True)]
         total, added = self._total(self._moved(codes)), self._added(codes)
         scaled = _scaled(self._value, self._found.value)
-        bits = (QUAD * sum(self._most) * (self._moved_by // SIGN)).bit_length()  # of what is added, but for zeros
-        if scaled is None or self._row.var in symbols_of(scaled.b) or significant(scaled.b) + bits > FLOAT_BITS:
+        if scaled is None or not self._is_exact(scaled.b):
             return self._with(stmt, self._found.value, total + added)
-        offset = Scalar(scaled.b) * added.cast("float32")  # exact, so that the sum is rounded once
+        offset = Scalar(scaled.b) * added.cast("float32")
         made = Intrinsic("fma", (total.cast("float32").value, scaled.b, offset.value), "float32")
         return self._with(stmt, scaled, Scalar(made))
+
+    def _is_exact(self, scale: Value) -> bool:
+        """Whether scale * total + scale * added, for a scale of the columns, is rounded once only: a float holds the
+        second product, a multiple of SIGN * scale. It holds the total, too, as all scales have 8 bits or more."""
+        bits = (QUAD * sum(self._most) * (self._moved_by // SIGN)).bit_length()
+        return self._row.var not in symbols_of(scale) and significant(scale) + bits <= FLOAT_BITS
 
     def _with(self, stmt: Stmt, value: Value, other: Scalar) -> Stmt:
         return Instead({id(value): other.value}).stmt(stmt)
