@@ -396,11 +396,12 @@ def quantized_convolution() -> onnx.ModelProto:
 
 
 def quantized_recurrence(width: int = 12, hidden: int = 8) -> onnx.ModelProto:
-    """What onnxruntime's dynamic quantization makes of a bidirectional LSTM and of the product after it."""
+    """What onnxruntime's dynamic quantization makes of a bidirectional LSTM and of the product after it, with weights
+    of 7 bits: without VNNI it sums products of pairs in 16 bits, and cuts off those of 8."""
     n = Net(43)
 
     def weights(*shape: int) -> str:
-        return n.const(n.rng.integers(-127, 128, shape), np.int8)
+        return n.const(n.rng.integers(-63, 64, shape), np.int8)
 
     scales, zeros = n.const([0.004, 0.003], np.float32), n.const([0, 0], np.int8)
     y, h = n.op("DynamicQuantizeLSTM", "x", weights(2, width, 4 * hidden), weights(2, hidden, 4 * hidden),

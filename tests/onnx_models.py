@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.verifier import verify
+from tests.ort_reference import session
 
 Dims = Sequence["int | str | None"]
 
@@ -82,8 +82,7 @@ def run(proto: onnx.ModelProto | IRModule, *inputs: Any, **options: Any) -> Any:
 def onnxruntime_result(proto: onnx.ModelProto, feeds: dict[str, Any]) -> Any:
     """What onnxruntime makes of the model."""
     proto.ir_version = 9
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return session(proto).run(None, feeds)
 
 
 def input_dims(module: IRModule) -> dict[str, list[str]]:

@@ -450,8 +450,13 @@ def test_dynamic_quantize_linear(x: Any) -> None:
         check(a, b)
 
 
+def seven_bits(*shape: int) -> Any:
+    """Weights whose products onnxruntime can sum in pairs of 16 bits, as it does without VNNI; it cuts off others."""
+    return integers("int8", *shape) // np.int8(2)
+
+
 def test_qlinear_matmul() -> None:
-    a, b = integers("uint8", 3, 7), integers("int8", 7, 4)
+    a, b = integers("uint8", 3, 7), seven_bits(7, 4)
     scales = [np.float32(0.02), positive(4) / 50, np.float32(0.4)]
     zeros = [np.uint8(120), np.zeros(4, np.int8), np.uint8(100)]
     operands = [a, scales[0], zeros[0], b, scales[1], zeros[1], scales[2], zeros[2]]
@@ -460,7 +465,7 @@ def test_qlinear_matmul() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_qlinear_conv(has_bias: bool) -> None:
-    x, w = integers("uint8", 2, 3, 6, 5), integers("int8", 4, 3, 3, 2)
+    x, w = integers("uint8", 2, 3, 6, 5), seven_bits(4, 3, 3, 2)
     scales = [np.float32(0.02), positive(4) / 50, np.float32(0.6)]
     zeros = [np.uint8(120), np.zeros(4, np.int8), np.uint8(100)]
     operands = [x, scales[0], zeros[0], w, scales[1], zeros[1], scales[2], zeros[2]]

@@ -115,9 +115,10 @@ def test_other_products_stay_what_they_are(target: str, depth: int) -> None:
     context = PassContext(Target.parse(target))
     assert run_passes(made, [PASSES["byte_products"]], context) is made
     assert counts(made, context.target) == [0]
-    x, zero = integers((5, depth), "uint8"), integers((), "uint8")
-    wanted = (x.astype(np.int32) - zero) @ w.astype(np.int32)
-    np.testing.assert_array_equal(rl.compile(made, target=target)(x, zero), wanted)
+    if context.target.runs_here:
+        x, zero = integers((5, depth), "uint8"), integers((), "uint8")
+        wanted = (x.astype(np.int32) - zero) @ w.astype(np.int32)
+        np.testing.assert_array_equal(rl.compile(made, target=target)(x, zero), wanted)
 
 
 def quantized_float_product(

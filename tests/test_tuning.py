@@ -194,7 +194,7 @@ def test_a_missing_file_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", [ScheduleChoice(rows=3, vectors=2), ScheduleChoice(vectors=1, outer="rows")], ids=str
+    "choice", [ScheduleChoice(rows=3, vectors=1), ScheduleChoice(vectors=1, outer="rows")], ids=str
 )
 def test_compiling_follows_the_database(choice: ScheduleChoice, tmp_path: Path) -> None:
     module = product_module()
@@ -361,7 +361,8 @@ def test_tune_writes_what_compile_reads(
     assert cli.main(["compile", model, "--tuning", "m.tuning.json", "-o", "tuned.rlx"]) == 0
     assert cli.main(["compile", model, "-o", "usual.rlx"]) == 0
     exes = [rl.load("tuned.rlx"), rl.load("usual.rlx")]
-    assert exes[0].data.constants[0].shape != exes[1].data.constants[0].shape
+    if HOST.num_vector_registers == 32:  # with 16, two vectors are as wide as usual
+        assert exes[0].data.constants[0].shape != exes[1].data.constants[0].shape
     for n in (1, 7, 64):
         np.testing.assert_allclose(*(exe(sample(n)["x"]) for exe in exes), rtol=1e-5, atol=1e-5)
 
