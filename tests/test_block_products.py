@@ -89,10 +89,12 @@ WEIGHTS: dict[str, tuple[int, int, int | None, str, tuple[int, ...]]] = {
     "4 bits, a table": (4, 32, 128, "float16", (31, 80)),
     "4 bits, a table of few bits": (4, 32, 12, "float32", (33,)),
     "4 bits, a table, offsets": (4, 16, None, "float16", (48,)),
+    "4 bits, a table around 64": (4, 32, 64, "float16", (48,)),
 }
 TABLES = {
     "4 bits, a table": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
     "4 bits, a table of few bits": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
+    "4 bits, a table around 64": (128, 0, 64, 1, 127, 2, 3, 60, 61, 62, 63, 65, 66, 67, 68, 100),
     "4 bits, a table, offsets": (255, 0, 1, 2, 3, 4, 5, 6, 7, 8, 250, 251, 252, 253, 254, 128),
 }
 CASES = [(name, columns, "llvm") for name, (*_, widths) in WEIGHTS.items() for columns in widths]
@@ -180,7 +182,7 @@ def rounded(x: Array, block: int, low_bits: int) -> Array:
     return np.asarray((high.astype(np.float64) * (top.astype(np.float64) / greatest)).reshape(x.shape))
 
 
-@pytest.mark.parametrize("target", ["llvm", PORTABLE], ids=["host", "avx2"])
+@pytest.mark.parametrize("target", ["llvm", PORTABLE, OLD], ids=["host", "avx2", "ssse3"])
 @pytest.mark.parametrize("precision", LOW_BITS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_round_alike_among_any_number_of_others(name: str, precision: str, target: str) -> None:

@@ -123,7 +123,7 @@ def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larg
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
 
-    def tiles(tile: OneRow | ManyRows, vectors: int = found.vectors) -> Stmt:
+    def tiles(tile: BlockTile, vectors: int = found.vectors) -> Stmt:
         pieces = column_pieces(column.extent, lanes, vectors, spread=tile.is_spread and found.panel < vectors)
         across = SymVar(f"{column.var.name}o", lower=0)
         down = SymVar("row" if row is None else f"{row.var.name}o", lower=0)
@@ -147,6 +147,7 @@ class BlockTile(Tile):
     """A tile that asks for weights `ahead` bytes before it loads them. Its rows are those from `origin` on of
     `all_rows`; None: they are all there are."""
 
+    is_spread: ClassVar[bool] = True  # where a tile has several vectors, they may be in panels far from each other
     ahead: int = 0
     origin: SymExpr = sym(0)
     all_rows: SymExpr | None = None
@@ -186,7 +187,6 @@ class OneRow(BlockTile):
     """Tiles of one row, whose sums are in registers."""
 
     __slots__ = ()
-    is_spread: ClassVar[bool] = True
 
     def _sums(
         self, loops: TileLoops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool
@@ -204,7 +204,11 @@ class ManyRows(BlockTile):
 
     __slots__ = ()
     parts: ClassVar[LoopKind] = "unrolled"  # the loop that makes what rows share, for each vector of columns
-    is_spread: ClassVar[bool] = True  # where a tile has several vectors, they may be in panels far from each other
+
+    @property
+    def of_rows(self) -> set[SymVar]:
+        """What changes from block to block, and from row to row."""
+        return {self.steps.var, *(() if self.row is None else (self.row.var,)), *self.origin.free_vars()}
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         first, top = self._first(piece, number), SymVar(f"{self._row.var.name}0", lower=0)

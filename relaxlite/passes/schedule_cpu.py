@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from relaxlite import dtypes
@@ -501,7 +501,7 @@ class _Rules:
         if self.target.has("amx-int8"):
             return by_tiles
         if self.target.has_byte_pairs and not self.target.has_byte_products:
-            return by_pairs(self.target.cores)
+            return partial(by_pairs, target=self.target)
         return by_halves if self.target.adds_beside_products else None
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:

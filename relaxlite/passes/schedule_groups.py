@@ -87,7 +87,7 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, streams: Strea
 
     def tiles(best: Faster | None) -> Stmt:
         def of_piece(piece: ColumnPiece, number: SymExpr) -> Stmt:
-            def all_rows(tile: OneRow | ManyRows, vectors: int) -> Stmt:
+            def all_rows(tile: BlockTile, vectors: int) -> Stmt:
                 return _all_rows(tile, piece, number, vectors, spread=tile.is_spread and found.panel < vectors)
 
             rest = all_rows(many, found.vectors)

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import HALVES, WORD
+from relaxlite.ir.intrinsics import HALVES
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.prologue import Instead
 from relaxlite.passes.schedule import less
 from relaxlite.passes.schedule_blocks import Faster, ManyRows
-from relaxlite.passes.tile_products import Sum, Sums, find_sums
+from relaxlite.passes.tile_products import Sums, find_sums
 
 LEAST_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
 LEAST_COLUMNS = 512  # that share the pass
@@ -46,8 +46,7 @@ def by_halves(tile: ManyRows, vectors: int) -> Faster | None:
         return None
     if (as_int(tile.column.extent) or LEAST_COLUMNS) < LEAST_COLUMNS:
         return None
-    moving = {v for part in found.sums for index in part.x.indices for v in index.free_vars()}
-    if not moving <= {tile.steps.var, tile.row.var, *tile.origin.free_vars()}:  # the pass goes over blocks and rows
+    if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return None
     rows = _Rows(tile, found)
     block = Instead({id(found.value): rows.sum()}).stmt(tile.block)
@@ -114,7 +113,7 @@ class _Rows:
 
     def _numbers(self, here: dict[SymVar, SymExpr], q: SymVar) -> tuple[Scalar, Scalar]:
         """The numbers of a quad that its even codes are multiplied by, from ORIGIN on, and those of the odd ones."""
-        high, low = (_word(part, here, q) for part in (self._high, self._low))
+        high, low = (Scalar(Substitute(here).value(part.word(q))) for part in (self._high, self._low))
 
         def halves(shift: int) -> Scalar:
             parts = [(word.binary("shift_right", shift) if shift else word) & _EVEN for word in (high, low)]
@@ -122,13 +121,6 @@ class _Rows:
             return first.binary("shift_left", LOW_BITS) + second
 
         return halves(0), halves(8)
-
-
-def _word(part: Sum, here: dict[SymVar, SymExpr], q: SymVar) -> Scalar:
-    """Four bytes of a row, quad q of those of a sum."""
-    *before, last = (substitute(index, here) for index in part.x.indices)
-    loads = tuple(Load(part.x.buffer, (*before, last + q * 4 + b)) for b in range(4))
-    return Scalar(Intrinsic(WORD, loads, "int32"))
 
 
 def _dot(total: Scalar | int, a: Scalar, b: Scalar) -> Scalar:

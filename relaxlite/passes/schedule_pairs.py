@@ -21,17 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import ClassVar
 
-from relaxlite.ir.intrinsics import MOST_OF_PAIRS, WORD, WORDS
+from relaxlite.ir.intrinsics import MOST_OF_PAIRS, WORDS
 from relaxlite.ir.ops.block_codes import ONES, QUAD
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
     Allocate,
-    Binary,
     Buffer,
-    Cast,
     For,
     Intrinsic,
     Load,
@@ -41,50 +38,58 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import Substitute, value_children, walk_values
+from relaxlite.ir.program_visitor import Substitute, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.prologue import Instead, symbols_of
 from relaxlite.passes.register_tile import TileLoops
 from relaxlite.passes.schedule import less, nest
-from relaxlite.passes.schedule_blocks import Faster, Larger, ManyRows, kept_parts, side_by_side
-from relaxlite.passes.tile_products import FLOAT_BITS, Sum, Sums, find_sums, less_zero, significant, zeros_of
+from relaxlite.passes.schedule_blocks import Faster, ManyRows, kept_parts, side_by_side
+from relaxlite.passes.tile_products import (
+    FLOAT_BITS,
+    SIGN,
+    SIGNS,
+    Sum,
+    Sums,
+    find_sums,
+    fit_signed,
+    less_zero,
+    scaled,
+    significant,
+    zeros_of,
+)
+from relaxlite.target import Target
 
 LEAST_ROWS = 6  # fewer are not worth the pass over them
 MOST_PANELS = 8  # that a row goes over
-SIGN = 128  # that a signed byte is moved by
-_SIGNS = -0x7F7F7F80  # 0x80808080 as an int32
 _BYTE = 255
 
 
-def by_pairs(cores: int) -> Larger:
-    """Tiles for so many threads."""
-    return partial(_by_pairs, cores=cores)
-
-
-def _by_pairs(tile: ManyRows, vectors: int, *, cores: int) -> Faster | None:
-    """None: these are no sums of bytes."""
+def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> Faster | None:
+    """Tiles behind a pass over the rows; None: these are no sums of bytes."""
     found = find_sums(tile.update.value)
     if found is None or tile.row is None:
         return None
-    moving = {v for part in found.sums for index in part.x.indices for v in index.free_vars()}
-    if not moving <= {tile.steps.var, tile.row.var, *tile.origin.free_vars()}:  # the pass goes over blocks and rows
+    if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return None
-    bytes_of = _Bytes(tile, found)
+    bytes_of = _Bytes(tile, found, fuses=target.has("fma"))
     block = bytes_of.instead_of_sum(tile.block)
     assert isinstance(block, Allocate)
     is_one_sum = len(found.sums) == 1
     kind = PanelsInTurn if is_one_sum else RowsInTwos
     made = kind(*(getattr(replace(tile, block=block, least_rows=LEAST_ROWS), f.name) for f in fields(tile)))
     if is_one_sum:
-        vectors = side_by_side(tile.column.extent, tile.lanes, MOST_PANELS, max(cores, 1), least=MOST_PANELS // 2)
+        vectors = side_by_side(
+            tile.column.extent, tile.lanes, MOST_PANELS, max(target.cores, 1), least=MOST_PANELS // 2
+        )
     return Faster(less(LEAST_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None)
 
 
 class _Bytes:
     """The rows' bytes, unsigned where zero points are taken off, as words."""
 
-    def __init__(self, tile: ManyRows, found: Sums) -> None:
+    def __init__(self, tile: ManyRows, found: Sums, *, fuses: bool) -> None:
         assert tile.row is not None
+        self._fuses = fuses  # a product and an addition are rounded once
         self._value, self._found, self._last = tile.update.value, found, found.sums[-1]
         self._row, self._steps, self._origin = tile.row, tile.steps, tile.origin
         self._zeros = zeros_of(self._last)
@@ -95,7 +100,8 @@ class _Bytes:
 
     @property
     def are_moved(self) -> bool:
-        return any(self._zeros) and max(self._most) * _BYTE <= MOST_OF_PAIRS
+        is_signed = any(self._zeros) and fit_signed(self._zeros, self._last.greatest)
+        return is_signed and max(self._most) * _BYTE <= MOST_OF_PAIRS
 
     def instead_of_sum(self, stmt: Stmt) -> Stmt:
         """A statement with another way to compute what a block of a row and a column comes to."""
@@ -103,18 +109,19 @@ class _Bytes:
             return self._with(stmt, self._found.value, self._total([_one_chain(part) for part in self._found.sums]))
         codes = [less_zero(Scalar(c), z).value for c, z in zip(self._last.codes, self._zeros, strict=True)]
         total, added = self._total(self._moved(codes)), self._added(codes)
-        scaled = _scaled(self._value, self._found.value)
-        if scaled is None or not self._is_exact(scaled.b):
+        part = scaled(self._value, self._found.value)
+        if part is None or not self._is_exact(part.b):
             return self._with(stmt, self._found.value, total + added)
-        offset = Scalar(scaled.b) * added.cast("float32")
-        made = Intrinsic("fma", (total.cast("float32").value, scaled.b, offset.value), "float32")
-        return self._with(stmt, scaled, Scalar(made))
+        offset = Scalar(part.b) * added.cast("float32")
+        made = Intrinsic("fma", (total.cast("float32").value, part.b, offset.value), "float32")
+        return self._with(stmt, part, Scalar(made))
 
     def _is_exact(self, scale: Value) -> bool:
         """Whether scale * total + scale * added, for a scale of the columns, is rounded once only: a float holds the
         second product, a multiple of SIGN * scale. It holds the total, too, as all scales have 8 bits or more."""
         bits = (QUAD * sum(self._most) * (self._moved_by // SIGN)).bit_length()
-        return self._row.var not in symbols_of(scale) and significant(scale) + bits <= FLOAT_BITS
+        is_of_columns = self._row.var not in symbols_of(scale)
+        return self._fuses and is_of_columns and significant(scale) + bits <= FLOAT_BITS
 
     def _with(self, stmt: Stmt, value: Value, other: Scalar) -> Stmt:
         return Instead({id(value): other.value}).stmt(stmt)
@@ -152,31 +159,18 @@ class _Bytes:
         parts = []
         for number, part in enumerate(self._found.sums):
             q = SymVar("q", lower=0, upper=quads - 1)
-            word = Scalar(Substitute(here).value(_word(part.x, q * 4))).binary("xor", _SIGNS)
+            word = Scalar(Substitute(here).value(part.word(q))).binary("xor", SIGNS)
             parts.append(For(q, sym(quads), Store(self._words, (g, i, number * quads + q), word.value), "vectorized"))
         rows = Substitute(fresh=True).stmt(For(g, self._steps.extent, For(i, self._count, seq(*parts)), "parallel"))
         return Allocate(self._words, seq(rows, tiles))
-
-
-def _scaled(value: Value, total: Value) -> Binary | None:
-    """Where a value multiplies the total, as a float, with something."""
-    for part in walk_values(value):
-        if isinstance(part, Binary) and part.op == "mul" and isinstance(part.a, Cast) and part.a.x is total:
-            return part
-    return None
 
 
 def _one_chain(part: Sum) -> Scalar:
     """A sum in one chain, as dot products do not wait for each other where pairs are added."""
     total = Scalar(part.start)
     for q, code in enumerate(part.codes):
-        total = _dot(total, code, part.greatest, _word(part.x, sym(4 * q)), SIGN)
+        total = _dot(total, code, part.greatest, part.word(sym(q)), SIGN)
     return total
-
-
-def _word(first: Load, offset: SymExpr) -> Value:
-    *before, last = first.indices
-    return Intrinsic(WORD, tuple(Load(first.buffer, (*before, last + offset + b)) for b in range(4)), "int32")
 
 
 def _dot(total: Scalar, a: Value, most_a: int, b: Value, most_b: int) -> Scalar:
@@ -189,7 +183,7 @@ class PanelsInTurn(ManyRows):
 
     __slots__ = ()
     parts: ClassVar[LoopKind] = "serial"
-    is_spread: ClassVar[bool] = False
+    is_spread = False
 
     def kept_of_rows(self, value: Value) -> list[tuple[Buffer, Value]]:
         return kept_parts(value, self._row, self.column, (sym(self.lanes),), "row")

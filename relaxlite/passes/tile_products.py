@@ -16,7 +16,7 @@ from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
-from relaxlite.ir.symbolic import SymVar, as_int
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.passes.prologue import Instead, symbols_of
 from relaxlite.records import dataclass
 
@@ -24,8 +24,9 @@ MOST_DEPTH = 64  # bytes in a row of a tile
 ORIGIN = 3 << 22
 """As a float32, its bits plus an integer below 2**22 are those of ORIGIN + this integer: MOST_DEPTH * 255 * 128 is."""
 
-_ONES, _SIGN = 0x01010101, 128
-_SIGNS = _SIGN * _ONES - (1 << 32)
+SIGN = 128  # that a signed byte is moved by to be an unsigned one, as its xor with it does
+SIGNS = four_bytes(SIGN)
+_ONES = 0x01010101
 _BITS = {"float16": 11, "bfloat16": 8, "int8": 8, "uint8": 8}  # of a number, without its exponent
 FLOAT_BITS = 24
 _EXACT = FLOAT_BITS - (ORIGIN >> 22).bit_length()
@@ -53,6 +54,11 @@ class Sum:
     def depth(self) -> int:
         return 4 * len(self.codes)
 
+    def word(self, q: SymExpr) -> Value:
+        """The four bytes of x that quad q is multiplied by."""
+        *before, first = self.x.indices
+        return Intrinsic(WORD, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32")
+
 
 @dataclass(frozen=True, slots=True)
 class Products:
@@ -75,14 +81,12 @@ class Products:
         float(product) * scale would be: the scale has so few bits that ORIGIN * scale is exact."""
         if len(self.x) > 1 or self.start is not None:
             return None
-        for part in walk_values(value):
-            if not isinstance(part, Binary) or part.op != "mul" or not isinstance(part.a, Cast):
-                continue
-            if part.a.x is self.value and rows not in symbols_of(part.b) and significant(part.b) <= _EXACT:
-                offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
-                found = Instead({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
-                return None if any(v is self.value for v in walk_values(found)) else found
-        return None
+        part = scaled(value, self.value)
+        if part is None or rows in symbols_of(part.b) or significant(part.b) > _EXACT:
+            return None
+        offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
+        found = Instead({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
+        return None if any(v is self.value for v in walk_values(found)) else found
 
     def combined(self, made: Sequence[Value]) -> Value:
         total = Scalar(made[0])
@@ -98,6 +102,19 @@ class Sums:
     value: Value
     sums: tuple[Sum, ...]
     shift: int = 0
+
+    @property
+    def symbols(self) -> set[SymVar]:
+        """What the places of x depend on."""
+        return {v for part in self.sums for index in part.x.indices for v in index.free_vars()}
+
+
+def scaled(value: Value, total: Value) -> Binary | None:
+    """Where a value multiplies the total, as a float, with something."""
+    for part in walk_values(value):
+        if isinstance(part, Binary) and part.op == "mul" and isinstance(part.a, Cast) and part.a.x is total:
+            return part
+    return None
 
 
 def find_products(value: Value) -> Products | None:
@@ -137,7 +154,7 @@ def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     """Zero points that starts stand for go into the codes. Two sums are one where shifted codes are bytes, too."""
     last = sums[-1]
     zeros, greatest, codes = zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
-    is_signed = any(zeros) and all(z == _SIGN or greatest < _SIGN for z in zeros)
+    is_signed = any(zeros) and fit_signed(zeros, greatest)
     if is_signed:
         codes = [less_zero(code, zero) for code, zero in zip(codes, zeros, strict=True)]
     x = tuple(s.x for s in sums)
@@ -152,11 +169,16 @@ def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
 
 
+def fit_signed(zeros: Sequence[int], greatest: int) -> bool:
+    """Whether all quads, of bytes up to `greatest`, less their zero points are made signed bytes by `less_zero`."""
+    return all(zero == SIGN or greatest < SIGN for zero in zeros)
+
+
 def less_zero(code: Scalar, zero: int) -> Scalar:
     """Each byte of a quad less the zero point, as a signed byte."""
-    if zero == _SIGN:
-        return code.binary("xor", _SIGNS)
-    return ((code | _SIGNS) - zero * _ONES).binary("xor", _SIGNS) if zero else code  # no byte borrows from the next
+    if zero == SIGN:
+        return code.binary("xor", SIGNS)
+    return ((code | SIGNS) - zero * _ONES).binary("xor", SIGNS) if zero else code  # no byte borrows from the next
 
 
 def zeros_of(summed: Sum) -> list[int]:
