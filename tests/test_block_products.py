@@ -487,6 +487,13 @@ def test_zero_points_are_part_of_the_multiply_add_only_where_that_is_exact(dtype
     assert ("fma" in found) == is_part
 
 
+def test_zero_points_stay_integers_where_multiply_add_rounds_twice() -> None:
+    """Without an instruction for it; test_rows_round_alike_among_any_number_of_others runs that."""
+    module, _ = lowered(product(block_weight(DEPTH, COLUMNS)), OLD, "int8")
+    (program,) = programs_with(module, "matmul_blocks").values()
+    assert "fma" not in {v.name for v in all_values(program.body) if isinstance(v, Intrinsic)}
+
+
 def test_sums_that_no_float_holds_are_rounded_alike_for_many_rows() -> None:
     """Of 256 codes less 16 and numbers of 12 bits, moved to start at 0: up to 17 million."""
     rng = np.random.default_rng(0)
