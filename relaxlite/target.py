@@ -233,12 +233,19 @@ class Target:
 
     @property
     def adds_beside_products(self) -> bool:
-        """Whether additions of vectors take no time beside as many multiply-adds, loads of their operands included.
+        """Whether additions of vectors take no time beside as many multiply-adds.
 
-        Measured on a Zen 4, on vectors of 512 bits: 3.68 multiply-adds and 3.68 additions per ns, which read 5.5
-        broadcast elements from the first cache; either alone 3.68. Dot products of words with additions of int32 alike.
+        Measured on vectors of 512 bits, on a Zen 4: 3.68 multiply-adds and 3.68 additions per ns, either alone 3.68; on
+        a Zen 5: 7.9 and 7.9, multiply-adds alone 8.2. Dot products of words with additions of int32 alike.
         """
-        return self.cpu == "znver4" and self.vector_bits == 512
+        return self.cpu in ("znver4", "znver5") and self.vector_bits == 512
+
+    @property
+    def loads_per_product(self) -> int:
+        """How many vectors, or elements for all lanes of one, are loaded from the first cache in the time of a
+        multiply-add, on processors that add beside these: two in a cycle, in which a Zen 4 has one multiply-add of 512
+        bits, a Zen 5 two. Requests to a cache count as loads."""
+        return 2 if self.cpu == "znver4" else 1
 
     @property
     def has_fast_pairs(self) -> bool:

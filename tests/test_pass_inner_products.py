@@ -21,7 +21,7 @@ from relaxlite.ir.program import IfThenElse, TensorProgram
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.types import TensorType
 from relaxlite.passes import inner_product_loops, inner_products
-from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK, MOST_ROWS
+from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK, InnerTile
 from relaxlite.passes.inner_products import LEAST_DEPTH
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -31,6 +31,9 @@ from tests.test_register_tile import inner_loops, vector_stack_references
 
 # Without what only processors of AMD have, so that others of these widths run the code too.
 ZEN4 = Target.parse("llvm -mcpu=znver4 -mattr=-sse4a -mtriple=x86_64-unknown-linux-gnu")
+_MORE = ",".join(f"-{name}" for name in ("avxvnni", "avx512vp2intersect", "movdiri", "movdir64b", "prefetchi"))
+ZEN5 = Target.parse(f"llvm -mcpu=znver5 -mattr=-sse4a,{_MORE} -mtriple=x86_64-unknown-linux-gnu")
+both = pytest.mark.parametrize("target", [ZEN4, ZEN5], ids=["znver4", "znver5"])
 EPS = float(np.finfo(np.float32).eps)
 Run = Callable[..., Any]
 _NAMES = [step.name for step in default_pipeline()]
@@ -70,18 +73,18 @@ class Way:
     def takes(self, module: IRModule, target: Target = ZEN4) -> bool:
         return any(p.attrs.get(VARIANTS) for p in self.decided(module, target)[0].programs().values())
 
-    def compiled(self, module: IRModule) -> Run:
-        """As a Zen 4 runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
-        assert self.takes(module)
-        if not ZEN4.runs_here:
+    def compiled(self, module: IRModule, target: Target = ZEN4) -> Run:
+        """As such a processor runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
+        assert self.takes(module, target)
+        if not target.runs_here:
             pytest.skip("needs the instructions of a Zen 4")
-        return rl.compile(module, target=str(ZEN4), precision=self.precision)
+        return rl.compile(module, target=str(target), precision=self.precision)
 
-    def interpreted(self, module: IRModule) -> Run:
+    def interpreted(self, module: IRModule, target: Target = ZEN4) -> Run:
         """As the interpreter runs what the pass has made, before and after loops are scheduled."""
-        made, _ = self.decided(module)
+        made, _ = self.decided(module, target)
         assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
-        context = PassContext(target=ZEN4, precision=self.precision)
+        context = PassContext(target=target, precision=self.precision)
         first, second = Interpreter(made), Interpreter(run_passes(module, UNTIL_PACKED, context))
 
         def run(*args: np.ndarray) -> Any:
@@ -190,25 +193,30 @@ def test_weights_for_which_it_is_not_exact_enough_are_left_alone(
 # Results
 
 
+@both
 @pytest.mark.parametrize(("depth", "columns"), [(96, 512), (97, 500), (98, 513), (384, 384), (1000, 70)])
-def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(depth: int, columns: int) -> None:
-    w = weights(depth, columns)
-    run = compiled(linear(w))
-    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, MOST_ROWS, MOST_ROWS + 1, 47, 64, 129):
+def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
+    depth: int, columns: int, target: Target
+) -> None:
+    w, most = weights(depth, columns), InnerTile.of(target).rows
+    run = compiled(linear(w), target)
+    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, most, most + 1, 47, 64, 129):
         check(run, rows(count, depth), w)
 
 
+@both
 @pytest.mark.usefixtures("without_limits")
 @pytest.mark.parametrize(("depth", "columns"), [(5, 3), (6, 16), (16, 17), (49, 40)])
-def test_the_loops_mean_what_they_did(depth: int, columns: int) -> None:
+def test_the_loops_mean_what_they_did(depth: int, columns: int, target: Target) -> None:
     w = weights(depth, columns)
-    run = interpreted(linear(w))
-    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, MOST_ROWS + 1):
+    run = interpreted(linear(w), target)
+    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, InnerTile.of(target).rows + 1):
         check(run, rows(count, depth), w)
 
 
+@both
 @pytest.mark.parametrize("kind", ["normal", "positive", "relu", "outliers"])
-def test_errors_are_those_of_an_ordinary_product(kind: str) -> None:
+def test_errors_are_those_of_an_ordinary_product(kind: str, target: Target) -> None:
     x, w = rows(128, 1536), weights(1536, 256)
     changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "positive": np.abs,
@@ -218,7 +226,7 @@ def test_errors_are_those_of_an_ordinary_product(kind: str) -> None:
     x = changes.get(kind, lambda x: x)(x)
     exact = x.astype(np.float64) @ w.astype(np.float64)
     ordinary = np.abs(np.asarray(rl.compile(linear(w), target="llvm -mcpu=x86-64-v3 -mattr=-avx512f")(x)) - exact)
-    off = np.asarray(compiled(linear(w))(x)) - exact
+    off = np.asarray(compiled(linear(w), target)(x)) - exact
     assert np.sqrt((off**2).mean()) < 2 * np.sqrt((ordinary**2).mean())
 
 
@@ -269,12 +277,19 @@ def test_a_very_long_sum_is_as_exact_as_an_ordinary_one() -> None:
     assert np.square(got - exact).mean() < np.square(one_by_one - exact).mean() / 4
 
 
-@pytest.mark.parametrize("count", [12, 14, 20, 21, 37])
-def test_a_known_number_of_rows_fits_its_tiles(count: int) -> None:
+@both
+@pytest.mark.parametrize("count", [11, 12, 14, 20, 21, 37])
+def test_a_known_number_of_rows_fits_its_tiles(count: int, target: Target) -> None:
     bb, w = BlockBuilder(), weights(384, 512)
     with bb.function("main", x=TensorType.of((count, 384), "float32")) as (x,):
         bb.result(bb.emit(get_op("matmul")(x, Constant.of(w))))
-    check(compiled(bb.module()), rows(count, 384), w)
+    check(compiled(bb.module(), target), rows(count, 384), w)
+
+
+@both
+def test_processors_give_the_same_bits(target: Target) -> None:
+    w, x = weights(384, 128), rows(90, 384)
+    np.testing.assert_array_equal(np.asarray(compiled(linear(w), target)(x)), np.asarray(compiled(linear(w))(x)))
 
 
 @pytest.mark.parametrize("columns", [384, 100])
@@ -288,6 +303,21 @@ def test_sums_stay_in_registers_and_elements_in_memory(columns: int) -> None:
         assert body.count("vaddps") + body.count("vsubps") == body.count("vfmadd") + body.count("vfnmadd")
         assert "vmovaps" not in body  # from one register to another
     assert sum("prefetcht1" in body for body in sums) == 3  # the last tile has no panel behind it
+
+
+@pytest.mark.parametrize("columns", [384, 100])
+def test_two_vectors_share_the_register_of_an_element(columns: int) -> None:
+    """On a Zen 5, whose multiply-adds leave time for one load each."""
+    module = run_passes(linear(weights(384, columns)), UNTIL_PACKED, PassContext(target=ZEN5))
+    text = emit_assembly({"p": next(iter(module.programs().values()))}, ZEN5)
+    sums = [body for body in inner_loops(text) if body.count("vaddps") > 8 and "vfmadd" in body]
+    wide = [body for body in sums if body.count("vaddps") % 24 in (0, 8, 16) and "vbroadcastss" in body]
+    assert {body.count("vfmadd231ps") + body.count("vfnmadd231ps") for body in wide} >= {8 * n for n in (6, 8, 10)}
+    for body in wide:
+        assert vector_stack_references(body) == [] and "prefetch" not in body
+        products = body.count("vfmadd") + body.count("vfnmadd")
+        assert body.count("vaddps") + body.count("vsubps") == products
+        assert 4 * body.count("vbroadcastss") == 3 * products  # an element for two vectors, six of eight products
 
 
 # Programs of more than a product
@@ -313,8 +343,9 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
             np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-4, atol=2e-6)
 
 
+@both
 @pytest.mark.usefixtures("without_limits")
-def test_short_rows_of_many_pictures_read_nothing_beyond_the_workspace() -> None:
+def test_short_rows_of_many_pictures_read_nothing_beyond_the_workspace(target: Target) -> None:
     """A term for each picture keeps the loops over pictures and rows apart: a tile has rows of one picture alone."""
     bb, w = BlockBuilder(), weights(13, 20)
     b, n = bb.symbol("b"), bb.symbol("n")
@@ -322,7 +353,7 @@ def test_short_rows_of_many_pictures_read_nothing_beyond_the_workspace() -> None
     with bb.function("main", **types) as (x, y):
         bb.result(bb.emit(get_op("add")(bb.emit(get_op("matmul")(x, Constant.of(w))), y)))
     rng = np.random.default_rng(4)
-    for run in (interpreted(bb.module()), compiled(bb.module())):
+    for run in (interpreted(bb.module(), target), compiled(bb.module(), target)):
         for shape in ((8, 3), (5, 7), (11, 1), (2, 21)):
             x, y = (rng.standard_normal((shape[0], *rest)).astype(np.float32) for rest in ((shape[1], 13), (1, 20)))
             np.testing.assert_allclose(np.asarray(run(x, y)), x @ w + y, rtol=1e-4, atol=2e-6)

@@ -31,7 +31,7 @@ from relaxlite.passes.word_weights import LONGEST, MOST_DEPTH, MOST_W, MOST_X, w
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
-from tests.test_pass_inner_products import UNTIL_PACKED, ZEN4, Run, Way, linear, rows, weights
+from tests.test_pass_inner_products import UNTIL_PACKED, ZEN4, Run, Way, both, linear, rows, weights
 from tests.test_register_tile import inner_loops, vector_stack_references
 
 _NAMES = [step.name for step in default_pipeline()]
@@ -82,7 +82,7 @@ def test_a_product_becomes_one_of_words_and_says_why() -> None:
     assert kinds == [("m", "384", "float32"), ("192", "128", "int32"), ("128", "int32"), ("128", "float32")]
 
 
-@pytest.mark.parametrize("cpu", ["znver5", "sapphirerapids"])
+@pytest.mark.parametrize("cpu", ["cooperlake", "sapphirerapids"])
 def test_other_processors_multiply_in_bfloat16(cpu: str) -> None:
     assert not takes(linear(weights(384, 128)), Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu"))
 
@@ -256,12 +256,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         np.testing.assert_array_equal(np.asarray(run(x[:count])), whole[:count])
 
 
+@both
 @pytest.mark.parametrize("count", [1, 2, 3, 12, 14, 20, 37])
-def test_a_known_number_of_rows_fits_its_tiles(count: int) -> None:
+def test_a_known_number_of_rows_fits_its_tiles(count: int, target: Target) -> None:
     bb, w = BlockBuilder(), weights(384, 512)
     with bb.function("main", x=TensorType.of((count, 384), "float32")) as (x,):
         bb.result(bb.emit(get_op("matmul")(x, Constant.of(w))))
-    check(compiled(bb.module()), rows(count, 384), w)
+    check(compiled(bb.module(), target), rows(count, 384), w)
 
 
 def test_sums_stay_in_registers_and_elements_in_memory() -> None:

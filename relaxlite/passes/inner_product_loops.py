@@ -32,13 +32,12 @@ from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.schedule import fill, nest, split_reduction
 from relaxlite.passes.schedule_reduction import Block
-from relaxlite.passes.two_ways import Elsewhere, Product, Products, Rows, Weights
+from relaxlite.passes.two_ways import ROW_UNIT, Elsewhere, Product, Products, Rows, Weights
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-LEAST_ROWS, MOST_ROWS = 10, 20  # of a tile one vector wide, which leaves registers for three weights and two sums
+LEAST_ROWS = 10
 ORDINARY_ROWS = 4  # of tiles of the ordinary product beside it, which has few rows to compute: less code
-STEPS_AHEAD = 32  # that a tile asks for its weights: 0.65 to 1.3 of the usual speed without, 1.35 to 1.5 with 16 to 64
 LEAST_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
 
@@ -141,31 +140,60 @@ def _product(a: Value, b: Value) -> Value:
     return Binary("mul", a, b)
 
 
+@dataclass(frozen=True, slots=True)
+class InnerTile:
+    """The shape of a tile of results: it leaves registers for three vectors of weights, or two times three, and for
+    sums of operands."""
+
+    rows: int
+    vectors: int
+    row_unit: int  # heights are multiples of this, three of them: 1 would take 11 and twice the time to compile
+    ahead: int  # steps that it asks for its weights
+    together: int | None = None  # products of a step that all elements add before they add the next; None: all
+
+    @classmethod
+    def of(cls, target: Target) -> InnerTile:
+        """Of one vector, where a step's two loads for each multiply-add and addition come in time: an element of x is
+        then one operand in memory, for a register for it would take a place in the queues of adders and multipliers
+        (a Zen 4: 103 instead of 165 GFLOP/s). Else of two vectors, which share the register of an element; for half of
+        the weights to do at a time, all rows add the first pair and its neighbour before the second.
+
+        Measured on one thread, 384x1536, 2048x2048, 1536x384, 512 rows. A Zen 4 makes 0.65 to 1.3 of the usual speed
+        where it does not ask ahead, 1.35 to 1.5 with 16 to 64. A Zen 5, usually at 261, 269, 255
+        GFLOP/s: 357, 353, 349; asking for weights takes the time of what is to be loaded: 331, 334, 319. One vector
+        237, 228, 235; 12 rows 309, 290, 294; in a loop written by hand 375."""
+        return cls(20, 1, ROW_UNIT, 32) if target.loads_per_product > 1 else cls(10, 2, 2, 0, together=2)
+
+
 def blocks_together(weights: Buffer, target: Target) -> int | None:
     """How many row blocks go along a panel before the next, for their elements to stay in the second cache: one where
     the weights stay there themselves, all where they come from memory."""
-    size, block = product(weights.shape).const * 4, MOST_ROWS * int(weights.shape[0]) * 4
+    size, block = product(weights.shape).const * 4, InnerTile.of(target).rows * int(weights.shape[0]) * 4
     if size > target.l3_bytes // 2:
         return None
     return 1 if size <= target.l2_bytes // 2 else max(2, target.l2_bytes // 4 // block)
 
 
-def chained_terms(block: Block) -> Allocate | None:
+def chained_terms(block: Block, target: Target) -> Allocate | None:
     """The block of a sum of several products per step, each added by a multiply-add of its own; None: it is none."""
     update, init, reduced, *final = block.update, *block.stmts
     terms = _terms(update.value)
     if block.is_pair or update.combine != "add" or len(terms) < 2:
         return None
-    total: Value = Load(update.buffer, update.indices)
-    for is_added, term in terms:
-        if isinstance(term, Intrinsic) and term.name == HALVES and is_added:
-            total = replace(term, args=(total, *term.args[1:]))
-            continue
-        if not isinstance(term, Binary) or term.op != "mul":
-            return None
-        factor = term.a if is_added else Unary("neg", term.a)
-        total = Intrinsic("fma", (factor, term.b, total), update.buffer.dtype)
-    chained = nest(perfect_nest(reduced).loops, Store(update.buffer, update.indices, total))
+    together = InnerTile.of(target).together or len(terms)
+    added: list[Stmt] = []
+    for start in range(0, len(terms), together):
+        total: Value = Load(update.buffer, update.indices)
+        for is_added, term in terms[start : start + together]:
+            if isinstance(term, Intrinsic) and term.name == HALVES and is_added:
+                total = replace(term, args=(total, *term.args[1:]))
+                continue
+            if not isinstance(term, Binary) or term.op != "mul":
+                return None
+            factor = term.a if is_added else Unary("neg", term.a)
+            total = Intrinsic("fma", (factor, term.b, total), update.buffer.dtype)
+        added.append(Store(update.buffer, update.indices, total))
+    chained = nest(perfect_nest(reduced).loops, seq(*added))
     return replace(block.body, body=_Simplify().stmt(Seq((init, chained, *final))))
 
 

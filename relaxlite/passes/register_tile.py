@@ -442,7 +442,8 @@ class Tile:
 
 def _combination(update: Stmt) -> str:
     """How the innermost store of a reduction combines; a dot product adds."""
-    store = perfect_nest(update).body
+    body = perfect_nest(update).body
+    store = body.stmts[0] if isinstance(body, Seq) else body
     assert isinstance(store, Store)
     return store.combine or "add"
 

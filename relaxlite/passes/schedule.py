@@ -231,6 +231,8 @@ def distribute(loops: Sequence[For], block: Allocate, guard: Value | None = None
 def _sink(loops: Sequence[For], stmt: Stmt) -> Stmt:
     if isinstance(stmt, For):
         return replace(stmt, body=_sink(loops, stmt.body))
+    if isinstance(stmt, Seq):
+        return seq(*(_sink(loops, s) for s in stmt.stmts))
     return Substitute(fresh=True).stmt(nest(loops, stmt))
 
 

@@ -48,9 +48,8 @@ from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
 from relaxlite.passes.inner_product_loops import (
     LEAST_ROWS,
-    MOST_ROWS,
     ORDINARY_ROWS,
-    STEPS_AHEAD,
+    InnerTile,
     blocks_together,
     chained_terms,
 )
@@ -109,7 +108,7 @@ from relaxlite.passes.schedule_turned import find_turned, tiled_turned
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
-from relaxlite.passes.two_ways import ROW_UNIT, VARIANTS
+from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -412,7 +411,7 @@ class _Rules:
             flat = unfused.fused(reduced=False)
             return self._or_squares(flat, flat.spatial[-1], lanes, tile.width, made)
         column = block.vector_loop() if lanes > 1 else None
-        chained = chained_terms(block) if self.program.attrs.get(VARIANTS) else None
+        chained = chained_terms(block, self.target) if self.program.attrs.get(VARIANTS) else None
         if column is not None and chained is not None:
             return self.chained(block, column, chained)
         if column is not None:
@@ -475,19 +474,19 @@ class _Rules:
         return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
     def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
-        """A sum of several products per step, as Winograd's inner product is. Its tiles are one vector wide, so that
-        each element of x is one operand in memory: a register for it would take a place in the adders' queues."""
+        """A sum of several products per step, as Winograd's inner product is."""
         lanes, registers = self.lanes(block.body), self.target.num_vector_registers
         (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
         is_prepared = {load.buffer for load in block.loads()} & set(self.program.inputs) <= {weights}
-        most = MOST_ROWS if is_prepared else self.choice.rows
-        choice, asks = ScheduleChoice(rows=most, vectors=1), Asks(STEPS_AHEAD, for_next=False, cache=2)
+        tile = InnerTile.of(self.target)
+        choice = ScheduleChoice(rows=tile.rows if is_prepared else self.choice.rows, vectors=tile.vectors)
+        asks = Asks(tile.ahead, for_next=False, cache=2) if tile.ahead else None
         together = blocks_together(weights, self.target)
         self.panels.update(panel_widths(block, column, lanes, registers, choice))
-        self.note("inner_product_tile", column.var.name, rows=most, lanes=lanes)
+        self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
         has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
         least: Any = self.program.attrs[VARIANTS] if is_prepared and has_all_rows else 1
-        rows = RowShape(min(least, LEAST_ROWS), ROW_UNIT if is_prepared else 1, together)
+        rows = RowShape(min(least, LEAST_ROWS), tile.row_unit if is_prepared else 1, together)
         usual = tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
         row = block.row_loop(column)
         if not is_prepared or least > FEW_ROWS or row is None:
@@ -502,7 +501,7 @@ class _Rules:
             return by_tiles
         if self.target.has_byte_pairs and not self.target.has_byte_products:
             return partial(by_pairs, target=self.target)
-        return by_halves if self.target.adds_beside_products else None
+        return by_halves if self.target.adds_beside_products and self.target.loads_per_product > 1 else None
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

@@ -44,7 +44,7 @@ from relaxlite.passes.schedule import collect, fill, less, nest
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.records import dataclass
 
-ROW_UNIT = 4  # heights of tiles are multiples of this, three of them: 1 would take 11 and twice the time to compile
+ROW_UNIT = 4  # heights of tiles are multiples of this or of a half
 VARIANTS = "variants"
 """Attribute of a program whose stages stand in branches of which one runs: the least rows of the one out of prepared
 rows."""
