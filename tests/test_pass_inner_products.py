@@ -314,7 +314,7 @@ def test_two_vectors_share_the_register_of_an_element(columns: int) -> None:
     wide = [body for body in sums if body.count("vaddps") % 24 in (0, 8, 16) and "vbroadcastss" in body]
     assert {body.count("vfmadd231ps") + body.count("vfnmadd231ps") for body in wide} >= {8 * n for n in (6, 8, 10)}
     for body in wide:
-        assert vector_stack_references(body) == [] and "prefetch" not in body
+        assert vector_stack_references(body) == [] and body.count("prefetcht0") in (0, 6)  # lines of the next panel
         products = body.count("vfmadd") + body.count("vfnmadd")
         assert body.count("vaddps") + body.count("vsubps") == products
         assert 4 * body.count("vbroadcastss") == 3 * products  # an element for two vectors, six of eight products

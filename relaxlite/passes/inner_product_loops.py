@@ -30,6 +30,7 @@ from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.panel_requests import Asks
 from relaxlite.passes.schedule import fill, nest, split_reduction
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.passes.two_ways import ROW_UNIT, Elsewhere, Product, Products, Rows, Weights
@@ -148,7 +149,7 @@ class InnerTile:
     rows: int
     vectors: int
     row_unit: int  # heights are multiples of this, three of them: 1 would take 11 and twice the time to compile
-    ahead: int  # steps that it asks for its weights
+    asks: Asks  # for weights
     together: int | None = None  # products of a step that all elements add before they add the next; None: all
 
     @classmethod
@@ -159,10 +160,13 @@ class InnerTile:
         the weights to do at a time, all rows add the first pair and its neighbour before the second.
 
         Measured on one thread, 384x1536, 2048x2048, 1536x384, 512 rows. A Zen 4 makes 0.65 to 1.3 of the usual speed
-        where it does not ask ahead, 1.35 to 1.5 with 16 to 64. A Zen 5, usually at 261, 269, 255
-        GFLOP/s: 357, 353, 349; asking for weights takes the time of what is to be loaded: 331, 334, 319. One vector
-        237, 228, 235; 12 rows 309, 290, 294; in a loop written by hand 375."""
-        return cls(20, 1, ROW_UNIT, 32) if target.loads_per_product > 1 else cls(10, 2, 2, 0, together=2)
+        where it does not ask ahead, 1.35 to 1.5 with 16 to 64. A Zen 5, usually at 261, 269, 255 GFLOP/s: 349, 353,
+        334; asking for its own weights takes the time of what is to be loaded: 323, 334, 319; without asking 16 rows
+        of MiniLM take 3.8 ms instead of 1.4, 128 rows 12.5 instead of 10.1. One vector 237, 228, 235; 12 rows 309, 290,
+        294; in a loop written by hand 375."""
+        if target.loads_per_product > 1:
+            return cls(20, 1, ROW_UNIT, Asks(32, for_next=False, cache=2))
+        return cls(10, 2, 2, Asks(0, for_next=True), together=2)
 
 
 def blocks_together(weights: Buffer, target: Target) -> int | None:
