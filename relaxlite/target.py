@@ -207,11 +207,12 @@ class Target:
         after 512 tokens 28, 61, 52 us instead of 43, 75, 67, after 2,000 tokens 113, 220, 200 instead of 160, 266, 248;
         from the last cache 21, 39, 28 instead of 22, 40, 30. 8 to 32 steps are alike; into the first cache less good.
         Blocks of many rows take as long as before. A Zen 3 makes 1.04 and 1.08 times as many tokens of SmolLM2-135M
-        after 512 and 1,500 tokens with 32 steps (1.04, 1.07 with 16; 0.99, 1.03 with 8).
+        after 512 and 1,500 tokens with 32 steps (1.04, 1.07 with 16; 0.99, 1.03 with 8), a Zen 5 1.02 after 1,500 and
+        1.03 after 4,000 (16 and 32 are alike).
         """
         if self.is_x86 and self.vector_bits == 256:
             return 32
-        return 16 if self._is_wide_intel else 0
+        return 16 if self._is_wide_intel or self.cpu == "znver5" else 0
 
     @property
     def asks_for_next_row(self) -> bool:
