@@ -145,6 +145,13 @@ def test_products_with_too_little_work_do_not(depth: int, columns: int, most: in
     assert not takes(linear(weights(depth, columns), most))
 
 
+def test_faster_processors_want_more_columns_for_the_pass_over_the_rows() -> None:
+    assert [takes(linear(weights(384, n)), target) for target in (ZEN4, ZEN5) for n in (63, 64, 127, 128)] == [
+        *(False, True, True, True),
+        *(False, False, False, True),
+    ]
+
+
 def test_a_product_of_two_arguments_does_not() -> None:
     bb = BlockBuilder()
     m = bb.symbol("m")
@@ -194,7 +201,7 @@ def test_weights_for_which_it_is_not_exact_enough_are_left_alone(
 
 
 @both
-@pytest.mark.parametrize(("depth", "columns"), [(96, 512), (97, 500), (98, 513), (384, 384), (1000, 70)])
+@pytest.mark.parametrize(("depth", "columns"), [(96, 512), (97, 500), (98, 513), (384, 384), (1000, 135)])
 def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
     depth: int, columns: int, target: Target
 ) -> None:
@@ -305,7 +312,7 @@ def test_sums_stay_in_registers_and_elements_in_memory(columns: int) -> None:
     assert sum("prefetcht1" in body for body in sums) == 3  # the last tile has no panel behind it
 
 
-@pytest.mark.parametrize("columns", [384, 100])
+@pytest.mark.parametrize("columns", [384, 132])
 def test_two_vectors_share_the_register_of_an_element(columns: int) -> None:
     """On a Zen 5, whose multiply-adds leave time for one load each."""
     module = run_passes(linear(weights(384, columns)), UNTIL_PACKED, PassContext(target=ZEN5))

@@ -31,7 +31,7 @@ from relaxlite.passes.word_weights import LONGEST, MOST_DEPTH, MOST_W, MOST_X, w
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
-from tests.test_pass_inner_products import UNTIL_PACKED, ZEN4, Run, Way, both, linear, rows, weights
+from tests.test_pass_inner_products import UNTIL_PACKED, ZEN4, ZEN5, Run, Way, both, linear, rows, weights
 from tests.test_register_tile import inner_loops, vector_stack_references
 
 _NAMES = [step.name for step in default_pipeline()]
@@ -96,6 +96,10 @@ def test_no_other_precision_rounds_to_words(precision: str) -> None:
     context = PassContext(target=ZEN4, precision=precision)
     run_passes(linear(weights(384, 128)), default_pipeline(), context)
     assert not [d for d in context.decisions if d.step == "word_products"]
+
+
+def test_faster_processors_want_more_columns_for_the_pass_over_the_rows() -> None:
+    assert [takes(linear(weights(384, n)), ZEN5) for n in (64, 126, 128)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("depth", "columns"), [(385, 128), (94, 128), (384, 63), (MOST_DEPTH + 2, 64)])

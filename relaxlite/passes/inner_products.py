@@ -50,9 +50,9 @@ from relaxlite.passes.constant_products import Way, take
 from relaxlite.passes.inner_product_loops import FloatProducts
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.schedule_choice import BATCH_INVARIANT
-from relaxlite.passes.two_ways import Product
+from relaxlite.passes.two_ways import Product, columns_for_pass
 
-LEAST_COLUMNS = 64  # over which the pass over x is spread
+LEAST_COLUMNS = 64  # see `columns_for_pass`
 LEAST_DEPTH = 96  # terms of a sum
 
 
@@ -60,11 +60,11 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights by fewer multiplications, where additions are free."""
     if not context.target.adds_beside_products or module.attrs.get(BATCH_INVARIANT):
         return module
-    lanes = context.target.vector_lanes(4)
+    lanes, least = context.target.vector_lanes(4), columns_for_pass(LEAST_COLUMNS, context.target)
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> FloatProducts | None:
         products = FloatProducts(program, parts, lanes)
-        return products if products.columns >= LEAST_COLUMNS and products.depth >= LEAST_DEPTH else None
+        return products if products.columns >= least and products.depth >= LEAST_DEPTH else None
 
     way = Way("inner_products", make, balanced, "additions take no time beside multiply-adds")
     return take(way, module, context)

@@ -32,12 +32,12 @@ from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import IntLike, as_int
 from relaxlite.passes.constant_products import Way, take
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.two_ways import Product
+from relaxlite.passes.two_ways import Product, columns_for_pass
 from relaxlite.passes.word_product_loops import WordProducts
 from relaxlite.passes.word_weights import MOST_DEPTH, steps_of, words_of
 from relaxlite.target import Target
 
-LEAST_COLUMNS: Final = 64  # over which the pass over x is spread
+LEAST_COLUMNS: Final = 64  # see `columns_for_pass`
 LEAST_DEPTH: Final = 96  # terms of a sum
 
 
@@ -48,7 +48,7 @@ def word_products(module: IRModule, context: PassContext) -> IRModule:
     lanes = context.target.vector_lanes(4)
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts | None:
-        is_fit = all(is_matrix_for_words(*part.w.buffer.shape) for part in parts)
+        is_fit = all(is_matrix_for_words(context.target, *part.w.buffer.shape) for part in parts)
         return WordProducts(program, parts, lanes) if is_fit else None
 
     return take(Way("word_products", make, words_of, "it is faster than in bfloat16"), module, context)
@@ -57,7 +57,7 @@ def word_products(module: IRModule, context: PassContext) -> IRModule:
 def may_be_words(weights: Constant, target: Target) -> bool:
     """Whether `word_products` will take the product of a float32 matrix by this constant."""
     shape, dtype = weights.value.shape, weights.ty.dtype
-    if not _is_faster(target) or dtype != "float32" or not is_matrix_for_words(*shape):
+    if not _is_faster(target) or dtype != "float32" or not is_matrix_for_words(target, *shape):
         return False
     return not isinstance(steps_of(weights.value), str)
 
@@ -67,10 +67,10 @@ def _is_faster(target: Target) -> bool:
     return target.adds_beside_products and not target.has("amx-bf16")
 
 
-def is_matrix_for_words(*shape: IntLike) -> bool:
+def is_matrix_for_words(target: Target, *shape: IntLike) -> bool:
     """Of known sizes (..., k, n), the others ones, as filters of one pixel are: rows that go in pairs and give as much
     work as the pass over x takes."""
     *ones, depth, columns = (as_int(size) for size in shape)
     if any(size != 1 for size in ones) or depth is None or columns is None or depth % 2:
         return False
-    return LEAST_DEPTH <= depth <= MOST_DEPTH and columns >= LEAST_COLUMNS
+    return LEAST_DEPTH <= depth <= MOST_DEPTH and columns >= columns_for_pass(LEAST_COLUMNS, target)
