@@ -28,7 +28,7 @@ from relaxlite.target import Target
 from tests.native_kernel import NativeKernel
 
 Shape = tuple[int | str, ...]
-SIZES = {"n": (0, 1, 15, 16, 17, 40), "m": (1, 16, 31, 100), "k": (3,)}
+SIZES = {"n": (0, 1, 15, 16, 17, 40, 512), "m": (1, 16, 31, 100), "k": (3,)}
 
 
 def scheduled(
@@ -85,6 +85,8 @@ PERMUTED: list[tuple[Shape, tuple[int, ...]]] = [
     (("k", "n", 2, "m"), (0, 2, 3, 1)),
     (("k", "n", 5, 16), (0, 3, 1, 2)),
     (("k", 16, 5, "m"), (0, 2, 3, 1)),
+    ((1024, "m"), (1, 0)),
+    (("k", 512, 70), (0, 2, 1)),
 ]
 
 
@@ -96,6 +98,16 @@ def test_transposes(shape: Shape, axes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "int64", "int32", "float16", "bfloat16", "int8", "uint8", "bool"])
 def test_dtypes(dtype: str) -> None:
     check([("n", "m")], lambda emit, x: emit(ops.transpose(x, axes=(1, 0))), lambda x: x.T, dtype)
+
+
+def test_rows_of_the_result_that_start_alike_get_some_tiles_each_at_a_time() -> None:
+    """Where the size decides, there are both ways: a loop over tiles that are read one after another, and two."""
+
+    def loops(width: int | str) -> int:
+        program = scheduled([(width, "m")], lambda emit, x: emit(ops.transpose(x, axes=(1, 0))))
+        return print_module(IRModule({"kernel": program})).count("in serial(min(4, ")
+
+    assert [loops(width) for width in (500, 512, "n")] == [1, 2, 3]
 
 
 def test_what_is_fused_runs_on_the_tile() -> None:

@@ -14,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
+from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, Load, Select, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.passes.access import coefficient, offset, stride
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.parallel_loops import parallel_nest
-from relaxlite.passes.schedule import less
+from relaxlite.passes.schedule import less, with_variant
 
 MOST_TILE_LANES = 16  # a tile of more would not fit into registers
 BLOCK = 4  # tiles that are read one after another from each row: a few cache lines
+GROUP, ALIKE = 4, 2048  # tiles of a row of the result, where rows are multiples of so many bytes
 MOST_TILES = 2  # transposed operands: each needs as many registers as a vector has lanes
 
 
@@ -71,13 +73,28 @@ def _contiguous_loop(turned: Sequence[Load], loops: Sequence[For]) -> For | None
 
 
 def _tiles(others: list[For], down: For, across: For, store: Store, turned: Sequence[Load], lanes: int) -> Stmt:
+    """As they are read; where rows of the result begin in the same places of a cache, whose lines then are of few rows
+    at a time, in groups of which some are written one after another of each row.
+
+    Measured on one thread of a Zen 5: 1040 x 1024 to 1024 x 1040 0.42 -> 0.19 ns an element, 1024 x 1024 0.43 -> 0.26,
+    512 x 196 to 196 x 512 0.32 -> 0.14, where others take 0.1; rows of 256 floats are no faster so."""
     columns, rows = ceildiv(down.extent, lanes), ceildiv(across.extent, lanes)
-    block, row, column = SymVar(f"{down.var.name}b"), SymVar(f"{across.var.name}t"), SymVar(f"{down.var.name}t")
-    first = smin((block * BLOCK + column) * lanes, down.extent - lanes)
-    above = smin(row * lanes, across.extent - lanes)
-    tile = _tile(store, turned, (down.var, first), (across.var, above), lanes)
-    inner = For(column, smin(columns - block * BLOCK, BLOCK), tile)
-    return parallel_nest([*others, For(block, ceildiv(columns, BLOCK), seq()), For(row, rows, seq())], inner)
+
+    def tiles(together: int) -> Stmt:
+        names = (f"{down.var.name}b", f"{across.var.name}g", f"{down.var.name}t", f"{across.var.name}t")
+        block, group, column, row = (SymVar(name, lower=0) for name in names)
+        count = smin(rows - group * together, together)
+        above = smin((group * together + (row if together > 1 else 0)) * lanes, across.extent - lanes)
+        first = smin((block * BLOCK + column) * lanes, down.extent - lanes)
+        tile = _tile(store, turned, (down.var, first), (across.var, above), lanes)
+        inner = For(column, smin(columns - block * BLOCK, BLOCK), For(row, count, tile) if together > 1 else tile)
+        blocks, groups = ceildiv(columns, BLOCK), ceildiv(rows, together)
+        return parallel_nest([*others, For(block, blocks, seq()), For(group, groups, seq())], inner)
+
+    apart = coefficient(offset(store), down.var)
+    assert apart is not None
+    are_alike = less(sym(apart) % (ALIKE // dtypes.itemsize(store.buffer.dtype)), 1)
+    return with_variant(are_alike, Substitute(fresh=True).stmt(tiles(GROUP)), tiles(1))
 
 
 def _tile(
