@@ -38,6 +38,7 @@ from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 LEAST_ROWS = 10
+STEPS_AHEAD = 32
 ORDINARY_ROWS = 4  # of tiles of the ordinary product beside it, which has few rows to compute: less code
 LEAST_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
@@ -149,7 +150,7 @@ class InnerTile:
     rows: int
     vectors: int
     row_unit: int  # heights are multiples of this, three of them: 1 would take 11 and twice the time to compile
-    asks: Asks  # for weights
+    asks_for_next: bool  # panel of weights, where two lie in 5/8 of the second cache; else some steps ahead for its own
     together: int | None = None  # products of a step that all elements add before they add the next; None: all
 
     @classmethod
@@ -160,13 +161,20 @@ class InnerTile:
         the weights to do at a time, all rows add the first pair and its neighbour before the second.
 
         Measured on one thread, 384x1536, 2048x2048, 1536x384, 512 rows. A Zen 4 makes 0.65 to 1.3 of the usual speed
-        where it does not ask ahead, 1.35 to 1.5 with 16 to 64. A Zen 5, usually at 261, 269, 255 GFLOP/s: 349, 353,
-        334; asking for its own weights takes the time of what is to be loaded: 323, 334, 319; without asking 16 rows
-        of MiniLM take 3.8 ms instead of 1.4, 128 rows 12.5 instead of 10.1. One vector 237, 228, 235; 12 rows 309, 290,
-        294; in a loop written by hand 375."""
+        where it does not ask ahead, 1.35 to 1.5 with 16 to 64 steps. A Zen 5, usually at 261, 269, 255 GFLOP/s: 349,
+        353, 334; asking for its own weights takes the time of what is to be loaded: 323, 334, 319; without asking 16
+        rows of MiniLM take 3.8 ms instead of 1.4, 128 rows 12.5 instead of 10.1. One vector 237, 228, 235; 12 rows 309,
+        290, 294; in a loop written by hand 375. 3072x768, of which two panels do not fit: 230 to 243 by asking for the
+        next one, 250 to 274 for its own."""
         if target.loads_per_product > 1:
-            return cls(20, 1, ROW_UNIT, Asks(32, for_next=False, cache=2))
-        return cls(10, 2, 2, Asks(0, for_next=True), together=2)
+            return cls(20, 1, ROW_UNIT, asks_for_next=False)
+        return cls(10, 2, 2, asks_for_next=True, together=2)
+
+    def asks(self, weights: Buffer, target: Target) -> Asks:
+        panel = int(weights.shape[0]) * self.vectors * target.vector_bits // 8
+        if self.asks_for_next and 2 * panel <= target.l2_bytes * 5 // 8:
+            return Asks(0, for_next=True)
+        return Asks(STEPS_AHEAD, for_next=False, cache=2)
 
 
 def blocks_together(weights: Buffer, target: Target) -> int | None:

@@ -73,7 +73,7 @@ class Requests(ABC):
     width: int  # columns of a panel
     lines: int  # of a row of the panel
 
-    def bound(self, blocks: SymExpr, block: SymVar, body: Stmt) -> Stmt:
+    def bound(self, blocks: SymExpr, block: SymExpr, body: Stmt) -> Stmt:
         """`body` with the symbols for row block `block` of so many."""
         for symbol, value in self._values(blocks, block).items():
             body = LetIndex(symbol, IndexValue(value), body)
@@ -93,7 +93,7 @@ class Requests(ABC):
         return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
 
     @abstractmethod
-    def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
+    def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         """What the symbols are in row block `block` of so many."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class BothPanels(Requests):
     rate: SymVar  # lines of the next panel per step, times ONE; 0 for one block alone, which asks for one line for ever
     block: SymVar  # the number of the row block
 
-    def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
+    def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         if not self.asks.for_next:
             return {}
         even = smin(self.lines * ONE // smax(blocks, 1), ONE)
@@ -135,7 +135,7 @@ class NextPanel(Requests):
     begin: SymVar  # the first line that it asks for
     end: SymVar  # the last one
 
-    def _values(self, blocks: SymExpr, block: SymVar) -> dict[SymVar, SymExpr]:
+    def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         asking = smin(smax(blocks, 1), self.lines)
         turn, lines = block - blocks + asking, sym(self.lines)  # turn 0: the first block that asks
 

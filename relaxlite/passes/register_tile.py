@@ -155,6 +155,7 @@ class Tile:
     part: int | None = None  # how many terms are summed apart from the others; None: as suits so many rows
     row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
     together: int = 1  # see RowSplit
+    in_groups: bool = False  # whether a panel is for one group of row blocks at a time, and not for all of them
     stream: Stream | None = None  # how an operand is taken in that is more than a load
     asks: Asks | None = None  # for panels of the columns' operand
     requests: Requests | None = None
@@ -181,7 +182,10 @@ class Tile:
         top, height = SymVar(f"{self.row.var.name}0"), SymVar("rows", upper=self.most_rows)
         body = LetIndex(height, IndexValue(self.rows.height(block)), make(piece, first, top, height))
         code = LetIndex(top, IndexValue(self.rows.start(block)), body)
-        return code if tile.requests is None else tile.requests.bound(self.rows.count, block, code)
+        if tile.requests is None:
+            return code
+        blocks = smax(self.rows.in_group, 1) if self.in_groups else self.rows.count
+        return tile.requests.bound(blocks, block % blocks if self.in_groups else block, code)
 
     def _asking(self, first: SymExpr, width: int) -> Tile:
         """The maker of tiles that ask for panels of so many columns, where that helps."""

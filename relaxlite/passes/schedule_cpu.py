@@ -480,13 +480,13 @@ class _Rules:
         is_prepared = {load.buffer for load in block.loads()} & set(self.program.inputs) <= {weights}
         tile = InnerTile.of(self.target)
         choice = ScheduleChoice(rows=tile.rows if is_prepared else self.choice.rows, vectors=tile.vectors)
-        together = blocks_together(weights, self.target)
+        asks, together = tile.asks(weights, self.target), blocks_together(weights, self.target)
         self.panels.update(panel_widths(block, column, lanes, registers, choice))
         self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
         has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
         least: Any = self.program.attrs[VARIANTS] if is_prepared and has_all_rows else 1
         rows = RowShape(min(least, LEAST_ROWS), tile.row_unit if is_prepared else 1, together)
-        usual = tiled(block, column, lanes, registers, body, choice, asks=tile.asks, shape=rows)
+        usual = tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
         row = block.row_loop(column)
         if not is_prepared or least > FEW_ROWS or row is None:
             return usual

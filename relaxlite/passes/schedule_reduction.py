@@ -106,7 +106,7 @@ def tiled(
     )
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     if shape.together is not None and row is not None:
-        return _in_groups(replace(tile, asks=asks), pieces, others)
+        return _in_groups(replace(tile, asks=asks, in_groups=True), pieces, others)
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     tile = replace(tile, asks=None if rows_outside else asks)
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
