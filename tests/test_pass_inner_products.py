@@ -294,10 +294,10 @@ def test_a_known_number_of_rows_fits_its_tiles(count: int, target: Target) -> No
     check(compiled(bb.module(), target), rows(count, 384), w)
 
 
-@both
-def test_processors_give_the_same_bits(target: Target) -> None:
+def test_tiles_of_both_shapes_give_the_same_bits() -> None:
     w, x = weights(384, 128), rows(90, 384)
-    np.testing.assert_array_equal(np.asarray(compiled(linear(w), target)(x)), np.asarray(compiled(linear(w))(x)))
+    found = [np.asarray(compiled(linear(w), target)(x)) for target in (ZEN4, ZEN5)]
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("columns", [384, 100])
@@ -319,8 +319,8 @@ def test_two_vectors_share_the_register_of_an_element(columns: int) -> None:
     module = run_passes(linear(weights(384, columns)), UNTIL_PACKED, PassContext(target=ZEN5))
     text = emit_assembly({"p": next(iter(module.programs().values()))}, ZEN5)
     sums = [body for body in inner_loops(text) if body.count("vaddps") > 8 and "vfmadd" in body]
-    wide = [body for body in sums if body.count("vaddps") % 24 in (0, 8, 16) and "vbroadcastss" in body]
-    assert {body.count("vfmadd231ps") + body.count("vfnmadd231ps") for body in wide} >= {8 * n for n in (6, 8, 10)}
+    wide = [body for body in sums if "vbroadcastss" in body]
+    assert sorted(body.count("vbroadcastss") for body in wide) == [6 * rows for rows in (6, 8, 10)]
     for body in wide:
         assert vector_stack_references(body) == [] and body.count("prefetcht0") in (0, 6)  # lines of the next panel
         products = body.count("vfmadd") + body.count("vfnmadd")

@@ -38,7 +38,7 @@ from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 LEAST_ROWS = 10
-STEPS_AHEAD = 32
+STEPS_AHEAD = 32  # that tiles ask for their own panel of weights
 ORDINARY_ROWS = 4  # of tiles of the ordinary product beside it, which has few rows to compute: less code
 LEAST_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
@@ -149,7 +149,7 @@ class InnerTile:
 
     rows: int
     vectors: int
-    row_unit: int  # heights are multiples of this, three of them: 1 would take 11 and twice the time to compile
+    row_unit: int  # heights are multiples of this, three of them: 1 would take 11 or 5, and more time to compile
     asks_for_next: bool  # panel of weights, where two lie in 5/8 of the second cache; else some steps ahead for its own
     together: int | None = None  # products of a step that all elements add before they add the next; None: all
 
@@ -168,7 +168,7 @@ class InnerTile:
         next one, 250 to 274 for its own."""
         if target.loads_per_product > 1:
             return cls(20, 1, ROW_UNIT, asks_for_next=False)
-        return cls(10, 2, 2, asks_for_next=True, together=2)
+        return cls(10, 2, ROW_UNIT // 2, asks_for_next=True, together=2)
 
     def asks(self, weights: Buffer, target: Target) -> Asks:
         panel = int(weights.shape[0]) * self.vectors * target.vector_bits // 8

@@ -154,8 +154,7 @@ class Tile:
     least_rows: int = 1  # where the tiles run, there are no fewer
     part: int | None = None  # how many terms are summed apart from the others; None: as suits so many rows
     row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
-    together: int = 1  # see RowSplit
-    in_groups: bool = False  # whether a panel is for one group of row blocks at a time, and not for all of them
+    together: int | None = None  # row blocks that take a panel before the next group does (RowSplit); None: all do
     stream: Stream | None = None  # how an operand is taken in that is more than a load
     asks: Asks | None = None  # for panels of the columns' operand
     requests: Requests | None = None
@@ -163,7 +162,7 @@ class Tile:
     @property
     def rows(self) -> RowSplit:
         extent = sym(1) if self.row is None else self.row.extent
-        return RowSplit(extent, self.most_rows, self.least_rows, self.row_unit, self.together)
+        return RowSplit(extent, self.most_rows, self.least_rows, self.row_unit, self.together or 1)
 
     @property
     def _stmts(self) -> tuple[Stmt, ...]:
@@ -184,8 +183,10 @@ class Tile:
         code = LetIndex(top, IndexValue(self.rows.start(block)), body)
         if tile.requests is None:
             return code
-        blocks = smax(self.rows.in_group, 1) if self.in_groups else self.rows.count
-        return tile.requests.bound(blocks, block % blocks if self.in_groups else block, code)
+        if self.together is None:
+            return tile.requests.bound(self.rows.count, block, code)
+        blocks = smax(self.rows.in_group, 1)
+        return tile.requests.bound(blocks, block % blocks, code)
 
     def _asking(self, first: SymExpr, width: int) -> Tile:
         """The maker of tiles that ask for panels of so many columns, where that helps."""

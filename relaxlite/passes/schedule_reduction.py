@@ -89,7 +89,7 @@ def tiled(
     rows = -(-rows // shape.unit) * shape.unit
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
-    tile = replace(tile, least_rows=shape.least, row_unit=shape.unit, together=shape.together or 1)
+    tile = replace(tile, least_rows=shape.least, row_unit=shape.unit, together=shape.together)
     found = prologues_of(block, column) if body is None else ()
     has_panels = bool(found) and row is not None and not (hides_conversions and all(each.is_cheap for each in found))
     if has_panels and choice.sums == ONE_SUM:
@@ -106,7 +106,7 @@ def tiled(
     )
     others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     if shape.together is not None and row is not None:
-        return _in_groups(replace(tile, asks=asks, in_groups=True), pieces, others)
+        return _in_groups(replace(tile, asks=asks), pieces, others)
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     tile = replace(tile, asks=None if rows_outside else asks)
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))

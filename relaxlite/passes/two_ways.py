@@ -45,7 +45,7 @@ from relaxlite.passes.schedule_reduction import Block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ROW_UNIT = 4  # heights of tiles are multiples of this or of a half
+ROW_UNIT = 4  # the greatest of which heights of tiles are multiples
 VARIANTS = "variants"
 """Attribute of a program whose stages stand in branches of which one runs: the least rows of the one out of prepared
 rows."""
