@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -67,6 +67,12 @@ def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
     passing = _PassWeights({name: found[name] for name in definitions}, weights)
     definitions |= {name: passing.function(function) for name, function in module.functions().items()}
     return module.updated(definitions)
+
+
+def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
+    """Whether the products of a call may go this way, as far as that shows without a look at the weights."""
+    products = _find(program, way)
+    return products is not None and all(isinstance(args[k], Constant) for k in products.weights)
 
 
 def _operands(module: IRModule, found: Mapping[str, Products]) -> list[tuple[str, str, Expr]]:

@@ -58,13 +58,18 @@ LEAST_DEPTH = 96  # terms of a sum
 
 def inner_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights by fewer multiplications, where additions are free."""
+    way = way_of(module, context)
+    return module if way is None else take(way, module, context)
+
+
+def way_of(module: IRModule, context: PassContext) -> Way | None:
+    """None: these are no faster on the target, or must not be used in this module."""
     if not context.target.adds_beside_products or module.attrs.get(BATCH_INVARIANT):
-        return module
+        return None
     lanes, least = context.target.vector_lanes(4), columns_for_pass(LEAST_COLUMNS, context.target)
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> FloatProducts | None:
         products = FloatProducts(program, parts, lanes)
         return products if products.columns >= least and products.depth >= LEAST_DEPTH else None
 
-    way = Way("inner_products", make, balanced, "additions take no time beside multiply-adds")
-    return take(way, module, context)
+    return Way("inner_products", make, balanced, "additions take no time beside multiply-adds")

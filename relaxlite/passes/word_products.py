@@ -43,15 +43,21 @@ LEAST_DEPTH: Final = 96  # terms of a sum
 
 def word_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights in integers where bfloat16 is precise enough and additions are free."""
+    way = way_of(context)
+    return module if way is None else take(way, module, context)
+
+
+def way_of(context: PassContext) -> Way | None:
+    """None: these are no faster on the target, or not precise enough."""
     if context.precision != "bf16" or not _is_faster(context.target):
-        return module
+        return None
     lanes = context.target.vector_lanes(4)
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts | None:
         is_fit = all(is_matrix_for_words(context.target, *part.w.buffer.shape) for part in parts)
         return WordProducts(program, parts, lanes) if is_fit else None
 
-    return take(Way("word_products", make, words_of, "it is faster than in bfloat16"), module, context)
+    return Way("word_products", make, words_of, "it is faster than in bfloat16")
 
 
 def may_be_words(weights: Constant, target: Target) -> bool:
