@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.codegen import scalar_functions
 from relaxlite.codegen.python_source import poisoned
+from relaxlite.ir import scalar_functions
 from relaxlite.ir.op_costs import flops_of
 from relaxlite.ir.program import (
     Allocate,

@@ -12,7 +12,6 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
-from relaxlite.codegen.scalar_functions import apply_intrinsic
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Call, Constant, Let
 from relaxlite.ir.intrinsics import NARROW, PAIR, PAIRS
@@ -30,6 +29,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     Value,
 )
+from relaxlite.ir.scalar_functions import apply_intrinsic
 from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.passes.in_place import in_place_pairs, with_late_stores
 from relaxlite.passes.manager import PassContext, run_passes

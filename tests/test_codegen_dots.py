@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from relaxlite.codegen import scalar_functions
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import CodegenError
+from relaxlite.ir import scalar_functions
 from relaxlite.ir.intrinsics import DOT_PRODUCTS, HALVES, LOOKUP, NEAREST, WORDS
 from relaxlite.ir.program import (
     Binary,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relaxlite import dtypes
-from relaxlite.codegen import scalar_functions
+from relaxlite.ir import scalar_functions
 from relaxlite.ir.program import (
     BINARY,
     COMPARE,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.codegen import scalar_functions
 from relaxlite.errors import CodegenError, ExecutionError
+from relaxlite.ir import scalar_functions
 from relaxlite.ir.program import (
     Allocate,
     Barrier,

@@ -4,7 +4,7 @@ Indices, extents and guards are symbolic integers (ir/symbolic.py); everything t
 An index that comes from data is bound to a symbol by `LetIndex` first.
 `Select` is lazy: a `Load` in the branch not taken is never performed, so it may lie outside its buffer.
 `Unary` and `Binary` name scalar functions; their tables and dtype rules stand here, their meaning in
-codegen/scalar_functions.py (NumPy) and codegen/llvm (machine code).
+ir/scalar_functions.py (NumPy) and codegen/llvm (machine code).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The scalar functions of tensor programs (ir/program.py) as instructions, for scalars and vectors alike.
 
-The same table in NumPy is codegen/scalar_functions.py; both say what happens in the corners: integer division by zero
+The same table in NumPy is ir/scalar_functions.py; both say what happens in the corners: integer division by zero
 gives quotient and remainder 0, a shift by the width or more shifts everything out, min and max hand on NaN.
 """
 

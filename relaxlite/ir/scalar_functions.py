@@ -113,7 +113,8 @@ def _unary_bool(op: str, x: Array) -> Array:
     if op == "bitwise_not":
         return np.logical_not(x)
     if op in ("neg", "abs", "sign", *_ROUNDING):
-        return x.copy()
+        found: Array = x.copy()
+        return found
     raise TypeError(f"{op} of a bool has no meaning")
 
 
@@ -127,7 +128,8 @@ def _unary_int(op: str, x: Array) -> Array:
     if op == "sign":
         return np.sign(x)
     if op in _ROUNDING:
-        return x.copy()
+        found: Array = x.copy()
+        return found
     raise TypeError(f"{op} of an integer has no meaning; cast it to a float first")
 
 
@@ -241,7 +243,8 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
 
 def _half(words: Array, number: int) -> Array:
     """One of the two bfloat16 of each word."""
-    return (words >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
+    found: Array = (words >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
+    return found
 
 
 def _bytes_of(words: Array, dtype: Any) -> list[Array]:
