@@ -22,6 +22,7 @@ from relaxlite.ir.program import Buffer, For, IfThenElse, Stmt, compute
 from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
+from relaxlite.passes.inner_products import LEAST_DEPTH
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -177,7 +178,9 @@ def test_weights_in_half_precision_are_joined_and_paired_too(cpu: str, depth: in
     """On processors that widen them again for each tile, and on those that widen them once."""
     target, module = Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"), Layer(depth).module(half_precision)
     made, _ = lowered(module, target)
-    assert sorted(name for name in calls(made) if "matmul" in name) == sorted(calls(made)) and len(calls(made)) == 2
+    are_apart = target.adds_beside_products and depth > LEAST_DEPTH  # which is faster then (pair_products.py)
+    assert sorted(name for name in calls(made) if "matmul" in name) == sorted(calls(made))
+    assert len(calls(made)) == 2 + are_apart
     if not target.runs_here:
         pytest.skip(f"this processor has not what {cpu} has")
     exe = rl.compile(module, target)

@@ -5,24 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import Binary, Check, For, Literal, Load, Stmt, Store, TensorProgram
-from relaxlite.ir.program_visitor import loads
+from relaxlite.ir.program import (
+    Binary,
+    Cast,
+    Check,
+    Compare,
+    For,
+    IndexValue,
+    Literal,
+    Load,
+    Select,
+    Stmt,
+    Store,
+    TensorProgram,
+    Unary,
+    Value,
+)
+from relaxlite.ir.program_visitor import loads, walk_values
 from relaxlite.ir.symbolic import as_int, product
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.pack_constants import SHARED_BYTES
+from relaxlite.passes.prologue import symbols_of
 from relaxlite.passes.schedule_reduction import reduction_block
 from relaxlite.passes.specialize import clamped_loops
 from relaxlite.passes.two_ways import Product, Products
 from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
+_PARTS = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # of what widens weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +63,84 @@ def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
     """The module whose products with constant weights go this way, too, where they may."""
     programs = module.programs().items()
     found = {name: them for name, p in programs if (them := _find(p, way)) is not None}
-    operands, readers = _operands(module, found), _readers(module)
-    fit: dict[int, Constant] = {}  # by the id of their value
+    uses, readers = _uses(module, found), _readers(module)
+    fit: dict[Key, _Use] = {}
     problems: dict[str, str] = {}
-    for name, operand, arg in operands:
-        if not isinstance(arg, Constant):
-            problems.setdefault(name, f"{operand} is no constant")
-        elif arg.value.nbytes >= SHARED_BYTES and len(readers[id(arg.value)]) > 1:
-            problems.setdefault(name, f"{operand} is read elsewhere, too, and stays one copy as it is")
-        elif name not in problems:
-            fit[id(arg.value)] = arg
+    for use in uses:
+        if (problem := use.problem(readers)) is not None:
+            problems.setdefault(use.program, problem)
+        elif use.program not in problems:
+            fit[use.key] = use
     with ThreadPoolExecutor(compile_threads(), "relaxlite-weights") as pool:  # starts no more threads than it needs
-        results = pool.map(way.weights, fit.values())
-        made = {name: products.program() for name, products in found.items() if name not in problems}  # meanwhile
+        results = pool.map(lambda use: use.made(way), fit.values())
+        programs_made = {name: products.program() for name, products in found.items() if name not in problems}
         made_of = dict(zip(fit, results, strict=True))
-    for name, operand, arg in operands:
-        if isinstance(arg, Constant) and isinstance(problem := made_of.get(id(arg.value)), str):
-            problems.setdefault(name, f"{operand} {problem}")
+    for use in uses:
+        if isinstance(problem := made_of.get(use.key), str):
+            problems.setdefault(use.program, f"{use.part.stored[0].name} {problem}")
     for name in found:
         context.decide(way.name, name, name not in problems, problems.get(name, way.reason))
-    definitions: dict[str, Definition] = {name: made[name] for name in found if name not in problems}
+    definitions: dict[str, Definition] = {name: programs_made[name] for name in found if name not in problems}
     weights = {key: each for key, each in made_of.items() if not isinstance(each, str)}
     passing = _PassWeights({name: found[name] for name in definitions}, weights)
     definitions |= {name: passing.function(function) for name, function in module.functions().items()}
     return module.updated(definitions)
 
 
+Key: TypeAlias = "tuple[int, ...]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Use:
+    """What a call passes as the weights of a part of a program."""
+
+    program: str
+    part: Product
+    args: tuple[Expr, ...]
+
+    @property
+    def key(self) -> Key:
+        """The same for the same weights: the constants' identities, and what widens them."""
+        ids = (id(arg.value) for arg in self.args if isinstance(arg, Constant))
+        return (id(self.part) if self.part.is_widened else 0, *ids)
+
+    def problem(self, readers: Mapping[int, set[tuple[str, int]]]) -> str | None:
+        """Why these are no weights to be replaced, or of which more is to be known."""
+        for buffer, arg in zip(self.part.stored, self.args, strict=True):
+            if not isinstance(arg, Constant):
+                return f"{buffer.name} is no constant"
+            if self.part.is_widened or arg.value.nbytes < SHARED_BYTES:
+                continue
+            if len(readers[id(arg.value)]) > 1:
+                return f"{buffer.name} is read elsewhere, too, and stays one copy as it is"
+        return None
+
+    def made(self, way: Way) -> tuple[Constant, ...] | str:
+        """What is passed in place of the weights and beside them, or only beside them where they are widened."""
+        constants = [arg for arg in self.args if isinstance(arg, Constant)]
+        if not self.part.is_widened:
+            return way.weights(*constants)
+        made = way.weights(Constant.of(self.part.floats([constant.value for constant in constants])))
+        if isinstance(made, str):
+            return made
+        _, offset, width = made
+        widths: np.ndarray = width.value
+        return offset, width, Constant.of(np.divide(1, widths, out=np.zeros_like(widths), where=widths > 0))
+
+
 def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
     """Whether the products of a call may go this way, as far as that shows without a look at the weights."""
     products = _find(program, way)
-    return products is not None and all(isinstance(args[k], Constant) for k in products.weights)
+    return products is not None and all(isinstance(args[k], Constant) for part in products.stored for k in part)
 
 
-def _operands(module: IRModule, found: Mapping[str, Products]) -> list[tuple[str, str, Expr]]:
-    """What calls pass as weights: the name of the program, that of its operand, the argument."""
+def _uses(module: IRModule, found: Mapping[str, Products]) -> list[_Use]:
     calls = [(call, found[call.callee.name]) for call in program_calls(module) if call.callee.name in found]
-    return [(c.callee.name, p.whole.inputs[k].name, c.args[k]) for c, p in calls for k in p.weights]
+    return [
+        _Use(call.callee.name, part, tuple(call.args[k] for k in places))
+        for call, products in calls
+        for part, places in zip(products.parts, products.stored, strict=True)
+    ]
 
 
 def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
@@ -100,9 +162,11 @@ def _find(program: TensorProgram, way: Way) -> Products | None:
     found = [each for each in made if each is not None]
     if not found or len(found) < len(made):
         return None
-    first, weights = found[0], {each.w.buffer for each in found}
-    reads = [load.buffer for load in loads(program.body) if load.buffer in weights]
-    if not all(each.reads_like(first) for each in found) or len(reads) > len(weights):
+    first, weights = found[0], {buffer for each in found for buffer in each.stored}
+    reads = [load for load in loads(program.body) if load.buffer in weights]
+    own = [part for each in found for part in walk_values(each.w) if isinstance(part, Load)]
+    is_shared = sum(len(each.stored) for each in found) > len(weights) or len(reads) > len(own)
+    if is_shared or not all(each.reads_like(first) for each in found):
         return None
     products = way.make(program, tuple(found))
     _, most_rows = _ANALYZER.bounds(product(first.dims))
@@ -121,9 +185,9 @@ def _product_of(stage: Stmt, program: TensorProgram) -> Product | None:
         return None
     column = block.spatial[-1]
     for x, w in ((value.a, value.b), (value.b, value.a)):
-        if not isinstance(x, Load) or not isinstance(w, Load) or {x.dtype, w.dtype} != {"float32"}:
-            return None
-        if x.buffer in program.inputs and w.buffer in program.inputs and _is_matrix(w, reduced[0], column):
+        if not isinstance(x, Load) or {x.dtype, w.dtype} != {"float32"} or x.buffer not in program.inputs:
+            continue
+        if _is_matrix(w, reduced[0], column, program):
             where = {v for index in x.indices[:-1] for v in index.free_vars()}
             is_row = x.indices[-1] is reduced[0].var and x.buffer.shape[-1] is reduced[0].extent
             if is_row and where.isdisjoint((reduced[0].var, column.var)):
@@ -131,9 +195,12 @@ def _product_of(stage: Stmt, program: TensorProgram) -> Product | None:
     return None
 
 
-def _is_matrix(w: Load, step: For, column: For) -> bool:
-    """Whether these are all of the weights of a matrix, or of filters of one pixel: w[0, 0, k, j]."""
-    if len(w.indices) < 2:
+def _is_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
+    """Whether these are all of the weights of a matrix, or of filters of one pixel: w[0, 0, k, j]; or what widens such
+    weights."""
+    if not isinstance(w, Load):
+        return _is_widened_matrix(w, step, column, program)
+    if len(w.indices) < 2 or w.buffer not in program.inputs:
         return False
     *ones, depth, columns = w.buffer.shape
     is_pixel = all(as_int(d) == 1 for d in ones) and all(as_int(i) == 0 for i in w.indices[:-2])
@@ -141,10 +208,23 @@ def _is_matrix(w: Load, step: For, column: For) -> bool:
     return is_pixel and is_whole and w.indices[-2:] == (step.var, column.var)
 
 
+def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
+    """Whether an operand is computed from inputs, of a step and, in their last dimension, a column."""
+    if not (step.extent.is_const and column.extent.is_const) or not all(isinstance(v, _PARTS) for v in walk_values(w)):
+        return False
+    indices = [part.index for part in walk_values(w) if isinstance(part, IndexValue)]
+    for load in (part for part in walk_values(w) if isinstance(part, Load)):
+        is_of_column = load.indices[-1:] == (column.var,)
+        indices += load.indices[:-1] if is_of_column else load.indices
+        if load.buffer not in program.inputs or (is_of_column and load.buffer.shape[-1] is not column.extent):
+            return False
+    return symbols_of(w) == {step.var, column.var} and all(set(i.free_vars()) <= {step.var} for i in indices)
+
+
 class _PassWeights(Rewriter):
     """Passes the new weights."""
 
-    def __init__(self, found: Mapping[str, Products], made: Mapping[int, tuple[Constant, ...]]) -> None:
+    def __init__(self, found: Mapping[str, Products], made: Mapping[Key, tuple[Constant, ...]]) -> None:
         super().__init__()
         self._found, self._made = found, made
 
@@ -155,10 +235,10 @@ class _PassWeights(Rewriter):
         if products is None:
             return None
         args, beside = list(value.args), list[Constant]()
-        for place in products.weights:
-            weights = args[place]
-            assert isinstance(weights, Constant)
-            args[place], *more = self._made[id(weights.value)]
-            beside += more
+        for part, places in zip(products.parts, products.stored, strict=True):
+            made = list(self._made[_Use(value.callee.name, part, tuple(args[k] for k in places)).key])
+            if not part.is_widened:
+                args[places[0]] = made.pop(0)
+            beside += made
         inputs = len(products.whole.inputs)
         return replace(value, args=(*args[:inputs], *beside, *args[inputs:]))

@@ -26,7 +26,7 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.loop_pattern import perfect_nest
@@ -67,6 +67,8 @@ class FloatProducts(Products):
         return whole_steps(self.depth)
 
     def _plain(self, part: Product, weights: Weights) -> Stmt:
+        if not isinstance(part.w, Load):
+            return Substitute(fresh=True).stmt(part.stage)
         total, width = part.block.body.buffer, weights.width[part.column.var]
         reduced = Elsewhere(part.w, weights.w[part.w.indices[-2:]]).stmt(part.block.stmts[1])
         return part.with_sum(reduced, Binary("mul", total[()], width), total)
@@ -83,7 +85,18 @@ class FloatProducts(Products):
         reduced = For(step, sym(self.weight_rows // TERMS), Store(total, (), terms, "add"))
         e, offset, width = Scalar(total[()]), Scalar(weights.offset[column]), Scalar(weights.width[column])
         finish = ((e - offset) * Scalar(rows.scales[row]) + Scalar(rows.shifts[row])) * width
-        return part.with_sum(reduced, finish.value, total)
+        stage = part.with_sum(reduced, finish.value, total)
+        return stage if weights.power is None else Allocate(weights.w, seq(*self._widen(part, weights), stage))
+
+    def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
+        """Makes w, up to whole steps."""
+        assert weights.power is not None
+        value = _product(part.w, weights.power[part.column.var])
+        step, beyond = part.step, For(SymVar("k", lower=0), sym(self.weight_rows - self.depth), Seq(()))
+        made = nest((step, part.column), Store(weights.w, (step.var, part.column.var), value))
+        zeros = Store(weights.w, (beyond.var + self.depth, part.column.var), literal(0.0, "float32"))
+        stages = [made, *([nest((beyond, part.column), zeros)] if self.weight_rows > self.depth else [])]
+        return [Substitute(fresh=True).stmt(stage) for stage in stages]
 
     def _prepare(self, rows: Rows) -> Stmt:
         """The rows of x, their scales and what their pairs add. A row that has no length gets an infinite scale, one of

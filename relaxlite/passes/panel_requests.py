@@ -64,14 +64,10 @@ def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width:
     return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
 
 
-@dataclass(frozen=True, slots=True)
 class Requests(ABC):
-    """What the tiles of one column of tiles ask for."""
+    """What tiles ask for while they sum up."""
 
-    column: SymVar
-    first: SymExpr  # the first column of the tile
-    width: int  # columns of a panel
-    lines: int  # of a row of the panel
+    __slots__ = ()
 
     def bound(self, blocks: SymExpr, block: SymExpr, body: Stmt) -> Stmt:
         """`body` with the symbols for row block `block` of so many."""
@@ -83,18 +79,36 @@ class Requests(ABC):
         """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
         assert isinstance(sums.body, Seq)
         *before, steps = sums.body.stmts
-        operands = panel_operands(update, self.column)
-        assert isinstance(steps, For) and operands
-
-        def rows(step: SymExpr) -> tuple[tuple[SymExpr, ...], ...]:
-            return tuple(Substitute({update.var: step}).indices(operand.indices[:-1]) for operand in operands)
-
-        requests = self._requests(operands[0].buffer, rows, steps.var)
-        return replace(sums, body=seq(*before, replace(steps, body=seq(*requests, steps.body))))
+        assert isinstance(steps, For)
+        asked = self._asked(update, steps.var)
+        return replace(sums, body=seq(*before, replace(steps, body=seq(*asked, steps.body))))
 
     @abstractmethod
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         """What the symbols are in row block `block` of so many."""
+
+    @abstractmethod
+    def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
+        """In step `step` of the sum `update`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelRequests(Requests):
+    """For what the tiles of one column of tiles read themselves, or those of the next."""
+
+    column: SymVar
+    first: SymExpr  # the first column of the tile
+    width: int  # columns of a panel
+    lines: int  # of a row of the panel
+
+    def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
+        operands = panel_operands(update, self.column)
+        assert operands
+
+        def rows(number: SymExpr) -> tuple[tuple[SymExpr, ...], ...]:
+            return tuple(Substitute({update.var: number}).indices(operand.indices[:-1]) for operand in operands)
+
+        return self._requests(operands[0].buffer, rows, step)
 
     @abstractmethod
     def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
@@ -102,7 +116,7 @@ class Requests(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class BothPanels(Requests):
+class BothPanels(PanelRequests):
     """Lines of the own panel, and of the next."""
 
     asks: Asks
@@ -128,7 +142,7 @@ class BothPanels(Requests):
 
 
 @dataclass(frozen=True, slots=True)
-class NextPanel(Requests):
+class NextPanel(PanelRequests):
     """Lines of the next panel, by the last row blocks."""
 
     is_on: SymVar  # 1 in a row block that asks, else 0
@@ -154,6 +168,21 @@ class NextPanel(Requests):
         most = range(-(-self.lines // LEAST_BLOCKS))
         columns = [start + smin(self.begin + k, self.end) * line for k in most]
         return [Prefetch(operand, (*row, column)) for row in rows(step * self.is_on) for column in columns]
+
+
+@dataclass(frozen=True, slots=True)
+class NextPart(Requests):
+    """Of a panel that is made of what is stored otherwise, what the next part of it will be made of; the first of the
+    row blocks asks. `lines`: those of a step, or any of them where the second is 0 and not 1."""
+
+    lines: Callable[[SymExpr, SymExpr], list[Prefetch]]
+    is_on: SymVar
+
+    def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
+        return {self.is_on: smax(1 - block, 0)}
+
+    def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
+        return self.lines(step, self.is_on)
 
 
 def panel_operands(update: Stmt, column: SymVar) -> tuple[Load, ...]:

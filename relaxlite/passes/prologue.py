@@ -74,7 +74,7 @@ def find_prologue(update: Stmt, column: SymVar, row: SymVar | None) -> Prologue 
             continue
         group = _group(operand, loop.var)
         inner, scale = _taken_apart(operand, loop.var, group)
-        return Prologue(loop, other, operand, inner, scale, group, _shared(operand, loop.var))
+        return Prologue(loop, other, operand, inner, scale, group, shared_steps(operand, loop.var))
     return None
 
 
@@ -102,7 +102,8 @@ def _divisors(value: Value, var: SymVar) -> list[int]:
     return found
 
 
-def _shared(value: Value, var: SymVar) -> int:
+def shared_steps(value: Value, var: SymVar) -> int:
+    """How many steps, few enough to be unrolled, read one element of some buffer."""
     return max((c for c in _divisors(value, var) if c <= MOST_SHARED), default=1)
 
 

@@ -61,6 +61,16 @@ def _ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelRows:
+    """The operand of the columns where each step of a sum reads `count` rows of it. `ask`: (first step, first column)
+    of a part of a panel -> what its tiles ask for."""
+
+    matrix: Buffer
+    count: int
+    ask: Callable[[SymExpr, SymExpr], Requests]
+
+
 @dataclass(frozen=True, slots=True)
 class RowSplit:
     """`extent` rows in blocks of at most `most` whose heights differ by at most one `unit`. The last unit may go beyond
@@ -203,12 +213,13 @@ class Tile:
         piece: ColumnPiece,
         number: SymExpr,
         blocks: tuple[SymExpr, SymExpr],
-        operands: Sequence[Value],
+        operands: Sequence[Value | PanelRows],
         fill: Fill | None = None,
     ) -> Stmt:
         """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
         loop before the next, and read their columns' operand (one for each sum of an element) from a panel in the
-        cache. `fill` makes it, or the first block while it is summed. Sums wait in memory in between."""
+        cache. `fill` makes it, or, of an operand that is a value, the first block while it is summed. Sums wait in
+        memory in between."""
         first, (begin, end) = self._first(piece, number), blocks
         base = SymVar(f"{self._row.var.name}b", lower=0)
         loops, at = self._loops(piece, self.most_rows, first, base)
@@ -225,6 +236,8 @@ class Tile:
 
         cleared = [clear(total, tile) for total, tile in zip(totals, self._tiles, strict=True)]
         steps = self._along_panels(totals, piece, (first, base), blocks, operands, fill)
+        if self.row_unit > 1:
+            loops = replace(loops[0], extent=smin(count, self._row.extent - base)), *loops[1:]
         last = self._last(loops, at, [Load(total, place) for total in totals], masked=piece.masked)
         code: Stmt = seq(*cleared, steps, last)
         for total in reversed(totals):
@@ -251,12 +264,12 @@ class Tile:
         piece: ColumnPiece,
         corner: tuple[SymExpr, SymVar],
         blocks: tuple[SymExpr, SymExpr],
-        operands: Sequence[Value],
+        operands: Sequence[Value | PanelRows],
         fill: Fill | None,
     ) -> Stmt:
         """The steps of `over_panels`, added to `totals`, whose first element is that of column and row `corner`."""
         (first, base), (begin, end), outer = corner, blocks, self._stmts[1]
-        assert isinstance(outer, For) and isinstance(outer.body, Store)
+        assert isinstance(outer, For)
         depth, most = as_int(outer.extent), self.part or PANEL_STEPS
         part, step = SymVar(f"{outer.var.name}o", lower=0), SymVar(outer.var.name, lower=0, upper=most - 1)
         start, is_whole = part * most, depth is not None and depth % most == 0
@@ -277,15 +290,23 @@ class Tile:
                     adds.append(Substitute(fresh=True).stmt(add))
                 return self._beside(sums, seq(*adds))
 
-            code = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
+            code: Stmt = LetIndex(height, IndexValue(self.rows.height(block)), self._by_height(height, body))
+            for requests in (maker.requests for maker, _, _ in parts):
+                code = code if requests is None else requests.bound(end - begin, block - begin, code)
             return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
 
-        panels = [Buffer("panel", (sym(most), total.shape[1]), total.dtype, "local") for total in totals]
+        panels = [_panel_of(operand, most, total) for operand, total in zip(operands, totals, strict=True)]
         making, reading = [], []
         for own, panel, total, operand in zip(self._tiles, panels, totals, operands, strict=True):
             steps = own._stmts[1]
             assert isinstance(steps, For)
-            fresh, load = Substitute({steps.var: start + step}), Load(panel, (step, self.column.var - first))
+            fresh = Substitute({steps.var: start + step})
+            if isinstance(operand, PanelRows):
+                rows = _Moved(operand.matrix, panel, (start * operand.count, first))
+                own = replace(own, requests=operand.ask(start, first))
+                reading.append((own, For(step, extent, rows.stmt(fresh.stmt(steps.body))), total))
+                continue
+            load = Load(panel, (step, self.column.var - first))
             stream = Stream(0, self.column.var, self._row.var, enough_sums=own.enough_sums, panel=panel)
             making.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
             reading.append((own, For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(steps.body))), total))
@@ -469,6 +490,26 @@ def _every(stmt: Stmt, times: int, copy: SymVar) -> Stmt:
     outer = SymVar(f"{stmt.var.name}o")
     body = Substitute({stmt.var: outer * times + copy}).stmt(stmt.body)
     return For(outer, stmt.extent // times, body, stmt.kind)
+
+
+def _panel_of(operand: Value | PanelRows, steps: int, total: Buffer) -> Buffer:
+    """For so many steps, as wide as the sums."""
+    rows = steps * operand.count if isinstance(operand, PanelRows) else steps
+    return Buffer("panel", (sym(rows), total.shape[1]), total.dtype, "local")
+
+
+class _Moved(ProgramRewriter):
+    """Reads a matrix from a panel that begins at `corner` of it."""
+
+    def __init__(self, matrix: Buffer, panel: Buffer, corner: tuple[SymExpr, SymExpr]) -> None:
+        super().__init__()
+        self._matrix, self._panel, self._corner = matrix, panel, corner
+
+    def _value(self, value: Value) -> Value:
+        if not isinstance(value, Load) or value.buffer is not self._matrix:
+            return super()._value(value)
+        row, column = (index - start for index, start in zip(value.indices, self._corner, strict=True))
+        return Load(self._panel, (row, column))
 
 
 class _Element(ProgramRewriter):

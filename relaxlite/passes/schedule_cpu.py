@@ -46,13 +46,7 @@ from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
-from relaxlite.passes.inner_product_loops import (
-    LEAST_ROWS,
-    ORDINARY_ROWS,
-    InnerTile,
-    blocks_together,
-    chained_terms,
-)
+from relaxlite.passes.inner_product_loops import LEAST_ROWS, ORDINARY_ROWS, InnerTile, blocks_together, chained_terms
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
@@ -105,6 +99,7 @@ from relaxlite.passes.schedule_squares import tile_squares
 from relaxlite.passes.schedule_tiles import by_tiles
 from relaxlite.passes.schedule_transpose import MOST_TILE_LANES, both, tiled_transpose
 from relaxlite.passes.schedule_turned import find_turned, tiled_turned
+from relaxlite.passes.schedule_widened import find_widened
 from relaxlite.passes.schedule_window import tiled_windows, window_of
 from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
@@ -161,7 +156,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
-    rules = _Rules(program, target, choice, {}, {}, set(), {}, [], in_place)
+    rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, [], in_place)
     if program.attrs.get(VARIANTS):
         rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
         stages = [rules.variants(s) for s in top_stages(program)]
@@ -192,7 +187,8 @@ def _in_place(program: TensorProgram) -> Pairs:
 class _Rules:
     program: TensorProgram
     target: Target
-    choice: ScheduleChoice
+    given: ScheduleChoice
+    choice: ScheduleChoice  # as given, or for less code where few rows ever run it
     panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
     apart: set[Buffer]  # and that are several matrices
@@ -251,7 +247,8 @@ class _Rules:
     def variants(self, stmt: Stmt) -> Stmt:
         """Stages of which one or the other runs. What is parallel already has been scheduled."""
         if isinstance(stmt, Allocate):
-            return replace(stmt, body=self.variants(stmt.body))
+            made = self.widened(stmt)
+            return replace(stmt, body=self.variants(stmt.body)) if made is None else made
         if isinstance(stmt, IfThenElse):
             then = self.variants(stmt.then)
             return replace(stmt, then=then, other=None if stmt.other is None else self.variants(stmt.other))
@@ -419,7 +416,9 @@ class _Rules:
             prologues = prologues_of(block, column) if dots is None else ()
             has_few_rows = bool(self.program.attrs.get(VARIANTS))  # of which none would have time to ask for more
             is_plain = packs and dots is None and not prologues and not has_few_rows
-            choice, asks = self._asking(block, column, lanes) if is_plain else (self.choice, None)
+            choice, asks = self.given if prologues else self.choice, None
+            if is_plain:
+                choice, asks = self._asking(block, column, lanes)
             if self.is_counted_by_data(block, column):
                 choice, ahead = replace(choice, sums=ONE_SUM), self.target.page_steps_ahead
                 asks = Asks(ahead, for_next=False, cache=2) if ahead else None
@@ -492,6 +491,16 @@ class _Rules:
             return usual
         few = tiled(block, column, lanes, registers, body, ScheduleChoice(rows=FEW_ROWS, vectors=FEW_VECTORS))
         return with_variant(less(row.extent, FEW_ROWS + 1), few, usual)
+
+    def widened(self, stmt: Allocate) -> Stmt | None:
+        """Inner products behind stages that make their weights; None: these are other stages."""
+        found, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
+        if found is None:
+            return None
+        column, lanes = found.column.var.name, self.lanes(found.body)
+        self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
+        self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
+        return found.tiled(tile, lanes)
 
     @property
     def _more_rows(self) -> Larger | None:

@@ -45,6 +45,7 @@ from relaxlite.passes.register_tile import (
     PANEL_STEPS,
     ColumnPiece,
     Fill,
+    PanelRows,
     Tile,
     by_piece,
     column_pieces,
@@ -174,7 +175,7 @@ def tiled_prologue(
 
 def over_panels(
     tile: Tile,
-    operands: Sequence[Value],
+    operands: Sequence[Value | PanelRows],
     pieces: Sequence[ColumnPiece],
     others: Sequence[tuple[SymVar, SymExpr]],
     fill: Fill | None = None,

@@ -6,6 +6,11 @@
     else:
         for i, j: { e = sum of x[i, k] * w[k, j];  out[i, j] = f(e * width[j]) }
 
+Weights that are stored in few bits stay so, and the second way is what it was. The first has a stage before it, which
+makes w, for the schedule to make it panel by panel (schedule_widened.py):
+
+        for k, j: w[k, j] = widened(q[k, j]) * power[j]
+
 What is prepared and summed is said by inner_product_loops.py, in floats, and word_product_loops.py, in integers.
 """
 
@@ -16,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from relaxlite.dtypes import DType
-from relaxlite.ir.expr import Attrs
+from relaxlite.ir.expr import Array, Attrs
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.ops.scalars import literal
 from relaxlite.ir.program import (
@@ -35,11 +40,12 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, substitute, sym
+from relaxlite.passes.constant_values import matrix_of
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs
 from relaxlite.passes.join_loops import reads_only_where_written
-from relaxlite.passes.loop_pattern import top_stages
+from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.schedule import collect, fill, less, nest
 from relaxlite.passes.schedule_reduction import Block
 from relaxlite.records import dataclass
@@ -61,12 +67,32 @@ def columns_for_pass(least: int, target: Target) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """One stage: block of a reduction over x[i..., k] * w[k, j], where i... are functions of the rows' loops."""
+    """One stage: block of a reduction over x[i..., k] * w, where i... are functions of the rows' loops, and w is a load
+    of w[k, j], or what widens weights that are stored in fewer bits."""
 
     stage: Stmt
     block: Block
     x: Load
-    w: Load
+    w: Value
+
+    @property
+    def is_widened(self) -> bool:
+        return not isinstance(self.w, Load)
+
+    @property
+    def stored(self) -> tuple[Buffer, ...]:
+        """What w is read from."""
+        return tuple(dict.fromkeys(part.buffer for part in walk_values(self.w) if isinstance(part, Load)))
+
+    @property
+    def step(self) -> For:
+        (loop,) = perfect_nest(self.block.stmts[1]).loops
+        return loop
+
+    def floats(self, constants: Sequence[Array]) -> Array:
+        """w (k, n), where this is what is stored."""
+        shape = int(self.step.extent), int(self.column.extent)
+        return matrix_of(self.w, self.step.var, self.column.var, shape, dict(zip(self.stored, constants, strict=True)))
 
     @property
     def rows(self) -> tuple[For, ...]:
@@ -123,11 +149,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Of one product: what is read in place of w, and of its columns what is taken off a sum and multiplied by."""
+    """Of one product: what is read in place of w, and of its columns what is taken off a sum and multiplied by. Where w
+    is widened, its columns are multiplied by powers beforehand."""
 
     w: Buffer
     offset: Buffer
     width: Buffer  # float32
+    power: Buffer | None = None
+
+    @property
+    def beside(self) -> tuple[Buffer, ...]:
+        """Inputs that the program did not have."""
+        return (self.offset, self.width, *(() if self.power is None else (self.power,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,9 +177,9 @@ class Products(ABC):
         return self.parts[0].x
 
     @property
-    def weights(self) -> tuple[int, ...]:
-        """Which inputs these are."""
-        return tuple(self.whole.inputs.index(part.w.buffer) for part in self.parts)
+    def stored(self) -> tuple[tuple[int, ...], ...]:
+        """Which inputs the weights of each part are."""
+        return tuple(tuple(map(self.whole.inputs.index, part.stored)) for part in self.parts)
 
     @property
     def depth(self) -> int:
@@ -218,20 +251,25 @@ class Products(ABC):
         )
         for buffer in (worst, rows.scales, rows.shifts, rows.prepared):
             body = Allocate(buffer, body)
-        replaced = {part.w.buffer: each.w for part, each in zip(self.parts, weights, strict=True)}
-        beside = [buffer for each in weights for buffer in (each.offset, each.width)]
+        pairs = zip(self.parts, weights, strict=True)
+        replaced = {part.stored[0]: each.w for part, each in pairs if not part.is_widened}
+        beside = [buffer for each in weights for buffer in each.beside]
         inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
         attrs = Attrs({**self.whole.attrs, VARIANTS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
         return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
 
     def _weights(self, part: Product) -> Weights:
-        old, columns = part.w.buffer, part.column.extent
-        return Weights(
-            replace(old, shape=(sym(self.weight_rows), columns), dtype=self.dtype),
-            Buffer(f"{old.name}_offset", (columns,), self.dtype),
-            Buffer(f"{old.name}_width", (columns,), "float32"),
-        )
+        old, columns = part.stored[0], part.column.extent
+        w = replace(old, shape=(sym(self.weight_rows), columns), dtype=self.dtype)
+        beside = [Buffer(f"{old.name}_{name}", (columns,), dtype) for name, dtype in self._beside]
+        if not part.is_widened:
+            return Weights(w, *beside[:2])
+        return Weights(replace(w, name=f"{old.name}_wide"), *beside)
+
+    @property
+    def _beside(self) -> tuple[tuple[str, DType], ...]:
+        return (("offset", self.dtype), ("width", "float32"), ("power", "float32"))
 
     def _in_place(self, more: int) -> Pairs:
         """Which operands the results may still take over, behind so many more inputs: x is read before results are

@@ -28,7 +28,7 @@ from typing import Final
 
 from relaxlite.ir.expr import Constant
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.program import Load, TensorProgram
 from relaxlite.ir.symbolic import IntLike, as_int
 from relaxlite.passes.constant_products import Way, take
 from relaxlite.passes.manager import PassContext
@@ -54,7 +54,9 @@ def way_of(context: PassContext) -> Way | None:
     lanes = context.target.vector_lanes(4)
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts | None:
-        is_fit = all(is_matrix_for_words(context.target, *part.w.buffer.shape) for part in parts)
+        is_fit = all(
+            isinstance(part.w, Load) and is_matrix_for_words(context.target, *part.w.buffer.shape) for part in parts
+        )
         return WordProducts(program, parts, lanes) if is_fit else None
 
     return Way("word_products", make, words_of, "it is faster than in bfloat16")
