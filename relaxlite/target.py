@@ -224,6 +224,11 @@ class Target:
         return self._is_wide_intel
 
     @property
+    def converts_halves(self) -> bool:
+        """Whether one instruction makes float32 of float16."""
+        return not self.is_x86 or self.has("f16c") or self.has("avx512f")
+
+    @property
     def hides_conversions(self) -> bool:
         """Whether vectors are widened beside multiply-adds at no cost, so that each tile may do it again.
 

@@ -181,6 +181,25 @@ def test_weights_are_quantized_first_where_that_is_asked_for(tmp_path: Path) -> 
     assert np.abs(result.logits - whole.logits).max() > 1e-3 * np.abs(whole.logits).max()
 
 
+@pytest.mark.parametrize(
+    ("kind", "target", "options", "dtype"),
+    [
+        ("q4_0", "x86-64-v4", {}, "float16"),
+        ("q4_0", "x86-64-v4", {"precision": "int8"}, "float16"),
+        ("q4_0", "x86-64-v4", {"precision": "float32"}, "float32"),
+        ("q4_0", "x86-64-v4", {"cache_dtype": "float32"}, "float32"),
+        ("q4_0", "x86-64-v2", {}, "float32"),  # it has no instruction for halves
+        (None, "x86-64-v4", {}, "float32"),
+    ],
+)
+def test_keys_and_values_are_halves_where_products_round_more(
+    kind: str | None, target: str, options: dict[str, Any], dtype: str
+) -> None:
+    made = build_checkpoint(checkpoint(), f"llvm -mcpu={target}", quantize=kind, **options)
+    pools = {spec.dtype for spec in made.signature.inputs if spec.name.startswith(("keys", "values"))}
+    assert pools == {dtype}
+
+
 def test_what_cannot_be_quantized_is_refused() -> None:
     with pytest.raises(ImportModelError, match=r"tiny: the weights are quantized already \(Q4_0, Q8_0\); quantize the"):
         build_checkpoint(quantize_checkpoint(checkpoint(), "q4_0"), quantize="q8_0")

@@ -8,7 +8,6 @@ from pathlib import Path
 from relaxlite.cli.compiling import following_passes, make_context, show_timings, show_validations
 from relaxlite.cli.opening import check_not_onnx
 from relaxlite.frontend.llm.read import read_checkpoint
-from relaxlite.frontend.llm.step import CACHE_DTYPES
 from relaxlite.ir.module import IRModule
 from relaxlite.llm import compiling
 from relaxlite.runtime.executable import ExecutableData
@@ -23,7 +22,7 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
             args.model,
             context.target,
             max_context=args.max_context,
-            cache_dtype=args.cache_dtype or CACHE_DTYPES[0],
+            cache_dtype=args.cache_dtype,
             quantize=args.quantize,
             progress=lambda name: show(f"quantizing {name}"),
             context=context,

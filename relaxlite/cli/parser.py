@@ -414,7 +414,9 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a language model's sequences (default: all, of Phi-3 as many as in its training)",
     )
     parser.add_argument(
-        "--cache-dtype", choices=CACHE_DTYPES, help="of a language model's keys and values (default: float32)"
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="of a language model's keys and values (default: float16 where weights are quantized, else float32)",
     )
 
 

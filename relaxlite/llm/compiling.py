@@ -31,7 +31,7 @@ def compile(
     target: str | Target = "llvm",
     *,
     max_context: int | None = None,
-    cache_dtype: str = "float32",
+    cache_dtype: str | None = None,
     quantize: str | None = None,
     precision: str | None = None,
     threads: int | None = None,
@@ -40,7 +40,8 @@ def compile(
 
     `max_context`: how many tokens a sequence may have, where less than the model's own will do; a model whose rotary
     embedding is another one beyond the context of its training (Phi-3) is compiled for that context unless more is
-    said. `cache_dtype`: how keys and values are kept, "float32", "float16" or "int8". `quantize`: of a checkpoint in
+    said. `cache_dtype`: how keys and values are kept, "float32", "float16" or "int8"; by default float16 where products
+    in integers round more than that does and the processor converts it, else float32. `quantize`: of a checkpoint in
     floats, how its matrices are kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0, also where they
     alone are floats. `precision`: as in `relaxlite.compile`; "int8" rounds what quantized weights are multiplied by as
     llama.cpp does, the default to 12 bits, and of long prompts, where only the cache needs it, to 8
@@ -57,7 +58,7 @@ def build(
     target: str | Target = "llvm",
     *,
     max_context: int | None = None,
-    cache_dtype: str = "float32",
+    cache_dtype: str | None = None,
     quantize: str | None = None,
     precision: str | None = None,
     progress: Callable[[str], None] = lambda name: None,
@@ -84,7 +85,7 @@ def build_checkpoint(
     target: str | Target = "llvm",
     *,
     max_context: int | None = None,
-    cache_dtype: str = "float32",
+    cache_dtype: str | None = None,
     quantize: str | None = None,
     precision: str | None = None,
     progress: Callable[[str], None] = lambda name: None,
@@ -98,6 +99,9 @@ def build_checkpoint(
         attachments = attachments_of(checkpoint, max_context)  # which now say so
     machine = Target.parse(target) if isinstance(target, str) else target
     chosen = precision or (PassContext(machine) if context is None else context).precision
+    if cache_dtype is None:
+        rounds = any(_is_integer(weight, machine, chosen) for weight in checkpoint.weights.values())
+        cache_dtype = "float16" if rounds and machine.converts_halves else "float32"
     has_fill = any(_is_coarse(weight, machine, chosen) for weight in checkpoint.weights.values())
     experts = [weight for name, weight in checkpoint.weights.items() if ".experts." in name and len(weight.shape) == 2]
     module = module_of(

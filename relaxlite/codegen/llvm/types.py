@@ -126,13 +126,9 @@ def _upper_half(e: Emitter, bits: Val) -> Val:
     return e.cast("trunc", e.binary("lshr", bits, int_const(16, "i32")), "i16")
 
 
-def _has_half_conversions(e: Emitter) -> bool:
-    return not e.target.is_x86 or e.target.has("f16c") or e.target.has("avx512f")
-
-
 def half_to_float(e: Emitter, raw: Val) -> Val:
     """The bits of a float16 to float32."""
-    if _has_half_conversions(e):
+    if e.target.converts_halves:
         return e.cast("fpext", e.cast("bitcast", raw, "half"), "float")
     wide = e.cast("zext", raw, "i32")
     magnitude = e.binary("shl", e.binary("and", wide, int_const(0x7FFF, "i32")), int_const(13, "i32"))
@@ -146,7 +142,7 @@ def half_to_float(e: Emitter, raw: Val) -> Val:
 
 def float_to_half(e: Emitter, x: Val) -> Val:
     """float32 to the bits of a float16, rounding to nearest even."""
-    if _has_half_conversions(e):
+    if e.target.converts_halves:
         return e.cast("bitcast", e.cast("fptrunc", x, "half"), "i16")
     bits = e.cast("bitcast", x, "i32")
     magnitude = e.binary("and", bits, int_const(0x7FFFFFFF, "i32"))
