@@ -13,7 +13,8 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Buffer, IndexValue, Literal, Select, Unary
 from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.passes import inner_product_loops, inner_products
+from relaxlite.ir.visitor import program_calls
+from relaxlite.passes import constant_products, inner_product_loops, inner_products
 from relaxlite.passes.balanced_weights import TERMS
 from relaxlite.passes.constant_values import matrix_of
 from relaxlite.passes.inner_product_loops import LEAST_ROWS
@@ -114,6 +115,22 @@ def test_a_row_without_a_length_gives_what_an_ordinary_product_gives(odd: float,
     got = run(x)
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(got, x @ floats(weight), rtol=2e-4, atol=1e-3)
+
+
+def test_weights_are_looked_at_some_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands beside them is the same as of all at once."""
+    layer = module(weight_of("int4, groups, zeros", 512, 256), 512)
+
+    def beside() -> list[np.ndarray]:
+        made = decided(layer, TARGETS[0])[0]
+        (call,) = [call for call in program_calls(made) if made.programs()[call.callee.name].attrs.get(VARIANTS)]
+        return [arg.value for arg in call.args if isinstance(arg, Constant) and arg.value.shape == (256,)]
+
+    whole = beside()
+    monkeypatch.setattr(constant_products, "AT_A_TIME", 512 * 100)
+    for some, wanted in zip(beside(), whole, strict=True):
+        np.testing.assert_array_equal(some, wanted)
+    assert len(whole) == 3
 
 
 def test_columns_of_zeros_give_zeros() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, Var
+from relaxlite.ir.expr import Array, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
     Binary,
@@ -42,6 +42,7 @@ from relaxlite.passes.two_ways import Product, Products
 from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
+AT_A_TIME = 1 << 24  # of widened weights that are looked at: 64 MB
 _PARTS = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # of what widens weights
 
 
@@ -120,12 +121,15 @@ class _Use:
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
         if not self.part.is_widened:
             return way.weights(*constants)
-        made = way.weights(Constant.of(self.part.floats([constant.value for constant in constants])))
-        if isinstance(made, str):
-            return made
-        _, offset, width = made
-        widths: np.ndarray = width.value
-        return offset, width, Constant.of(np.divide(1, widths, out=np.zeros_like(widths), where=widths > 0))
+        arrays, columns = [constant.value for constant in constants], int(self.part.column.extent)
+        some, found = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
+        for start in range(0, columns, some):
+            made = way.weights(Constant.of(self.part.floats(arrays, start, min(start + some, columns))))
+            if isinstance(made, str):
+                return made
+            _, offset, width = (constant.value for constant in made)
+            found.append((offset, width, np.divide(1, width, out=np.zeros_like(width), where=width != 0)))
+        return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*found, strict=True))
 
 
 def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:

@@ -89,10 +89,14 @@ class Product:
         (loop,) = perfect_nest(self.block.stmts[1]).loops
         return loop
 
-    def floats(self, constants: Sequence[Array]) -> Array:
-        """w (k, n), where this is what is stored."""
-        shape = int(self.step.extent), int(self.column.extent)
-        return matrix_of(self.w, self.step.var, self.column.var, shape, dict(zip(self.stored, constants, strict=True)))
+    def floats(self, constants: Sequence[Array], start: int, end: int) -> Array:
+        """The columns of w (k, n) from `start` to `end`, where these constants are what is stored."""
+        depth, column = int(self.step.extent), self.column.var
+        reads = [part for part in walk_values(self.w) if isinstance(part, Load)]
+        of_columns = {load.buffer for load in reads if load.indices[-1:] == (column,)}
+        given = zip(self.stored, constants, strict=True)
+        some = {buffer: each[..., start:end] if buffer in of_columns else each for buffer, each in given}
+        return matrix_of(self.w, self.step.var, column, (depth, end - start), some)
 
     @property
     def rows(self) -> tuple[For, ...]:
