@@ -174,7 +174,7 @@ def test_compiled_products_keep_the_bytes(precision: str) -> None:
     for one in given:
         made = rl.compile(product(Blocks.of(one, "w"), 512), precision=precision)
         kept = sum(a.nbytes for a in made.data.constants)
-        assert one.nbytes <= kept <= 1.03 * one.nbytes
+        assert one.nbytes <= kept <= 1.03 * one.nbytes + 8 * 128  # two numbers of each column, for inner products
 
 
 # Models

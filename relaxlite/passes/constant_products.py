@@ -127,8 +127,7 @@ class _Use:
             made = way.weights(Constant.of(self.part.floats(arrays, start, min(start + some, columns))))
             if isinstance(made, str):
                 return made
-            _, offset, width = (constant.value for constant in made)
-            found.append((offset, width, np.divide(1, width, out=np.zeros_like(width), where=width != 0)))
+            found.append(tuple(constant.value for constant in made[1:]))
         return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*found, strict=True))
 
 

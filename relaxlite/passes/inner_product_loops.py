@@ -86,12 +86,12 @@ class FloatProducts(Products):
         e, offset, width = Scalar(total[()]), Scalar(weights.offset[column]), Scalar(weights.width[column])
         finish = ((e - offset) * Scalar(rows.scales[row]) + Scalar(rows.shifts[row])) * width
         stage = part.with_sum(reduced, finish.value, total)
-        return stage if weights.power is None else Allocate(weights.w, seq(*self._widen(part, weights), stage))
+        return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_widened else stage
 
     def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
-        """Makes w, up to whole steps."""
-        assert weights.power is not None
-        value = _product(part.w, weights.power[part.column.var])
+        """Makes w, up to whole steps. Columns of zeros, whose width is 0, stay such."""
+        width = Scalar(weights.width[part.column.var])
+        value = _product(part.w, select(width.equals(0.0), 0.0, 1.0 / width).value)
         step, beyond = part.step, For(SymVar("k", lower=0), sym(self.weight_rows - self.depth), Seq(()))
         made = nest((step, part.column), Store(weights.w, (step.var, part.column.var), value))
         zeros = Store(weights.w, (beyond.var + self.depth, part.column.var), literal(0.0, "float32"))

@@ -9,7 +9,7 @@
 Weights that are stored in few bits stay so, and the second way is what it was. The first has a stage before it, which
 makes w, for the schedule to make it panel by panel (schedule_widened.py):
 
-        for k, j: w[k, j] = widened(q[k, j]) * power[j]
+        for k, j: w[k, j] = widened(q[k, j]) / width[j]
 
 What is prepared and summed is said by inner_product_loops.py, in floats, and word_product_loops.py, in integers.
 """
@@ -153,18 +153,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Of one product: what is read in place of w, and of its columns what is taken off a sum and multiplied by. Where w
-    is widened, its columns are multiplied by powers beforehand."""
+    """Of one product: what is read in place of w, and of its columns what is taken off a sum and multiplied by."""
 
     w: Buffer
     offset: Buffer
     width: Buffer  # float32
-    power: Buffer | None = None
-
-    @property
-    def beside(self) -> tuple[Buffer, ...]:
-        """Inputs that the program did not have."""
-        return (self.offset, self.width, *(() if self.power is None else (self.power,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +250,7 @@ class Products(ABC):
             body = Allocate(buffer, body)
         pairs = zip(self.parts, weights, strict=True)
         replaced = {part.stored[0]: each.w for part, each in pairs if not part.is_widened}
-        beside = [buffer for each in weights for buffer in each.beside]
+        beside = [buffer for each in weights for buffer in (each.offset, each.width)]
         inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
         attrs = Attrs({**self.whole.attrs, VARIANTS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
@@ -265,15 +258,12 @@ class Products(ABC):
 
     def _weights(self, part: Product) -> Weights:
         old, columns = part.stored[0], part.column.extent
-        w = replace(old, shape=(sym(self.weight_rows), columns), dtype=self.dtype)
-        beside = [Buffer(f"{old.name}_{name}", (columns,), dtype) for name, dtype in self._beside]
-        if not part.is_widened:
-            return Weights(w, *beside[:2])
-        return Weights(replace(w, name=f"{old.name}_wide"), *beside)
-
-    @property
-    def _beside(self) -> tuple[tuple[str, DType], ...]:
-        return (("offset", self.dtype), ("width", "float32"), ("power", "float32"))
+        name = f"{old.name}_wide" if part.is_widened else old.name
+        return Weights(
+            replace(old, name=name, shape=(sym(self.weight_rows), columns), dtype=self.dtype),
+            Buffer(f"{old.name}_offset", (columns,), self.dtype),
+            Buffer(f"{old.name}_width", (columns,), "float32"),
+        )
 
     def _in_place(self, more: int) -> Pairs:
         """Which operands the results may still take over, behind so many more inputs: x is read before results are
