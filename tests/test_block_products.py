@@ -140,7 +140,8 @@ def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, preci
         np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
 
 
-MIXED = {"4 bits": 96, "4 bits, offsets": 33, "5 bits": 80, "5 bits, offsets": 31}  # columns
+MIXED = {"4 bits": 96, "4 bits, offsets": 33, "5 bits": 80, "5 bits, offsets": 31, "6 bits in blocks of 16": 96}
+"""Columns of weights whose quads may be mixed: 8 at a time where bytes are multiplied, of 6 bits 4, else 4 and none."""
 
 
 def mixed_case(name: str, columns: int, rotation: int = 8) -> tuple[BlockWeight, Array]:
@@ -162,7 +163,10 @@ def mixed_case(name: str, columns: int, rotation: int = 8) -> tuple[BlockWeight,
     [(name, target) for target in ("llvm", PORTABLE, WIDE, OLD, NARROW) for name in MIXED],
 )
 def test_sums_of_mixed_quads_are_exact_at_every_size(name: str, target: str) -> None:
-    weight, x = mixed_case(name, MIXED[name], 8 if Target.parse(target).has_byte_products else 4)
+    has_bytes, has_six = Target.parse(target).has_byte_products, WEIGHTS[name][0] == 6
+    if has_six and not has_bytes:
+        pytest.skip("products in pairs have no room for these bytes")
+    weight, x = mixed_case(name, MIXED[name], 8 if has_bytes and not has_six else 4)
     wanted = x.astype(np.float64) @ weight.values
     exe = rl.compile(product(weight, coarse=True), here(target), precision="int8")
     for m in ROWS:
