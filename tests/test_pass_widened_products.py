@@ -18,6 +18,8 @@ from relaxlite.passes import constant_products, inner_product_loops, inner_produ
 from relaxlite.passes.balanced_weights import TERMS
 from relaxlite.passes.constant_values import matrix_of
 from relaxlite.passes.inner_product_loops import LEAST_ROWS
+from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule import less
 from relaxlite.passes.schedule_widened import PART
 from relaxlite.passes.two_ways import VARIANTS
@@ -28,10 +30,9 @@ from tests.test_pass_quantized import Weight, dequantized, half, module
 SMALL_CACHE = " -l2-bytes=1024"  # so that small weights count as large ones
 TARGETS = [Target.parse(str(target) + SMALL_CACHE) for target in (ZEN4, ZEN5)]
 each_target = pytest.mark.parametrize("target", TARGETS, ids=["znver4", "znver5"])
-WIDTH = 70  # columns; not of whole vectors
 
 
-def weight_of(kind: str, depth: int, columns: int = WIDTH) -> Weight:
+def weight_of(kind: str, depth: int, columns: int) -> Weight:
     """Integers of so many bits, or halves, with or without zero points and groups of 32 rows."""
     if kind == "float16":
         return half(depth, columns, np.float16)
@@ -184,15 +185,23 @@ def gated(weights: list[Weight], depth: int) -> IRModule:
     return bb.module()
 
 
-def floating(depth: int, columns: int) -> Weight:
-    w = np.random.default_rng(columns).standard_normal((depth, columns)).astype(np.float32) * np.float32(depth**-0.5)
+def floating(depth: int, columns: int, seed: int) -> Weight:
+    w = np.random.default_rng(seed).standard_normal((depth, columns)).astype(np.float32) * np.float32(depth**-0.5)
     return lambda bb: Constant.of(w)
+
+
+def decisions(layer: IRModule, precision: str = "auto") -> list[tuple[str, bool]]:
+    """Which passes decided what about pairs and other ways to compute products."""
+    context = PassContext(TARGETS[0], precision=precision)
+    run_passes(layer, default_pipeline(), context)
+    steps = ("pair_products", "word_products", "inner_products")
+    return [(d.step, d.taken) for d in context.decisions if d.step in steps]
 
 
 @each_target
 @pytest.mark.parametrize("kind", ["float32", "int4, groups"])
 def test_gated_layers_stay_two_products_where_each_is_faster_alone(kind: str, target: Target) -> None:
-    weights = [floating(512, n) if kind == "float32" else weight_of(kind, 512, 256) for n in (256, 256)]
+    weights = [floating(512, 256, n) if kind == "float32" else weight_of(kind, 512, 256) for n in (0, 1)]
     _, reasons = decided(gated(weights, 512), target)
     assert [taken for taken, _ in reasons] == [True, True]
     run = compiled(gated(weights, 512), target)
@@ -203,9 +212,12 @@ def test_gated_layers_stay_two_products_where_each_is_faster_alone(kind: str, ta
 
 
 def test_gated_layers_of_few_columns_are_pairs_as_ever() -> None:
-    weights = [floating(512, 32) for _ in range(2)]
-    _, reasons = decided(gated(weights, 512), TARGETS[0])
-    assert not reasons
+    assert decisions(gated([floating(512, 32, n) for n in (0, 1)], 512)) == [("pair_products", True)]
+
+
+def test_gated_layers_in_bf16_are_products_of_words_and_not_pairs_in_float32() -> None:
+    layer = gated([floating(512, 256, n) for n in (0, 1)], 512)
+    assert decisions(layer, "bf16") == [("pair_products", False), ("word_products", True), ("word_products", True)]
 
 
 def test_values_of_constants() -> None:

@@ -79,10 +79,11 @@ def _pair(first: Site, second: Site, ways: Sequence[Way], table: ProgramTable, c
         return None
     if any(load.buffer is between for load in loads(found[1].update)):
         return None  # one product after another
-    made: Stmt | str = _paired(found[0], found[1], between, context.target)
-    for way in ways:
+    made = _paired(found[0], found[1], between, context.target)
+    for way in ways if not isinstance(made, str) else ():
         if all(would_take(way, site.program, site.call.args) for site in (first, second)):
             made = f"each alone is one of {way.name}, which is faster"
+            break
     subject = f"{first.var.name} and {second.var.name}"
     if isinstance(made, str):
         context.decide("pair_products", subject, False, made)
