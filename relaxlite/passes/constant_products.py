@@ -13,25 +13,11 @@ from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import Array, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
-from relaxlite.ir.program import (
-    Binary,
-    Cast,
-    Check,
-    Compare,
-    For,
-    IndexValue,
-    Literal,
-    Load,
-    Select,
-    Stmt,
-    Store,
-    TensorProgram,
-    Unary,
-    Value,
-)
+from relaxlite.ir.program import Binary, Check, For, IndexValue, Literal, Load, Stmt, Store, TensorProgram, Value
 from relaxlite.ir.program_visitor import loads, walk_values
 from relaxlite.ir.symbolic import as_int, product
 from relaxlite.ir.visitor import Rewriter, program_calls
+from relaxlite.passes.constant_values import PARTS
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.pack_constants import SHARED_BYTES
@@ -43,7 +29,6 @@ from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 AT_A_TIME = 1 << 24  # of widened weights that are looked at: 64 MB
-_PARTS = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # of what widens weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +102,8 @@ class _Use:
         return None
 
     def made(self, way: Way) -> tuple[Constant, ...] | str:
-        """What is passed in place of the weights and beside them, or only beside them where they are widened."""
+        """What is passed in place of the weights and beside them, or only beside them where they are widened. Of those,
+        each part of the columns that is looked at has to be fit."""
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
         if not self.part.is_widened:
             return way.weights(*constants)
@@ -213,7 +199,7 @@ def _is_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool
 
 def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
     """Whether an operand is computed from inputs, of a step and, in their last dimension, a column."""
-    if not (step.extent.is_const and column.extent.is_const) or not all(isinstance(v, _PARTS) for v in walk_values(w)):
+    if not (step.extent.is_const and column.extent.is_const) or not all(isinstance(v, PARTS) for v in walk_values(w)):
         return False
     indices = [part.index for part in walk_values(w) if isinstance(part, IndexValue)]
     for load in (part for part in walk_values(w) if isinstance(part, Load)):

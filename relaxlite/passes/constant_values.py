@@ -14,13 +14,13 @@ from relaxlite.ir.program import Binary, Buffer, Cast, Compare, IndexValue, Lite
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.records import dataclass
 
+PARTS = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # of which such values may consist
 _ELEMENTS = 1 << 16  # computed at a time: they stay in the cache
 Constants: TypeAlias = Mapping[Buffer, Array]
 
 
 def matrix_of(value: Value, row: SymVar, column: SymVar, shape: tuple[int, int], constants: Constants) -> Array:
-    """The value in all rows and columns. Its loads have `column` as their last index or nowhere. NotImplementedError:
-    it has parts that no weights have."""
+    """The value, of PARTS, in all rows and columns. Its loads have `column` as their last index or nowhere."""
     rows, columns = shape
     found, most = np.empty(shape, dtypes.to_numpy(value.dtype)), max(1, _ELEMENTS // max(columns, 1))
     with np.errstate(all="ignore"):
@@ -51,10 +51,9 @@ class _Rows:
             return scalar_functions.cast(self.value(value.x), value.dtype)
         if isinstance(value, Unary):
             return scalar_functions.apply_unary(value.op, self.value(value.x))
-        if isinstance(value, Binary | Compare):
-            apply = scalar_functions.apply_binary if isinstance(value, Binary) else scalar_functions.apply_compare
-            return apply(value.op, self.value(value.a), self.value(value.b))
-        raise NotImplementedError(f"{type(value).__name__} in what weights are made of")
+        assert isinstance(value, Binary | Compare)
+        apply = scalar_functions.apply_binary if isinstance(value, Binary) else scalar_functions.apply_compare
+        return apply(value.op, self.value(value.a), self.value(value.b))
 
     def _load(self, load: Load) -> Array:
         array, is_row = self.constants[load.buffer], load.indices[-1:] == (self.column,)

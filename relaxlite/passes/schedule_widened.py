@@ -123,7 +123,7 @@ def _rows(maker: Stmt, panel: Buffer, ends: tuple[SymExpr, SymExpr], first: SymE
         return For(part, panel.shape[1] // lanes, For(lane, sym(lanes), kept, "vectorized"), "unrolled")
 
     lines = [LINE // (dtypes.itemsize(load.dtype) * lanes) for load in stored_columns(maker)]
-    together = max(shared_steps(store.value, row.var), *lines, 1)
+    together = max(shared_steps(store.value, row.var), *lines, 1)  # rows of a word or of a line are unrolled
     some, inner, count = SymVar("k", lower=0), SymVar("t", lower=0, upper=together - 1), end - begin
     block = For(inner, sym(together), vectors(some * together + inner), "unrolled")
     many = For(some, count // together, block)
