@@ -22,10 +22,11 @@ from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import evaluate, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.passes import inner_product_loops, inner_products
-from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK, InnerTile
+from relaxlite.passes.inner_product_loops import LEAST_ROWS, LEAST_WORK
 from relaxlite.passes.inner_products import LEAST_DEPTH
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.schedule_inner import InnerTile
 from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.target import Target
 from tests.test_register_tile import inner_loops, vector_stack_references

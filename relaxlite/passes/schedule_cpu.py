@@ -46,7 +46,6 @@ from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.access import accesses, can_fuse, stride
 from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
-from relaxlite.passes.inner_product_loops import LEAST_ROWS, ORDINARY_ROWS, InnerTile, blocks_together, chained_terms
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
@@ -81,11 +80,11 @@ from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filter
 from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_groups import Groups, groups_of, tiled_groups
 from relaxlite.passes.schedule_halves import by_halves
+from relaxlite.passes.schedule_inner import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
 from relaxlite.passes.schedule_pairs import by_pairs
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
 from relaxlite.passes.schedule_reduction import (
     Block,
-    RowShape,
     asked_ahead,
     panel_width,
     panel_widths,
@@ -110,7 +109,6 @@ from relaxlite.target import Target
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
 MOST_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
-FEW_ROWS, FEW_VECTORS = 2, 4  # of tiles of prepared rows that are too few for sums one vector wide to hide latencies
 LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
 
 
@@ -474,23 +472,18 @@ class _Rules:
 
     def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
         """A sum of several products per step, as Winograd's inner product is."""
-        lanes, registers = self.lanes(block.body), self.target.num_vector_registers
-        (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
-        is_prepared = {load.buffer for load in block.loads()} & set(self.program.inputs) <= {weights}
-        tile = InnerTile.of(self.target)
-        choice = ScheduleChoice(rows=tile.rows if is_prepared else self.choice.rows, vectors=tile.vectors)
-        asks, together = tile.asks(weights, self.target), blocks_together(weights, self.target)
-        self.panels.update(panel_widths(block, column, lanes, registers, choice))
+        lanes, tile, least = self.lanes(block.body), InnerTile.of(self.target), self._least_rows
         self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
-        least: Any = self.program.attrs[VARIANTS] if is_prepared and has_all_rows else 1
-        rows = RowShape(min(least, LEAST_ROWS), tile.row_unit if is_prepared else 1, together)
-        usual = tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
-        row = block.row_loop(column)
-        if not is_prepared or least > FEW_ROWS or row is None:
-            return usual
-        few = tiled(block, column, lanes, registers, body, ScheduleChoice(rows=FEW_ROWS, vectors=FEW_VECTORS))
-        return with_variant(less(row.extent, FEW_ROWS + 1), few, usual)
+        inputs, most = self.program.inputs, self.choice.rows
+        made, panels = tiled_inner(block, column, body, lanes, self.target, inputs=inputs, least=least, most=most)
+        self.panels.update(panels)
+        return made
+
+    @property
+    def _least_rows(self) -> int:
+        """That there are where they were prepared."""
+        found: Any = self.program.attrs[VARIANTS]
+        return int(found)
 
     def widened(self, stmt: Allocate) -> Stmt | None:
         """Inner products behind stages that make their weights; None: these are other stages."""

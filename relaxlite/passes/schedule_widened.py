@@ -23,12 +23,13 @@ from relaxlite.ir.program import Allocate, Buffer, For, Load, Prefetch, Seq, Stm
 from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, smax, smin, sym
 from relaxlite.passes.balanced_weights import TERMS
-from relaxlite.passes.inner_product_loops import LEAST_ROWS, InnerTile, chained_terms
+from relaxlite.passes.inner_product_loops import LEAST_ROWS
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.panel_requests import LINE, NextPart
 from relaxlite.passes.prologue import shared_steps
 from relaxlite.passes.register_tile import PanelRows, Tile, column_pieces
 from relaxlite.passes.schedule import GuardLoads, less, when_positive
+from relaxlite.passes.schedule_inner import InnerTile, chained_terms
 from relaxlite.passes.schedule_reduction import Block, over_panels, reduction_block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
