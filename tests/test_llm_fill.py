@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
-from relaxlite import cli
+from relaxlite import cli, dtypes
 from relaxlite.errors import CacheFullError, InvalidArgumentError
-from relaxlite.frontend.llm.checkpoint import Checkpoint
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.config import Rope
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import FILL, build_step
@@ -97,8 +98,63 @@ def test_models_have_it_where_it_is_faster(target: str, kind: str, precision: st
         assert fill.outputs == () and fill.donated == main.donated and data.entries[FILL].host.object_code
 
 
-def test_a_model_of_floats_has_none() -> None:
-    assert list(build_checkpoint(checkpoint(), "llvm -mcpu=znver4").entries) == ["main"]
+def in_floats(dtype: str = "bfloat16", hidden: int = 128) -> Checkpoint:
+    """Of matrices that are worth words, where a processor has these."""
+    sizes = {"hidden": hidden, "head_width": 32, "intermediate": 192, "rope": Rope(1e4, 32), "context": 256}
+    found = checkpoint(**sizes)
+    rounded = {n: Weight(w.data.astype(dtypes.to_numpy(dtype)), w.shape) for n, w in found.weights.items()}
+    return replace(found, weights=rounded)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "hidden", "precision", "has_fill"),
+    [
+        ("-mcpu=znver4", "bfloat16", 128, None, True),
+        ("-mcpu=znver4", "float16", 128, "int8", True),
+        ("-mcpu=znver5", "float32", 128, None, True),
+        ("-mcpu=znver4", "bfloat16", 48, None, False),  # too narrow to gain by it
+        ("-mcpu=znver4", "bfloat16", 128, "float32", False),
+        ("-mcpu=znver4", "bfloat16", 128, "int12", False),
+        ("-mcpu=znver4", "bfloat16", 128, "bf16", False),  # main rounds as much
+        ("-mcpu=znver3", "bfloat16", 128, None, False),
+        ("-mcpu=sapphirerapids", "bfloat16", 128, None, False),
+    ],
+)
+def test_models_of_floats_have_it_where_products_of_words_are_faster(
+    flags: str, dtype: str, hidden: int, precision: str | None, has_fill: bool
+) -> None:
+    data = build_checkpoint(in_floats(dtype, hidden), f"llvm {flags}", precision=precision)
+    assert list(data.entries) == (["main", FILL] if has_fill else ["main"])
+
+
+def test_a_small_matrix_of_floats_is_no_reason_to_have_it() -> None:
+    """As the router of a mixture is, beside weights whose products would be the same."""
+    floats = in_floats()
+    most = quantize_checkpoint(floats, "q8_0")
+    mixed = replace(most, weights={**most.weights, "layers.0.q": floats.weights["layers.0.q"]})
+    assert list(build_checkpoint(mixed, "llvm -mcpu=znver4").entries) == ["main"]
+
+
+@pytest.mark.skipif(not WITH_DOTS.runs_here, reason="needs the instructions of a Zen 4")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_prompt_of_a_model_of_floats(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the exact logits, which it gives where they are asked for, and the same in any batch and chunks."""
+    monkeypatch.setattr(compiled_engine, "LEAST_FILL", 4)
+    data = build_checkpoint(in_floats(dtype), "llvm -mcpu=znver4 -l2-bytes=1024")
+    alone = build_checkpoint(in_floats(dtype), "llvm -mcpu=znver4 -l2-bytes=1024", precision="float32")
+    engine, exact = (CompiledEngine(Executable(each)) for each in (data, alone))
+    for count in (EXACT + 3, EXACT + 4, 40, 100, 200):
+        (found,), (wanted,) = logits_of(engine, tokens(count)), logits_of(exact, tokens(count))
+        distance = np.abs(found - wanted).max() / np.abs(wanted).max()
+        assert distance < 1e-3 and (distance > 0) == (count - EXACT >= 4)
+        (found,), (wanted,) = (logits_of(e, tokens(count), wanted=count) for e in (engine, exact))
+        np.testing.assert_array_equal(found, wanted)
+    prompts = [tokens(count, seed=1) for count in (5, 70, 33, 1, 150, 12, 8, 96)]
+    single = [logits_of(engine, prompt)[0] for prompt in prompts]
+    for other in (engine, CompiledEngine(Executable(data), chunk=7)):
+        for found, wanted in zip(logits_of(other, *prompts), single, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    assert sum(c.nbytes for c in data.constants) == pytest.approx(sum(c.nbytes for c in alone.constants), rel=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ Rewriters return the very object they were given when nothing changes, so "did i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import is_
 
@@ -111,9 +111,11 @@ def map_programs(module: IRModule, fn: Callable[[TensorProgram], TensorProgram])
     return module.updated({name: fn(p) for name, p in module.programs().items()})
 
 
-def program_calls(module: IRModule) -> list[Call]:
-    """Every call of something that the module defines, in all functions and nested bodies."""
-    found = [binding for f in module.functions().values() for body in bodies(f) for binding in body.bindings()]
+def program_calls(module: IRModule, names: Iterable[str] | None = None) -> list[Call]:
+    """Every call of something that the module defines, nested bodies included, in all functions or in these."""
+    functions = module.functions()
+    within = functions.values() if names is None else [functions[name] for name in names]
+    found = [binding for f in within for body in bodies(f) for binding in body.bindings()]
     values = [binding.value for binding in found if isinstance(binding, Let)]
     return [v for v in values if isinstance(v, Call) and isinstance(v.callee, GlobalVar)]
 

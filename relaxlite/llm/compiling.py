@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from numbers import Integral
 
@@ -22,8 +23,11 @@ from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.integer_products import are_integers, coarse_rotation
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.word_products import are_words
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
+
+LEAST_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
 
 
 def compile(
@@ -44,8 +48,8 @@ def compile(
     in integers round more than that does and the processor converts it, else float32. `quantize`: of a checkpoint in
     floats, how its matrices are kept, "q4_0", "q4_1", "q5_0", "q5_1" or "q8_0"; embeddings as q8_0, also where they
     alone are floats. `precision`: as in `relaxlite.compile`; "int8" rounds what quantized weights are multiplied by as
-    llama.cpp does, the default to 12 bits, and of long prompts, where only the cache needs it, to 8
-    (frontend/llm/step.py).
+    llama.cpp does, the default to 12 bits. Of long prompts, where only the cache needs it, either rounds that to 8, and
+    products with weights in floats to 14, where that is faster (frontend/llm/step.py); "float32" rounds nothing.
     Raises ImportModelError for a checkpoint that cannot be read, has no tokenizer or is quantized already,
     InvalidArgumentError for a context beyond the model's or an unknown kind, and what `relaxlite.compile` raises.
     """
@@ -102,13 +106,13 @@ def build_checkpoint(
     if cache_dtype is None:
         rounds = any(_is_integer(weight, machine, chosen) for weight in checkpoint.weights.values())
         cache_dtype = "float16" if rounds and machine.converts_halves else "float32"
-    has_fill = any(_is_coarse(weight, machine, chosen) for weight in checkpoint.weights.values())
+    coarse = [weight for weight in checkpoint.weights.values() if _is_coarse(weight, machine, chosen)]
     experts = [weight for name, weight in checkpoint.weights.items() if ".experts." in name and len(weight.shape) == 2]
     module = module_of(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
-        has_fill=has_fill,
+        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(checkpoint.weights.values()),
         groups_rows=all(_is_integer(weight, machine, chosen) for weight in experts),
     )
     samples = step_samples(module) if validate else False
@@ -127,10 +131,16 @@ def module_of(
     return build_step(checkpoint, cache_dtype=cache_dtype, has_fill=has_fill, groups_rows=groups_rows)
 
 
+def _elements(weights: Iterable[Weight]) -> int:
+    return sum(math.prod(weight.shape) for weight in weights)
+
+
 def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
     """Whether what it is multiplied by is rounded more where the step says that it may be."""
     some = _in_blocks(weight)
-    return some is not None and coarse_rotation(some.coding, some.group, target, precision) > 1
+    if some is None:
+        return len(weight.shape) == 2 and are_words(target, precision, *reversed(weight.shape))
+    return coarse_rotation(some.coding, some.group, target, precision) > 1
 
 
 def _is_integer(weight: Weight, target: Target, precision: str) -> bool:

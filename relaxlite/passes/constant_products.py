@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from typing import TypeAlias
 
 import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.expr import Array, Call, Constant, Expr, GlobalVar, Var
+from relaxlite.ir.expr import Array, Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Binary, Check, For, IndexValue, Literal, Load, Stmt, Store, TensorProgram, Value
 from relaxlite.ir.program_visitor import loads, walk_values
@@ -20,7 +21,7 @@ from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.constant_values import PARTS
 from relaxlite.passes.loop_pattern import perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
-from relaxlite.passes.pack_constants import SHARED_BYTES
+from relaxlite.passes.pack_constants import FOLLOWS, SHARED_BYTES
 from relaxlite.passes.prologue import symbols_of
 from relaxlite.passes.schedule_reduction import reduction_block
 from relaxlite.passes.specialize import clamped_loops
@@ -36,41 +37,73 @@ class Way:
     """Another way to compute products, of a pass of this name.
 
     `make`: a program and its products, or None where it is not worth it. `weights`: those of the new program in place
-    of a constant, w first, or why it is none for this. `reason`: why products take it.
+    of a constant, w first, or why it is none for this. `reason`: why products take it. `functions`: whose products do;
+    None: of all. `keeps`: weights stay as they are stored, where that is as floats, too, and are packed as others want.
     """
 
     name: str
     make: Callable[[TensorProgram, tuple[Product, ...]], Products | None]
     weights: Callable[[Constant], tuple[Constant, ...] | str]
     reason: str
+    functions: Collection[str] | None = None
+    keeps: bool = False
+
+    def is_for(self, function: str) -> bool:
+        return self.functions is None or function in self.functions
 
 
 def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
-    """The module whose products with constant weights go this way, too, where they may."""
-    programs = module.programs().items()
-    found = {name: them for name, p in programs if (them := _find(p, way)) is not None}
-    uses, readers = _uses(module, found), _readers(module)
-    fit: dict[Key, _Use] = {}
-    problems: dict[str, str] = {}
-    for use in uses:
-        if (problem := use.problem(readers)) is not None:
-            problems.setdefault(use.program, problem)
-        elif use.program not in problems:
-            fit[use.key] = use
+    """The module whose products with constant weights go this way, too, where they may. A program that other calls
+    still need stays beside the new one."""
+    names, programs = [name for name in module.functions() if way.is_for(name)], module.programs()
+    calls = program_calls(module, names)
+    called = [name for name in dict.fromkeys(call.callee.name for call in calls) if name in programs]
+    found = {name: them for name in called if (them := _find(programs[name], way)) is not None}
+    uses = [(call, _uses(call, found[call.callee.name])) for call in calls if call.callee.name in found]
+    made = _made(way, {use.key: use for _, them in uses for use in them}, _readers(module))
+    problems = {
+        id(call): (call.callee.name, problem)
+        for call, them in uses
+        if (problem := next((text for use in them if isinstance(text := made[use.key], str)), None)) is not None
+    }
+    taken = {id(call): call.callee.name for call, _ in uses if id(call) not in problems}
+    for name, problem in dict.fromkeys(problems.values()):
+        context.decide(way.name, name, False, problem)
+    for name in dict.fromkeys(taken.values()):
+        context.decide(way.name, name, True, way.reason)
+    needed = {call.callee.name for call in program_calls(module) if id(call) not in taken}
+    new_names = {name: _unused(name, module) if name in needed else name for name in taken.values()}
+    made_of = {new: found[name].program() for name, new in new_names.items()}
+    definitions: dict[str, Definition] = {new: _follower(p) if way.keeps else p for new, p in made_of.items()}
+    weights = {key: each for key, each in made.items() if not isinstance(each, str)}
+    passing = _PassWeights(found, new_names, weights)
+    definitions |= {name: passing.function(module.functions()[name]) for name in names}
+    return module.updated(definitions)
+
+
+def _made(
+    way: Way, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
+) -> dict[Key, tuple[Constant, ...] | str]:
+    """What the new programs take of each weight, or why it is none for them."""
+    made: dict[Key, tuple[Constant, ...] | str] = {
+        key: problem for key, use in uses.items() if (problem := use.problem(readers)) is not None
+    }
+    fit = {key: use for key, use in uses.items() if key not in made}
     with ThreadPoolExecutor(compile_threads(), "relaxlite-weights") as pool:  # starts no more threads than it needs
         results = pool.map(lambda use: use.made(way), fit.values())
-        programs_made = {name: products.program() for name, products in found.items() if name not in problems}
-        made_of = dict(zip(fit, results, strict=True))
-    for use in uses:
-        if isinstance(problem := made_of.get(use.key), str):
-            problems.setdefault(use.program, f"{use.part.stored[0].name} {problem}")
-    for name in found:
-        context.decide(way.name, name, name not in problems, problems.get(name, way.reason))
-    definitions: dict[str, Definition] = {name: programs_made[name] for name in found if name not in problems}
-    weights = {key: each for key, each in made_of.items() if not isinstance(each, str)}
-    passing = _PassWeights({name: found[name] for name in definitions}, weights)
-    definitions |= {name: passing.function(function) for name, function in module.functions().items()}
-    return module.updated(definitions)
+        for (key, use), result in zip(fit.items(), results, strict=True):
+            made[key] = f"{use.part.stored[0].name} {result}" if isinstance(result, str) else result
+    return made
+
+
+def _follower(program: TensorProgram) -> TensorProgram:
+    """Of weights that others read, too."""
+    return replace(program, attrs=Attrs({**program.attrs, FOLLOWS: True}))
+
+
+def _unused(name: str, module: IRModule) -> str:
+    """A name for another form of a program."""
+    return next(new for k in count() if (new := f"{name}_other{k or ''}") not in module)
 
 
 Key: TypeAlias = "tuple[int, ...]"
@@ -80,32 +113,31 @@ Key: TypeAlias = "tuple[int, ...]"
 class _Use:
     """What a call passes as the weights of a part of a program."""
 
-    program: str
     part: Product
     args: tuple[Expr, ...]
 
     @property
     def key(self) -> Key:
-        """The same for the same weights: the constants' identities, and what widens them."""
+        """The same for the same weights: the constants' identities, and what widens them where they are kept."""
         ids = (id(arg.value) for arg in self.args if isinstance(arg, Constant))
-        return (id(self.part) if self.part.is_widened else 0, *ids)
+        return (id(self.part) if self.part.is_kept else 0, *ids)
 
     def problem(self, readers: Mapping[int, set[tuple[str, int]]]) -> str | None:
         """Why these are no weights to be replaced, or of which more is to be known."""
         for buffer, arg in zip(self.part.stored, self.args, strict=True):
             if not isinstance(arg, Constant):
                 return f"{buffer.name} is no constant"
-            if self.part.is_widened or arg.value.nbytes < SHARED_BYTES:
+            if self.part.is_kept or arg.value.nbytes < SHARED_BYTES:
                 continue
             if len(readers[id(arg.value)]) > 1:
                 return f"{buffer.name} is read elsewhere, too, and stays one copy as it is"
         return None
 
     def made(self, way: Way) -> tuple[Constant, ...] | str:
-        """What is passed in place of the weights and beside them, or only beside them where they are widened. Of those,
+        """What is passed in place of the weights and beside them, or only beside them where they are kept. Of those,
         each part of the columns that is looked at has to be fit."""
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
-        if not self.part.is_widened:
+        if not self.part.is_kept:
             return way.weights(*constants)
         arrays, columns = [constant.value for constant in constants], int(self.part.column.extent)
         some, found = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
@@ -123,13 +155,9 @@ def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
     return products is not None and all(isinstance(args[k], Constant) for part in products.stored for k in part)
 
 
-def _uses(module: IRModule, found: Mapping[str, Products]) -> list[_Use]:
-    calls = [(call, found[call.callee.name]) for call in program_calls(module) if call.callee.name in found]
-    return [
-        _Use(call.callee.name, part, tuple(call.args[k] for k in places))
-        for call, products in calls
-        for part, places in zip(products.parts, products.stored, strict=True)
-    ]
+def _uses(call: Call, products: Products) -> list[_Use]:
+    parts = zip(products.parts, products.stored, strict=True)
+    return [_Use(part, tuple(call.args[k] for k in places)) for part, places in parts]
 
 
 def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
@@ -147,7 +175,7 @@ def _find(program: TensorProgram, way: Way) -> Products | None:
     if program.attrs.get("scheduled"):
         return None
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
-    made = [_product_of(stage, program) for stage in stages]
+    made = [_product_of(stage, program, keeps=way.keeps) for stage in stages]
     found = [each for each in made if each is not None]
     if not found or len(found) < len(made):
         return None
@@ -162,7 +190,7 @@ def _find(program: TensorProgram, way: Way) -> Products | None:
     return products if products is None or most_rows is None or most_rows >= products.least_rows else None
 
 
-def _product_of(stage: Stmt, program: TensorProgram) -> Product | None:
+def _product_of(stage: Stmt, program: TensorProgram, *, keeps: bool) -> Product | None:
     block = reduction_block(stage)
     if block is None or block.is_pair or len(block.spatial) < 2 or clamped_loops(stage):
         return None
@@ -180,7 +208,7 @@ def _product_of(stage: Stmt, program: TensorProgram) -> Product | None:
             where = {v for index in x.indices[:-1] for v in index.free_vars()}
             is_row = x.indices[-1] is reduced[0].var and x.buffer.shape[-1] is reduced[0].extent
             if is_row and where.isdisjoint((reduced[0].var, column.var)):
-                return Product(stage, block, x, w)
+                return Product(stage, block, x, w, is_kept=keeps or not isinstance(w, Load))
     return None
 
 
@@ -211,11 +239,13 @@ def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram)
 
 
 class _PassWeights(Rewriter):
-    """Passes the new weights."""
+    """Passes the new weights to the new programs."""
 
-    def __init__(self, found: Mapping[str, Products], made: Mapping[Key, tuple[Constant, ...]]) -> None:
+    def __init__(
+        self, found: Mapping[str, Products], names: Mapping[str, str], made: Mapping[Key, tuple[Constant, ...]]
+    ) -> None:
         super().__init__()
-        self._found, self._made = found, made
+        self._found, self._names, self._made = found, names, made
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
@@ -223,11 +253,17 @@ class _PassWeights(Rewriter):
         products = self._found.get(value.callee.name)
         if products is None:
             return None
+        made = [self._made.get(use.key) for use in _uses(value, products)]
         args, beside = list(value.args), list[Constant]()
-        for part, places in zip(products.parts, products.stored, strict=True):
-            made = list(self._made[_Use(value.callee.name, part, tuple(args[k] for k in places)).key])
-            if not part.is_widened:
-                args[places[0]] = made.pop(0)
-            beside += made
+        for part, places, weights in zip(products.parts, products.stored, made, strict=True):
+            if weights is None:
+                return None
+            first, *others = weights
+            if part.is_kept:
+                others = [first, *others]
+            else:
+                args[places[0]] = first
+            beside += others
         inputs = len(products.whole.inputs)
-        return replace(value, args=(*args[:inputs], *beside, *args[inputs:]))
+        callee = GlobalVar(self._names[value.callee.name])
+        return replace(value, callee=callee, args=(*args[:inputs], *beside, *args[inputs:]))

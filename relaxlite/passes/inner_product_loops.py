@@ -15,7 +15,6 @@ from relaxlite.ir.program import (
     IndexValue,
     Literal,
     Load,
-    Seq,
     Stmt,
     Store,
     Unary,
@@ -25,7 +24,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
-from relaxlite.passes.schedule import fill, nest, split_reduction
+from relaxlite.passes.schedule import fill, split_reduction
 from relaxlite.passes.two_ways import Elsewhere, Product, Products, Rows, Weights
 from relaxlite.records import dataclass
 
@@ -55,8 +54,9 @@ class FloatProducts(Products):
         return whole_steps(self.depth)
 
     def _plain(self, part: Product, weights: Weights) -> Stmt:
-        if not isinstance(part.w, Load):
+        if part.is_kept:
             return Substitute(fresh=True).stmt(part.stage)
+        assert isinstance(part.w, Load)
         total, width = part.block.body.buffer, weights.width[part.column.var]
         reduced = Elsewhere(part.w, weights.w[part.w.indices[-2:]]).stmt(part.block.stmts[1])
         return part.with_sum(reduced, Binary("mul", total[()], width), total)
@@ -74,17 +74,13 @@ class FloatProducts(Products):
         e, offset, width = Scalar(total[()]), Scalar(weights.offset[column]), Scalar(weights.width[column])
         finish = ((e - offset) * Scalar(rows.scales[row]) + Scalar(rows.shifts[row])) * width
         stage = part.with_sum(reduced, finish.value, total)
-        return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_widened else stage
+        return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
 
     def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
         """Makes w, up to whole steps. Columns of zeros, whose width is 0, stay such."""
         width = Scalar(weights.width[part.column.var])
         value = _product(part.w, select(width.equals(0.0), 0.0, 1.0 / width).value)
-        step, beyond = part.step, For(SymVar("k", lower=0), sym(self.weight_rows - self.depth), Seq(()))
-        made = nest((step, part.column), Store(weights.w, (step.var, part.column.var), value))
-        zeros = Store(weights.w, (beyond.var + self.depth, part.column.var), literal(0.0, "float32"))
-        stages = [made, *([nest((beyond, part.column), zeros)] if self.weight_rows > self.depth else [])]
-        return [Substitute(fresh=True).stmt(stage) for stage in stages]
+        return self._rows_of_weights(part.step, part.column, weights.w, value)
 
     def _prepare(self, rows: Rows) -> Stmt:
         """The rows of x, their scales and what their pairs add. A row that has no length gets an infinite scale, one of

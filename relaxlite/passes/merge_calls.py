@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import TypeAlias
@@ -103,12 +103,15 @@ def stem(site: Site) -> str:
     return head if head and last.isdigit() else name
 
 
-def map_blocks(module: IRModule, change: ChangeBlock) -> IRModule:
-    """Change the bindings of each block, those of nested bodies too. `change` is given the block, how often the body
-    uses each variable, and the table for new programs; it gives the bindings in place of the block's."""
+def map_blocks(module: IRModule, change: ChangeBlock, names: Collection[str] | None = None) -> IRModule:
+    """Change the bindings of each block, those of nested bodies too, of all functions or of those of these names.
+    `change` is given the block, how often the body uses each variable, and the table for new programs; it gives the
+    bindings in place of the block's."""
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     for name, function in module.functions().items():
+        if names is not None and name not in names:
+            continue
         body = _changed(function.body, change, table)
         definitions[name] = function if body is function.body else replace(function, body=body)
     return module.updated(definitions)

@@ -9,7 +9,8 @@ Rows that a dot product takes several at a time lie beside each other: P[j // wi
 Several matrices B[e, k, n] of which a tile reads one stay apart: P[e, j // width, k, j % width].
 
 A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
-width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too.
+width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too; those
+with the attribute FOLLOWS read all that they read as others have it packed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.records import dataclass
 
+FOLLOWS = "follows"
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 
 
@@ -71,16 +73,19 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
     """Programs that read large constants which are packed for a product: an embedding that is also the matrix of the
     logits. They read the panels as well, so that there is one copy."""
     packed: dict[int, _Layout] = {}  # by the id of the constant
+    large: set[int] = set()
     for call in program_calls(module):
         panels = wanted.get(call.callee.name, {})
-        sizes = [arg.value.nbytes for k in panels if isinstance(arg := call.args[k], Constant)]
-        if max(sizes, default=0) >= SHARED_BYTES:  # and with it its scales, for one
-            packed.update({id(call.args[k].value): layout for k, layout in panels.items()})  # type: ignore[union-attr]
+        constants = {k: arg.value for k in panels if isinstance(arg := call.args[k], Constant)}
+        packed.update({id(value): panels[k] for k, value in constants.items()})
+        if any(value.nbytes >= SHARED_BYTES for value in constants.values()):  # and with it its scales, for one
+            large.update(id(value) for value in constants.values())
+    follows = {name for name, program in module.programs().items() if program.attrs.get(FOLLOWS)}
     read: dict[tuple[str, int], _Layout | None] = {}  # (program, input) -> how all its calls pass it; None: not alike
     for call in program_calls(module):
         for k, arg in enumerate(call.args):
-            found = packed.get(id(arg.value)) if isinstance(arg, Constant) else None
-            place = call.callee.name, k
+            place, key = (call.callee.name, k), id(arg.value) if isinstance(arg, Constant) else None
+            found = packed.get(key) if key is not None and (key in large or call.callee.name in follows) else None
             read[place] = found if read.get(place, found) == found else None
     readers: dict[str, dict[int, _Layout]] = {}
     for (name, k), layout_of in read.items():
@@ -127,6 +132,8 @@ class _Layout:
 
 def _panels(program: TensorProgram) -> dict[int, _Layout]:
     """Input -> layout."""
+    if program.attrs.get(FOLLOWS):
+        return {}
     widths, groups, apart = (program.attrs.get(name, ()) for name in ("panels", "groups", "apart"))
     assert isinstance(widths, tuple) and isinstance(groups, tuple) and isinstance(apart, tuple)
     width_of: dict[int, int] = dict(widths)  # type: ignore[arg-type]

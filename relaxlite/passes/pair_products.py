@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -42,9 +43,9 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
     """Gated layers become one kernel each."""
 
     products = {name for name, program in module.programs().items() if _is_product(program)}
-    ways = [way for way in (word_products.way_of(context), inner_products.way_of(module, context)) if way is not None]
+    ways = [way for find in (word_products.way_of, inner_products.way_of) if (way := find(module, context)) is not None]
 
-    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
+    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
         sites = {site.var: site for site in sites_of(block.bindings, module) if site.call.callee.name in products}
         for second in list(sites.values()):
@@ -58,7 +59,10 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
                     del bindings[first.var], sites[first.var], sites[second.var]
         return tuple(bindings.values())
 
-    return map_blocks(module, change)
+    made = module
+    for name in module.functions():
+        made = map_blocks(made, partial(change, ways=[way for way in ways if way.is_for(name)]), [name])
+    return made
 
 
 def _is_product(program: TensorProgram) -> bool:

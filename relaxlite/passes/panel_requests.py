@@ -172,17 +172,22 @@ class NextPanel(PanelRequests):
 
 @dataclass(frozen=True, slots=True)
 class NextPart(Requests):
-    """Of a panel that is made of what is stored otherwise, what the next part of it will be made of; the first of the
-    row blocks asks. `lines`: those of a step, or any of them where the second is 0 and not 1."""
+    """Of a panel that is made of what is stored otherwise, what the next part of it will be made of. All row blocks ask
+    where that `is_spread`, else the first one.
+
+    `lines`: those of a step in a block of this number, or if not spread those of a step, or any of them where the
+    second is 0 and not 1. `symbol` stands for the second.
+    """
 
     lines: Callable[[SymExpr, SymExpr], list[Prefetch]]
-    is_on: SymVar
+    symbol: SymVar
+    is_spread: bool
 
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
-        return {self.is_on: smax(1 - block, 0)}
+        return {self.symbol: block if self.is_spread else smax(1 - block, 0)}
 
     def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
-        return self.lines(step, self.is_on)
+        return self.lines(step, self.symbol)
 
 
 def panel_operands(update: Stmt, column: SymVar) -> tuple[Load, ...]:

@@ -49,6 +49,7 @@ from relaxlite.passes.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_ord
 from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
+from relaxlite.passes.pack_constants import FOLLOWS
 from relaxlite.passes.panel_requests import Asks, width_that_fits
 from relaxlite.passes.parallel_loops import (
     combines_into_one,
@@ -493,7 +494,7 @@ class _Rules:
         column, lanes = found.column.var.name, self.lanes(found.body)
         self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
         self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        return found.tiled(tile, lanes)
+        return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(FOLLOWS))
 
     @property
     def _more_rows(self) -> Larger | None:

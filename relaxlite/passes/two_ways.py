@@ -34,6 +34,7 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     Select,
+    Seq,
     Stmt,
     Store,
     TensorProgram,
@@ -68,16 +69,13 @@ def columns_for_pass(least: int, target: Target) -> int:
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
     """One stage: block of a reduction over x[i..., k] * w, where i... are functions of the rows' loops, and w is a load
-    of w[k, j], or what widens weights that are stored in fewer bits."""
+    of w[k, j], or what widens weights that are stored in fewer bits. `is_kept`: what is stored stays as it is."""
 
     stage: Stmt
     block: Block
     x: Load
     w: Value
-
-    @property
-    def is_widened(self) -> bool:
-        return not isinstance(self.w, Load)
+    is_kept: bool
 
     @property
     def stored(self) -> tuple[Buffer, ...]:
@@ -249,7 +247,7 @@ class Products(ABC):
         for buffer in (worst, rows.scales, rows.shifts, rows.prepared):
             body = Allocate(buffer, body)
         pairs = zip(self.parts, weights, strict=True)
-        replaced = {part.stored[0]: each.w for part, each in pairs if not part.is_widened}
+        replaced = {part.stored[0]: each.w for part, each in pairs if not part.is_kept}
         beside = [buffer for each in weights for buffer in (each.offset, each.width)]
         inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
         attrs = Attrs({**self.whole.attrs, VARIANTS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
@@ -258,12 +256,20 @@ class Products(ABC):
 
     def _weights(self, part: Product) -> Weights:
         old, columns = part.stored[0], part.column.extent
-        name = f"{old.name}_wide" if part.is_widened else old.name
+        name = f"{old.name}_wide" if part.is_kept else old.name
         return Weights(
             replace(old, name=name, shape=(sym(self.weight_rows), columns), dtype=self.dtype),
             Buffer(f"{old.name}_offset", (columns,), self.dtype),
             Buffer(f"{old.name}_width", (columns,), "float32"),
         )
+
+    def _rows_of_weights(self, row: For, column: For, w: Buffer, value: Value) -> list[Stmt]:
+        """Stages that make w of `value` in these rows and columns, and of zeros behind the last row."""
+        rest = self.weight_rows - int(row.extent)
+        beyond = For(SymVar("k", lower=0), sym(rest), Seq(()))
+        zeros = nest((beyond, column), Store(w, (beyond.var + row.extent, column.var), literal(0, w.dtype)))
+        stages = [nest((row, column), Store(w, (row.var, column.var), value)), *([zeros] if rest else [])]
+        return [Substitute(fresh=True).stmt(stage) for stage in stages]
 
     def _in_place(self, more: int) -> Pairs:
         """Which operands the results may still take over, behind so many more inputs: x is read before results are

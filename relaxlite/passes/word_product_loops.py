@@ -6,6 +6,7 @@ from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import HALVES, NEAREST
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
+    Allocate,
     Binary,
     Buffer,
     For,
@@ -13,12 +14,14 @@ from relaxlite.ir.program import (
     Intrinsic,
     Literal,
     Load,
+    Seq,
     Stmt,
     Store,
     Unary,
     Value,
     seq,
 )
+from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.balanced_weights import TERMS, whole_steps
 from relaxlite.passes.inner_product_loops import LARGEST_POWER
@@ -52,7 +55,10 @@ class WordProducts(Products):
         return whole_steps(self.length)
 
     def _plain(self, part: Product, weights: Weights) -> Stmt:
-        """Sums of x times the whole numbers of weights as floats, without rounding x."""
+        """Sums of x times the whole numbers of weights as floats, without rounding x; or, where weights are kept, times
+        these."""
+        if part.is_kept:
+            return Substitute(fresh=True).stmt(part.stage)
         total, column, step = part.block.body.buffer, part.column.var, SymVar("t", lower=0)
         x = [Load(part.x.buffer, (*part.x.indices[:-1], place)) for place in (step, step + self.length)]
         pair = Scalar(weights.w[step, column])
@@ -75,7 +81,22 @@ class WordProducts(Products):
         reduced = For(step, sym(self.weight_rows // TERMS), Store(total, (), terms, "add"))
         e = Scalar(total[()]) - Scalar(weights.offset[column]) - Scalar(rows.shifts[row])
         finish = e.cast("float32") * Scalar(rows.scales[row]) * Scalar(weights.width[column])
-        return part.with_sum(reduced, finish.value, total)
+        stage = part.with_sum(reduced, finish.value, total)
+        return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
+
+    def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
+        """Makes the words of w, as word_weights.py does, up to whole steps. Columns of zeros, whose width is 0, are of
+        whole numbers 0."""
+        step, column, width = part.step, part.column, Scalar(weights.width[part.column.var])
+        row = SymVar("k", lower=0)
+        factor = select(width.equals(0.0), 0.0, 1.0 / width)
+
+        def number(place: SymExpr) -> Scalar:
+            w = Scalar(Substitute({step.var: place}).value(part.w))
+            return Scalar(Intrinsic(NEAREST, ((w * factor).value,), "int32")) + MOST_W
+
+        word = number(row) | number(row + self.length).binary("shift_left", 16)
+        return self._rows_of_weights(For(row, sym(self.length), Seq(())), column, weights.w, word.value)
 
     def _prepare(self, rows: Rows) -> Stmt:
         """The rows of x as words, what they are multiplied by and what their pairs add. A row that has no scale gets an

@@ -1,4 +1,6 @@
-"""Products with constant weights in integers, where `precision="bf16"` allows rounding and additions cost nothing.
+"""Products with constant weights in integers, where rounding is allowed and additions cost nothing.
+
+`precision="bf16"` allows it in all of a module, the attribute COARSE in one of its functions.
 
 A dot product of two words of 16 bits takes the time of one of two bfloat16, and sums in 32 bits that wrap. So rows of x
 and columns of w become whole numbers of 14 bits, relative to their largest; two of each lie in an int32, and Winograd's
@@ -37,29 +39,38 @@ from relaxlite.passes.word_product_loops import WordProducts
 from relaxlite.passes.word_weights import MOST_DEPTH, steps_of, words_of
 from relaxlite.target import Target
 
+COARSE: Final = "coarse"
+"""Attribute of a function whose products may be rounded as here, though those of others may not: of a step that only
+fills a cache. Its weights stay as they are stored, for the other functions to read them, and become words panel by
+panel (schedule_widened.py)."""
+COARSE_PRECISIONS: Final = ("auto", "int8")  # in which such functions round
 LEAST_COLUMNS: Final = 64  # see `columns_for_pass`
 LEAST_DEPTH: Final = 96  # terms of a sum
 
 
 def word_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights in integers where bfloat16 is precise enough and additions are free."""
-    way = way_of(context)
+    way = way_of(module, context)
     return module if way is None else take(way, module, context)
 
 
-def way_of(context: PassContext) -> Way | None:
+def way_of(module: IRModule, context: PassContext) -> Way | None:
     """None: these are no faster on the target, or not precise enough."""
-    if context.precision != "bf16" or not _is_faster(context.target):
+    target, coarse = context.target, [name for name, f in module.functions().items() if f.attrs.get(COARSE)]
+    is_everywhere = context.precision == "bf16"
+    if not _is_faster(target) or not (is_everywhere or (coarse and context.precision in COARSE_PRECISIONS)):
         return None
-    lanes = context.target.vector_lanes(4)
+    lanes = target.vector_lanes(4)
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts | None:
-        is_fit = all(
-            isinstance(part.w, Load) and is_matrix_for_words(context.target, *part.w.buffer.shape) for part in parts
-        )
+        are_loads = all(isinstance(part.w, Load) for part in parts)
+        sizes = [(part.step.extent, part.column.extent) for part in parts]
+        is_fit = (are_loads or not is_everywhere) and all(is_matrix_for_words(target, *size) for size in sizes)
         return WordProducts(program, parts, lanes) if is_fit else None
 
-    return Way("word_products", make, words_of, "it is faster than in bfloat16")
+    if is_everywhere:
+        return Way("word_products", make, words_of, "it is faster than in bfloat16")
+    return Way("word_products", make, words_of, "the function may round, and it is faster than in floats", coarse, True)
 
 
 def may_be_words(weights: Constant, target: Target) -> bool:
@@ -68,6 +79,11 @@ def may_be_words(weights: Constant, target: Target) -> bool:
     if not _is_faster(target) or dtype != "float32" or not is_matrix_for_words(target, *shape):
         return False
     return not isinstance(steps_of(weights.value), str)
+
+
+def are_words(target: Target, precision: str, *shape: int) -> bool:
+    """Whether a function that may round multiplies by such a matrix (k, n) in words, where others do not."""
+    return _is_faster(target) and precision in COARSE_PRECISIONS and is_matrix_for_words(target, *shape)
 
 
 def _is_faster(target: Target) -> bool:

@@ -36,7 +36,8 @@ def words_of(weights: Constant) -> tuple[Constant, ...] | str:
         return step
     depth, columns = w.shape
     is_zero = step == 0
-    scaled = w * (1 / np.where(is_zero, 1, step)).astype(np.float32)
+    width = step.astype(np.float32)
+    scaled = w * (1 / np.where(is_zero, np.float32(1), width))  # in float32, as programs do that make words themselves
     scaled[:, is_zero] = 0
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     numbers += MOST_W
@@ -49,7 +50,7 @@ def words_of(weights: Constant) -> tuple[Constant, ...] | str:
             second = part[first + 1 :: TERMS]
             taken += np.einsum("kj,kj->j", part[first::TERMS][: len(second)], second, dtype=np.int64)
     offset = taken.astype(np.uint32).view(np.int32)  # sums wrap, too
-    return (Constant.of(room, name=weights.name), Constant.of(offset), Constant.of(step.astype(np.float32)))
+    return (Constant.of(room, name=weights.name), Constant.of(offset), Constant.of(width))
 
 
 def steps_of(w: np.ndarray) -> np.ndarray | str:

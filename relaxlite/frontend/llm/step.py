@@ -9,7 +9,8 @@ asked for. The pools of keys and values are donated: a call writes the new token
 any of this is another STEP_VERSION.
 
 Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
-cache, and may compute products more coarsely (passes/integer_products.py), as nobody sees logits of these tokens.
+cache, and may compute products more coarsely (passes/integer_products.py, passes/word_products.py), as nobody sees
+logits of these tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 th
 CACHE_DTYPES = ("float32", "float16", "int8")
 DONATED = "donated"  # as passes/donate.py calls it
 EXPORTED = "exported"  # as passes/reachable.py does
+COARSE = "coarse"  # as passes/word_products.py does
 BATCH_INVARIANT = "batch_invariant"  # as passes/schedule_choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_")
@@ -66,7 +68,7 @@ def build_step(
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
         given = [k for k, parameter in enumerate(types) if parameter.startswith(POOLS)]
         outputs = ("logits",) if name == ENTRY else ()
-        marks = {EXPORTED: True} if name == FILL else {}
+        marks = {EXPORTED: True, COARSE: True} if name == FILL else {}
         names = {"input_names": tuple(types), "output_names": (*outputs, *list(types)[given[0] :])}
         attrs = Attrs({DONATED: tuple(given), **names, **marks})
         with bb.function(name, attrs, **types) as params:
