@@ -41,6 +41,9 @@ COMBINE = ("add", "mul", "max", "min", "and", "or", "maxnum")  # associative, fo
 _BOOL_RESULT = ("not", "isnan", "isinf")
 
 AHEAD = "ahead"  # attribute of a program: (input, bytes) pairs; how long before its loads a vector is asked for
+IN_ORDER = "in_order"
+"""Attribute of a program: inputs whose vectors are loaded in the order in which it reads them, for processors that see
+ahead what is read in order."""
 SCHEDULE = "schedule"  # attribute of a program: how it was scheduled, one step per line (passes/scheduling)
 
 

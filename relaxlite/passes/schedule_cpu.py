@@ -25,6 +25,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
     AHEAD,
+    IN_ORDER,
     Allocate,
     Binary,
     Buffer,
@@ -75,7 +76,7 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
-from relaxlite.passes.schedule_blocks import Larger, block_product, tiled_blocks
+from relaxlite.passes.schedule_blocks import BlockProduct, Larger, block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
@@ -105,7 +106,7 @@ from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.records import dataclass
-from relaxlite.target import Target
+from relaxlite.target import Streams, Target
 
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
@@ -155,7 +156,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
-    rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, [], in_place)
+    rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, set(), [], in_place)
     if program.attrs.get(VARIANTS):
         rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
         stages = [rules.variants(s) for s in top_stages(program)]
@@ -166,7 +167,8 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
     ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
     apart = tuple(k for k, b in enumerate(program.inputs) if b in rules.apart)
-    said = (("panels", panels), ("groups", groups), ("apart", apart), (AHEAD, ahead))
+    in_order = tuple(k for k, b in enumerate(program.inputs) if b in rules.in_order)
+    said = (("panels", panels), ("groups", groups), ("apart", apart), (AHEAD, ahead), (IN_ORDER, in_order))
     packing = {name: value for name, value in said if value}
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
@@ -192,6 +194,7 @@ class _Rules:
     groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
     apart: set[Buffer]  # and that are several matrices
     ahead: dict[Buffer, int]  # how many bytes ahead of its loads an operand is asked for
+    in_order: set[Buffer]  # whose loads stay in their order
     steps: list[Step]  # what was done, to be read beside the program
     in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
     staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
@@ -384,13 +387,8 @@ class _Rules:
         unfused, block = block, block.fused()
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
-            if packs:
-                self.panels.update(dict.fromkeys(blocks.panels, blocks.panel * lanes))
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            streams = (
-                self.target.streams_of_blocks if packs else replace(self.target.streams_of_blocks, alone=0, many=0)
-            )
-            return tiled_blocks(blocks, lanes, streams, self._more_rows)
+            return tiled_blocks(blocks, lanes, self._streams(blocks, lanes), self._more_rows)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
@@ -455,14 +453,18 @@ class _Rules:
         found = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
         if found is None or found.row is None:
             return None
-        streams = self.target.streams_of_blocks
         if self.packs:
-            self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
             self.apart.update(found.panels)
-        else:
-            streams = replace(streams, alone=0, many=0)
         self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, streams, self._more_rows)
+        return tiled_groups(groups, found, lanes, self._streams(found, lanes), self._more_rows)
+
+    def _streams(self, found: BlockProduct, lanes: int) -> Streams:
+        """How its weights are read, which lie in panels, if they may."""
+        if not self.packs:
+            return replace(self.target.streams_of_blocks, alone=0, many=0)
+        self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
+        self.in_order.update(found.panels)
+        return self.target.streams_of_blocks
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
         """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over

@@ -70,6 +70,7 @@ class Kernel:
     accesses: dict[AccessKey, Access] = field(default_factory=dict)
     needs_fence: bool = False  # stores went past the caches: they must be done before the function says that it is
     ahead: dict[Buffer, int] = field(default_factory=dict)  # bytes before its loads that a vector of it is asked for
+    in_order: frozenset[Buffer] = frozenset()  # vectors of which are loaded in the order in which they are read
     loading: dict[Value, bool] = field(default_factory=dict)  # whether a value loads anything
 
     # Lanes

@@ -147,7 +147,8 @@ def _load_vector(k: Kernel, access: Access) -> Val:
         _ask_ahead(k, pointer, k.ahead[access.buffer])
     if k.mask is None or _is_inside(k, access):
         ty = f"<{lanes} x {access.elem}>"
-        return e.op(f"load {ty}, {pointer}, align {access.align}", access.elem, lanes, access.buffer.name)
+        kind = "load volatile" if access.buffer in k.in_order else "load"  # which LLVM leaves in their order
+        return e.op(f"{kind} {ty}, {pointer}, align {access.align}", access.elem, lanes, access.buffer.name)
     return _load_masked(k, access, pointer, k.mask)
 
 

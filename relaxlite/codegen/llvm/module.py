@@ -16,7 +16,7 @@ from relaxlite.codegen.llvm.indices import Base, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
-from relaxlite.ir.program import AHEAD, Buffer, TensorProgram
+from relaxlite.ir.program import AHEAD, IN_ORDER, Buffer, TensorProgram
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -58,6 +58,8 @@ def _emit_function(
     k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get("checked")), is_guarded=is_guarded)
     ahead: Any = program.attrs.get(AHEAD, ())
     k.ahead = {program.params[number]: count for number, count in ahead}
+    in_order: Any = program.attrs.get(IN_ORDER, ())
+    k.in_order = frozenset(program.params[number] for number in in_order)
     for number, buffer in enumerate(program.params):
         pointer = _load_argument(e, "buffers", number, "ptr", buffer.name)
         k.ix.bases[buffer] = Base(pointer, 0, memory_elem(buffer.dtype))

@@ -108,7 +108,9 @@ def _outline(
     ix.variables = _Variables(k.ix.variables, captures)
     ix.bases = _Bases(k.ix.bases, captures)
     ix.constants = dict(k.ix.constants)
-    child = Kernel(name, e, ix, k.checks, entry, is_checked=k.is_checked, in_parallel=True, ahead=k.ahead)
+    child = Kernel(
+        name, e, ix, k.checks, entry, is_checked=k.is_checked, in_parallel=True, ahead=k.ahead, in_order=k.in_order
+    )
     with ix.scope():
         extent, chunks = (captures.take(v, hint) for v, hint in ((extent, "extent"), (chunks, "chunks")))
         chunk = Val("%chunk", "i64")
