@@ -52,7 +52,6 @@ from relaxlite.records import dataclass
 from relaxlite.target import Streams, Target
 
 MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
-MOST_VECTORS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,10 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
         return None
     row = block.row_loop(column)
     kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
-    vectors = max(1, min(MOST_VECTORS, target.num_vector_registers * 3 // 4 // max(kept, 1)))
+    streams = target.streams_of_blocks
+    vectors = max(1, min(streams.vectors, target.num_vector_registers * 3 // 4 // max(kept, 1)))
     read = {load.buffer for load in block.loads() if len(load.indices) > 1 and load.indices[-1] is column.var}
-    panels = target.streams_of_blocks.side_by_side(len(read))
+    panels = streams.side_by_side(len(read))
     if target.vector_bits < 8 * LINE and panels == 1:
         return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
     alone = side_by_side(column.extent, lanes, panels, max(target.cores, 1))

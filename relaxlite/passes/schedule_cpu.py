@@ -459,12 +459,13 @@ class _Rules:
         return tiled_groups(groups, found, lanes, self._streams(found, lanes), self._more_rows)
 
     def _streams(self, found: BlockProduct, lanes: int) -> Streams:
-        """How its weights are read, which lie in panels, if they may."""
+        """How its weights are read, which lie in panels, if they may. In order, where nothing asks for them ahead."""
+        streams = self.target.streams_of_blocks
         if not self.packs:
-            return replace(self.target.streams_of_blocks, alone=0, many=0)
+            return replace(streams, alone=0, many=0)
         self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
-        self.in_order.update(found.panels)
-        return self.target.streams_of_blocks
+        self.in_order.update(() if streams.alone else found.panels)
+        return streams
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
         """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
