@@ -46,7 +46,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.records import dataclass
 
-FOLLOWS = "follows"
+FOLLOWS = "follows"  # attribute of a program that reads weights as others have them packed, and packs none itself
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 
 
