@@ -98,6 +98,22 @@ def test_a_batch_changed_last_bits_of_experts(kind: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", [NATIVE, AVX2, SSE])
+@pytest.mark.parametrize("depth", [64, 200, 300])
+def test_rows_beside_others_changed_last_bits_of_a_single_column(depth: int, target: str) -> None:
+    """As a gate of a mixture's shared expert is: its results lie along the rows, whose tiles are of several widths."""
+    bb = rl.BlockBuilder()
+    rng = np.random.default_rng(0)
+    w = Constant.of(rng.standard_normal((depth, 1)).astype(np.float32))
+    with bb.function("main", x=rl.TensorType.of((bb.symbol("n"), depth), "float32")) as (given,):
+        bb.result(bb.emit(ops.matmul(given, w)))
+    x = rng.standard_normal((150, depth)).astype(np.float32)
+    run = rl.compile(bb.module(Attrs({BATCH_INVARIANT: True})), runnable(target))
+    alone = np.concatenate([run(x[k : k + 1]) for k in range(len(x))])
+    for count in (0, 3, 16, 17, 63, 64, 65, 150):
+        np.testing.assert_array_equal(run(x[:count]), alone[:count])
+
+
+@pytest.mark.parametrize("target", [NATIVE, AVX2, SSE])
 def test_a_module_may_ask_for_it(target: str) -> None:
     """Sums of more terms than one register adds up, scales of columns, and two products that become one program."""
     rng = np.random.default_rng(0)

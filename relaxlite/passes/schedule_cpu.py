@@ -443,7 +443,7 @@ class _Rules:
         if turned is None:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
-        return tiled_turned(block, turned, lanes, registers, usual)
+        return tiled_turned(block, turned, lanes, registers, usual, self.choice)
 
     def grouped(self, groups: Groups) -> Stmt | None:
         """Products of rows in groups with quantized blocks; None: these are others."""

@@ -31,8 +31,9 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.passes.access import coefficient, offset, stride
 from relaxlite.passes.loop_pattern import perfect_nest
 from relaxlite.passes.prologue import symbols_of
-from relaxlite.passes.register_tile import Tile, column_pieces
+from relaxlite.passes.register_tile import ENOUGH_SUMS, Tile, column_pieces
 from relaxlite.passes.schedule import less, when_positive
+from relaxlite.passes.schedule_choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.schedule_reduction import Block, over_panels, tile_shape
 from relaxlite.records import dataclass
 
@@ -76,10 +77,13 @@ def find_turned(block: Block) -> Turned | None:
     return None
 
 
-def tiled_turned(block: Block, found: Turned, lanes: int, registers: int, few: Stmt) -> Stmt:
-    """`few` for few rows of long sums, else tiles over panels."""
+def tiled_turned(
+    block: Block, found: Turned, lanes: int, registers: int, few: Stmt, choice: ScheduleChoice = DEFAULT
+) -> Stmt:
+    """`few` for few rows of long sums, else tiles over panels. Where each element has to be one sum, it does not depend
+    on how many rows there are, if that is not known, and no tile adds its elements up in more sums than another."""
     rows, vectors = tile_shape(found.row, found.column, lanes, registers)
-    tile = Tile(block.body, found.row, found.column, lanes, rows)
+    tile = Tile(block.body, found.row, found.column, lanes, rows, enough_sums=choice.sums or ENOUGH_SUMS)
     pieces = column_pieces(found.column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -92,6 +96,8 @@ def tiled_turned(block: Block, found: Turned, lanes: int, registers: int, few: S
     sizes = [(found.row.extent, sym(FEW_ROWS + 1)), (sym(LONG - 1), found.loop.extent)]
     if any(a.is_const and b.is_const and a.const >= b.const for a, b in sizes):
         return many
+    if choice.sums == ONE_SUM:
+        del sizes[0]
     unknown = [less(a, b) for a, b in sizes if not (a.is_const and b.is_const)]
     return IfThenElse(reduce(lambda a, b: Binary("and", a, b), unknown), few, many) if unknown else few
 
