@@ -16,7 +16,7 @@ may read some side by side (`Target.streams_of_blocks`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar, TypeAlias
 
@@ -68,9 +68,7 @@ class BlockProduct:
     @property
     def panels(self) -> Iterator[Buffer]:
         """The operands of the columns, which a tile reads from one end to the other."""
-        for load in self.block.loads():
-            if len(load.indices) > 1 and load.indices[-1] is self.column.var:
-                yield load.buffer
+        return (load.buffer for load in _of_panels(self.block.loads(), self.column))
 
 
 def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | None:
@@ -86,12 +84,16 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
     kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
     streams = target.streams_of_blocks
     vectors = max(1, min(streams.vectors, target.num_vector_registers * 3 // 4 // max(kept, 1)))
-    read = {load.buffer for load in block.loads() if len(load.indices) > 1 and load.indices[-1] is column.var}
-    panels = streams.side_by_side(len(read))
+    panels = streams.side_by_side(len({load.buffer for load in _of_panels(block.loads(), column)}))
     if target.vector_bits < 8 * LINE and panels == 1:
         return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
     alone = side_by_side(column.extent, lanes, panels, max(target.cores, 1))
     return BlockProduct(block, column, row, vectors, alone, panel=1)
+
+
+def _of_panels(found: Iterable[Load], column: For) -> list[Load]:
+    """Those of matrices that lie in panels."""
+    return [load for load in found if len(load.indices) > 1 and load.indices[-1] is column.var]
 
 
 def side_by_side(columns: SymExpr, lanes: int, most: int, cores: int, least: int = 1) -> int:
@@ -158,8 +160,7 @@ class BlockTile(Tile):
         ends this is the start of the next one, which the next tile takes if its vectors are spread."""
         if not self.ahead:
             return []
-        found = [load for load in loads(update) if len(load.indices) > 1 and load.indices[-1] is self.column.var]
-        vectors = {(load.buffer, load.indices): load for load in found}.values()
+        vectors = {(load.buffer, load.indices): load for load in _of_panels(loads(update), self.column)}.values()
         if not vectors:
             return []
         bytes_of: Counter[Buffer] = Counter()
