@@ -13,7 +13,7 @@ import relaxlite as rl
 from relaxlite import cli, dtypes
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
-from relaxlite.frontend.llm.config import Rope
+from relaxlite.frontend.llm.config import Experts, Rope
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import FILL, build_step
 from relaxlite.ir.expr import Call, Function, Let
@@ -98,10 +98,10 @@ def test_models_have_it_where_it_is_faster(target: str, kind: str, precision: st
         assert fill.outputs == () and fill.donated == main.donated and data.entries[FILL].host.object_code
 
 
-def in_floats(dtype: str = "bfloat16", hidden: int = 128) -> Checkpoint:
+def in_floats(dtype: str = "bfloat16", hidden: int = 128, **more: Any) -> Checkpoint:
     """Of matrices that are worth words, where a processor has these."""
     sizes = {"hidden": hidden, "head_width": 32, "intermediate": 192, "rope": Rope(1e4, 32), "context": 256}
-    found = checkpoint(**sizes)
+    found = checkpoint(**sizes, **more)
     rounded = {n: Weight(w.data.astype(dtypes.to_numpy(dtype)), w.shape) for n, w in found.weights.items()}
     return replace(found, weights=rounded)
 
@@ -136,12 +136,16 @@ def test_a_small_matrix_of_floats_is_no_reason_to_have_it() -> None:
 
 
 @pytest.mark.skipif(not WITH_DOTS.runs_here, reason="needs the instructions of a Zen 4")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_prompt_of_a_model_of_floats(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [("bfloat16", {}), ("float16", {}), ("float32", {}), ("bfloat16", {"experts": Experts(5, 2, 96, True, 160, True)})],
+    ids=["bfloat16", "float16", "float32", "experts"],
+)
+def test_a_prompt_of_a_model_of_floats(dtype: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the exact logits, which it gives where they are asked for, and the same in any batch and chunks."""
     monkeypatch.setattr(compiled_engine, "LEAST_FILL", 4)
-    data = build_checkpoint(in_floats(dtype), "llvm -mcpu=znver4 -l2-bytes=1024")
-    alone = build_checkpoint(in_floats(dtype), "llvm -mcpu=znver4 -l2-bytes=1024", precision="float32")
+    given, target = in_floats(dtype, **more), "llvm -mcpu=znver4 -l2-bytes=1024"
+    data, alone = build_checkpoint(given, target), build_checkpoint(given, target, precision="float32")
     engine, exact = (CompiledEngine(Executable(each)) for each in (data, alone))
     for count in (EXACT + 3, EXACT + 4, 40, 100, 200):
         (found,), (wanted,) = logits_of(engine, tokens(count)), logits_of(exact, tokens(count))
