@@ -60,7 +60,7 @@ _TABLE = (
     Knob("isolate_codegen", bool, False, "Run LLVM in child processes: where it aborts, the kernel is named."),
     Knob("verify_passes", bool, False, "Run the IR verifier after every compiler pass."),
     Knob("dump_dir", str, "", "Folder for the IR after every pass, as text; empty: no dumps."),
-    Knob("huge_pages", bool, True, "Copy weights to huge pages; off: a loaded file's are mapped, shared by processes."),
+    Knob("huge_pages", bool, True, "Weights lie in huge pages: the file's, or copied to such; off: the file as it is."),
     Knob("interpret", bool, False, "Run bytecode in the interpreter, also where a model has a native host function."),
     Knob("tuning", str, "", "File of schedules that `relaxlite tune` has chosen; empty: as the rules say."),
     Knob("check_memory", bool, False, "Interpret, poison memory that is dead, and name what reads overwritten memory."),

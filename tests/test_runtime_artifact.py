@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +41,7 @@ from relaxlite.runtime.executable import (
     VMFunction,
     disassemble,
 )
+from relaxlite.runtime.mapped_file import HUGE_PAGE
 
 _SYSTEM = {"darwin": "apple-darwin", "win32": "pc-windows-msvc"}.get(sys.platform, "unknown-linux-gnu")
 HOST = TargetInfo(f"{platform.machine()}-{_SYSTEM}", "some-cpu", ())
@@ -139,6 +142,46 @@ def test_saving_copies_one_weight_at_a_time(tmp_path: Path) -> None:
     assert peak < 3 * views[0].nbytes
     for view, constant in zip(views, load(tmp_path / "m").constants, strict=True):
         np.testing.assert_array_equal(constant, view)
+
+
+class Recorder(io.RawIOBase):
+    """A file that keeps where each write began, and how long it was."""
+
+    def __init__(self) -> None:
+        self.content, self.writes, self.position = bytearray(), [], 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + (self.position if whence == os.SEEK_CUR else 0)
+        return self.position
+
+    def write(self, content: Any) -> int:
+        piece = bytes(content)
+        self.writes.append((self.position, len(piece)))
+        self.content[self.position : self.position + len(piece)] = piece
+        self.position += len(piece)
+        return len(piece)
+
+
+def test_a_file_is_written_in_pieces_that_huge_pages_take(tmp_path: Path) -> None:
+    sizes = [3 << 20, 100, (5 << 20) + 8, 0, (2 << 20) - 64]
+    data = sample(constants=tuple(np.arange(size, dtype=np.uint8) for size in sizes))
+    recorder = Recorder()
+    with io.BufferedWriter(recorder, HUGE_PAGE) as file:
+        artifact._write(data, file)
+    *whole, rest = recorder.writes[:-1]  # the last is the header with the manifest, over zeros
+    assert len(whole) >= sum(sizes) // HUGE_PAGE
+    assert whole == [(number * HUGE_PAGE, HUGE_PAGE) for number in range(len(whole))]
+    assert rest == (len(whole) * HUGE_PAGE, len(recorder.content) % HUGE_PAGE)
+    save(data, tmp_path / "m")
+    assert recorder.content == (tmp_path / "m").read_bytes()
+    for old, new in zip(data.constants, load(tmp_path / "m").constants, strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 def test_saving_over_a_mapped_file_leaves_the_old_weights_alone(saved: Path) -> None:

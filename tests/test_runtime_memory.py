@@ -19,10 +19,12 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Tuple
 from relaxlite.ir.types import TensorType
+from relaxlite.runtime.mapped_file import MappedFile, huge_bytes
 from relaxlite.runtime.memory import (
     ALIGNMENT,
     MEMORY_LIMIT,
     ArenaPool,
+    _owner,
     aligned,
     allocate,
     gathered,
@@ -73,8 +75,14 @@ def test_a_file_whose_weights_were_copied_takes_no_memory(tmp_path: Path) -> Non
     arrays = [content[start : start + 6100] for start in range(5000, content.size - 6100, 6100)]
     made = gathered(arrays)
     assert len(made) == len(arrays)
+    assert _resident(path) == 0
+
+
+def _resident(path: Path) -> int:
+    """Bytes of a file that are in this process's memory."""
     regions = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: *(\d+) kB", Path("/proc/self/smaps").read_text())
-    assert list(map(int, regions)) == [0]
+    assert len(regions) == 1
+    return int(regions[0]) << 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay where they are")
@@ -92,6 +100,66 @@ def test_large_weights_with_memory_of_their_own_stay_there(tmp_path: Path) -> No
     for array, found in zip(arrays, made, strict=True):
         np.testing.assert_array_equal(found, array)
         assert found.ctypes.data % ALIGNMENT == 0 and not found.flags.writeable
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay where they are")
+@pytest.mark.parametrize("is_huge", [False, True])
+def test_weights_stay_in_a_file_that_lies_in_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_huge: bool
+) -> None:
+    monkeypatch.setattr(MappedFile, "is_in_huge_pages", lambda _: is_huge)
+    monkeypatch.setattr("relaxlite.runtime.memory.MEMORY_LIMIT", 1 << 30)
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (20 << 12))
+    with open(path, "rb") as file:
+        content = np.frombuffer(MappedFile.of(file), np.uint8)
+    assert content[: 4 << 20].any()  # what is read before the weights
+    arrays = [content[4 << 20 : 12 << 20], content[(12 << 20) + 1 : 13 << 20], content[13 << 20 :].view(np.int64)]
+    made = gathered(arrays)
+    assert [np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True)] == [is_huge, False, is_huge]
+    assert _resident(path) < 1 << 20
+    for array, found in zip(arrays, made, strict=True):
+        np.testing.assert_array_equal(found, array)
+        assert found.ctypes.data % ALIGNMENT == 0 and not found.flags.writeable
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay where they are")
+def test_a_saved_model_is_copied_unless_the_system_has_it_in_huge_pages(tmp_path: Path) -> None:
+    bb = BlockBuilder()
+    weight = np.arange(4096 * 1024, dtype=np.float32).reshape(4096, 1024)
+    with bb.function("main", x=TensorType.of((bb.symbol("m"), 4096), "float32")) as (x,):
+        bb.result(bb.emit(ops.matmul(x, weight)))
+    path = tmp_path / "m.rlx"
+    rl.compile(bb.module()).save(path)
+    exe = rl.load(path)
+    constant = max(exe.data.constants, key=lambda array: array.nbytes)
+    text = Path("/proc/self/smaps").read_text()
+    found = re.findall(rf"{re.escape(str(path))}\n(?:[A-Z].*\n)*?FilePmdMapped: *(\d+) kB", text)
+    is_huge = sum(map(int, found)) << 10 > 0.8 * weight.nbytes
+    assert isinstance(_owner(constant), MappedFile) == is_huge
+    x = np.eye(3, 4096, 7, dtype=np.float32)
+    np.testing.assert_array_equal(exe(x), weight[7:10])
+
+
+SMAPS = """\
+7fe86ec00000-7fe894bb5000 r--s 00000000 fe:00 2458606                    /a file
+Size:             622292 kB
+FilePmdMapped:    620544 kB
+VmFlags: rd mr me ms hg
+08a9000-0cbb5000 r--s 00000000 fe:00 2458606                    /another
+Size:                 10 kB
+FilePmdMapped:         4 kB
+VmFlags: rd
+0dbb5000-0dbc5000 r--p 00000000 fe:00 2458606
+Size:                 10 kB
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "kilobytes"), [(0x7FE86EC00000, 620544), (0x8A9000, 4), (0xDBB5000, 0), (0x86EC00000, 0), (0xA9000, 0)]
+)
+def test_huge_pages_are_those_of_one_region(start: int, kilobytes: int) -> None:
+    assert huge_bytes(SMAPS, start) == kilobytes << 10
 
 
 @pytest.mark.parametrize("place", [aligned, gathered])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
 import os
 import struct
 import zlib
@@ -59,6 +58,7 @@ from relaxlite.runtime.executable import (
     validate_functions,
     validate_values,
 )
+from relaxlite.runtime.mapped_file import HUGE_PAGE, MappedFile
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
@@ -89,7 +89,7 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
     name = target.name.encode("utf-8", "surrogateescape")[:_MOST_OF_NAME].decode("utf-8", "ignore")
     temporary = target.with_name(f".{name}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", buffering=HUGE_PAGE) as file:
             _write(data, file)
             file.flush()
             os.fsync(file.fileno())
@@ -142,16 +142,26 @@ def _write(data: ExecutableData, file: BinaryIO) -> None:
     payload, checksums = _align(_HEADER_SIZE + room, _PAGE), []
     for (offset, _), blob in zip(places, blobs, strict=True):
         content = blob if isinstance(blob, bytes) else _bytes_of(blob)
-        file.seek(payload + offset)
-        file.write(content)
+        _append(file, bytes(payload + offset - file.tell()))
+        _append(file, content)
         checksums.append((zlib.crc32(content), _sampled_crc(content)))
-    file.truncate(payload + size)
+    _append(file, bytes(payload + size - file.tell()))
     text = manifest(checksums).ljust(room)
     producer = data.metadata.producer.encode()[:20]
     header = _HEADER.pack(MAGIC, FORMAT, producer, payload + size, room, zlib.crc32(text))
     file.seek(0)
     file.write((header + _CRC.pack(zlib.crc32(header))).ljust(_HEADER_SIZE, b"\0"))
     file.write(text)
+
+
+def _append(file: BinaryIO, content: bytes | memoryview) -> None:
+    """Write behind what is there, never across a multiple of a huge page: so the file's buffer, which is that large, is
+    full at each, and the system keeps what it is given at once in one page, if it can (mapped_file.py)."""
+    position, start, view = file.tell(), 0, memoryview(content)
+    while start < len(view):
+        end = start + HUGE_PAGE - (position + start) % HUGE_PAGE
+        file.write(view[start:end])
+        start = end
 
 
 def _layout(blobs: list[bytes | np.ndarray], first_weight: int) -> tuple[list[tuple[int, int]], int]:
@@ -243,7 +253,7 @@ def _map(source: Path) -> np.ndarray:
     with open(source, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise ArtifactError("it is empty")
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return np.frombuffer(MappedFile.of(file), np.uint8)
 
 
 def _read_manifest(content: np.ndarray) -> dict[str, Any]:

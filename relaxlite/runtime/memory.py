@@ -22,10 +22,10 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import OutOfMemoryError
 from relaxlite.runtime import scratch
+from relaxlite.runtime.mapped_file import HUGE_PAGE, MappedFile
 from relaxlite.runtime.threadpool import default_num_threads
 
 ALIGNMENT = 64  # a cache line, and the widest vector register
-_HUGE_PAGE = 2 << 20
 _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _HUGE_FROM = 4 << 20
 _WAITS_FROM = 32 << 20  # bytes; what is smaller, C libraries keep themselves when NumPy frees it
@@ -43,7 +43,7 @@ class Memory:
     __slots__ = ("base", "nbytes", "pooled", "ptr", "raw")
 
     def __init__(self, nbytes: int, *, pooled: bool = False, waits: bool = False) -> None:
-        alignment = _HUGE_PAGE if nbytes >= _HUGE_FROM else ALIGNMENT
+        alignment = HUGE_PAGE if nbytes >= _HUGE_FROM else ALIGNMENT
         size = nbytes + alignment
         self.raw = scratch.array(size) if waits and nbytes >= _WAITS_FROM else np.empty(size, np.uint8)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.raw.data))
@@ -142,17 +142,36 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     where they would take more than a quarter of the machine's memory.
 
     Weights that stream from memory are read 15 to 40 % faster so (measured at m = 1 and 4, Zen 4): a page of 4 KiB ends
-    the processor's prefetching, and few of them fit its table of pages. Large ones that lie in such memory of their own
-    stay there: pages that nobody has used yet take a virtual machine up to 1 ms per MB.
+    the processor's prefetching, and few of them fit its table of pages. Those that lie well already stay where they
+    are: pages that nobody has used yet take a virtual machine 1 to 3 ms per MB.
     """
-    moved = [array for array in arrays if not _may_stay(array)]
+    files = [file for file in _mapped_files(arrays) if _may_stay(file)]
+    is_moved = [not (_lies_in(array, files) or _has_memory_of_its_own(array)) for array in arrays]
+    moved = [array for array, moves in zip(arrays, is_moved, strict=True) if moves]
     size = sum(_aligned(array.nbytes) for array in moved)
     is_worth_it = sys.platform == "linux" and _HUGE_FROM <= size <= MEMORY_LIMIT // 4
     made = iter(_side_by_side(moved) if is_worth_it else aligned(moved))
-    return tuple(array if _may_stay(array) else next(made) for array in arrays)
+    for file in files:
+        _give_back(file, 0, min(_place(array, file) for array in arrays if _owner(array) is file))
+    return tuple(next(made) if moves else array for array, moves in zip(arrays, is_moved, strict=True))
 
 
-def _may_stay(array: np.ndarray) -> bool:
+def _may_stay(file: mmap.mmap) -> bool:
+    """Whether weights need not leave a file: what they are moved for they have there."""
+    return isinstance(file, MappedFile) and len(file) >= _STAYS_FROM and file.is_in_huge_pages()
+
+
+def _place(array: np.ndarray, file: mmap.mmap) -> int:
+    """Where in its file an array begins, in bytes."""
+    return int(array.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data)
+
+
+def _lies_in(array: np.ndarray, files: Sequence[mmap.mmap]) -> bool:
+    """Whether an array is part of one of the files, and need not be copied to be used."""
+    return bool(files) and not _is_worth_aligning(array) and any(_owner(array) is file for file in files)
+
+
+def _has_memory_of_its_own(array: np.ndarray) -> bool:
     """Whether a large array lies well, has its memory to itself, no file, and is not to be written by anyone."""
     is_fit = array.nbytes >= _STAYS_FROM and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
     if not is_fit or array.flags.writeable:
@@ -185,7 +204,7 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
         with ThreadPoolExecutor(min(_MOST_COPIERS, default_num_threads())) as threads:
             list(threads.map(_copy_run, _runs(arrays, made)))
-    for file in {id(file): file for file in map(_mapped_file, arrays) if file is not None}.values():
+    for file in _mapped_files(arrays):
         _give_back(file, 0, len(file))  # the pages where arrays meet, and what was read before them
     for copy in made:
         copy.flags.writeable = False
@@ -218,7 +237,7 @@ def _copy(array: np.ndarray, copy: np.ndarray) -> None:
         copy[...] = array
         return
     source, target = (a.reshape(-1).view(np.uint8) for a in (array, copy))
-    begin = source.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data
+    begin = _place(source, file)
     for start in range(0, len(source), _PIECE):
         end = min(start + _PIECE, len(source))
         target[start:end] = source[start:end]
@@ -229,6 +248,10 @@ def _mapped_file(array: np.ndarray) -> mmap.mmap | None:
     """The file that an array is part of, if nobody may write to the mapping: what was written would be lost."""
     owner = _owner(array)
     return owner if isinstance(owner, mmap.mmap) and memoryview(owner).readonly else None
+
+
+def _mapped_files(arrays: Sequence[np.ndarray]) -> list[mmap.mmap]:
+    return list({id(file): file for file in map(_mapped_file, arrays) if file is not None}.values())
 
 
 def _give_back(file: mmap.mmap, start: int, end: int) -> None:
