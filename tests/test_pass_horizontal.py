@@ -234,6 +234,36 @@ def test_products_that_many_others_stand_between_are_not_held_at_once() -> None:
     assert any("reductions in between" in note for note in context.notes)
 
 
+@pytest.mark.parametrize(
+    ("cpu", "precision", "joined"),
+    [("znver4", "bf16", [2]), ("znver4", "float32", [3]), ("x86-64-v3", "float32", [3])],
+)
+def test_products_that_words_take_are_not_joined_to_what_they_do_not(
+    cpu: str, precision: str, joined: list[int]
+) -> None:
+    """As to a mixture's gate of one column: together neither would be computed in words."""
+
+    def body(layer: Layer, x: Expr) -> Expr:
+        return Tuple((layer.linear(x, 80), layer.linear(x, 1), layer.linear(x, 96)))
+
+    made, _ = lowered(Layer(128).module(body), Target.parse(f"llvm -mcpu={cpu}"), precision)
+    assert [made.programs()[name].num_outputs for name in calls(made) if "joined" in name] == joined
+
+
+def test_narrow_products_are_joined_where_all_together_are_wide_enough_for_another_way() -> None:
+    """Keys and values beside queries."""
+
+    def body(layer: Layer, x: Expr) -> Expr:
+        return Tuple((layer.linear(x, 128), layer.linear(x, 16), layer.linear(x, 16)))
+
+    target = Target.parse("llvm -mcpu=znver4")
+    made, _ = lowered(Layer(128).module(body), target)
+    assert [made.programs()[name].num_outputs for name in calls(made)] == [3]
+    context = PassContext(target)
+    run_passes(made, default_pipeline(), context)
+    assert any(d.step == "inner_products" and d.taken for d in context.decisions)
+
+
 def test_products_of_different_operands_stay_apart() -> None:
     made, _ = lowered(Layer(16).module(lambda layer, x: Tuple((layer.linear(x, 24), layer.linear(layer.y, 24)))))
     assert len(calls(made)) == 2

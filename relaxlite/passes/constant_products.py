@@ -36,12 +36,14 @@ AT_A_TIME = 1 << 24  # of widened weights that are looked at: 64 MB
 class Way:
     """Another way to compute products, of a pass of this name.
 
-    `make`: a program and its products, or None where it is not worth it. `weights`: those of the new program in place
-    of a constant, w first, or why it is none for this. `reason`: why products take it. `functions`: whose products do;
-    None: of all. `keeps`: weights stay as they are stored, where that is as floats, too, and are packed as others want.
+    `is_fit`: whether a product may be one of them. `make`: a program and its products, or None where all of them are
+    not worth it. `weights`: those of the new program in place of a constant, w first, or why it is none for this.
+    `reason`: why products take it. `functions`: whose products do; None: of all. `keeps`: weights stay as they are
+    stored, where that is as floats, too, and are packed as others want.
     """
 
     name: str
+    is_fit: Callable[[Product], bool]
     make: Callable[[TensorProgram, tuple[Product, ...]], Products | None]
     weights: Callable[[Constant], tuple[Constant, ...] | str]
     reason: str
@@ -152,7 +154,19 @@ class _Use:
 def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
     """Whether the products of a call may go this way, as far as that shows without a look at the weights."""
     products = _find(program, way)
-    return products is not None and all(isinstance(args[k], Constant) for part in products.stored for k in part)
+    return products is not None and _are_constants(products.parts, program, args)
+
+
+def is_fit(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
+    """Whether the products of a call may go this way if there are enough of them."""
+    parts = _parts(program, way)
+    return parts is not None and _are_constants(parts, program, args)
+
+
+def _are_constants(parts: Sequence[Product], program: TensorProgram, args: Sequence[Expr]) -> bool:
+    """Whether these are all of the weights that a call passes."""
+    passed = dict(zip(program.inputs, args, strict=False))
+    return all(isinstance(passed[buffer], Constant) for part in parts for buffer in part.stored)
 
 
 def _uses(call: Call, products: Products) -> list[_Use]:
@@ -172,22 +186,29 @@ def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
 
 def _find(program: TensorProgram, way: Way) -> Products | None:
     """The program as products of one matrix with weights; None: it is something else, or not worth it."""
+    parts = _parts(program, way)
+    products = way.make(program, parts) if parts is not None else None
+    if parts is None or products is None:
+        return None
+    _, most_rows = _ANALYZER.bounds(product(parts[0].dims))
+    return products if most_rows is None or most_rows >= products.least_rows else None
+
+
+def _parts(program: TensorProgram, way: Way) -> tuple[Product, ...] | None:
+    """The products of which the program consists, of one matrix with weights; None: it is something else, or they are
+    not fit."""
     if program.attrs.get("scheduled"):
         return None
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
     made = [_product_of(stage, program, keeps=way.keeps) for stage in stages]
-    found = [each for each in made if each is not None]
+    found = [each for each in made if each is not None and way.is_fit(each)]
     if not found or len(found) < len(made):
         return None
     first, weights = found[0], {buffer for each in found for buffer in each.stored}
     reads = [load for load in loads(program.body) if load.buffer in weights]
     own = [part for each in found for part in walk_values(each.w) if isinstance(part, Load)]
     is_shared = sum(len(each.stored) for each in found) > len(weights) or len(reads) > len(own)
-    if is_shared or not all(each.reads_like(first) for each in found):
-        return None
-    products = way.make(program, tuple(found))
-    _, most_rows = _ANALYZER.bounds(product(first.dims))
-    return products if products is None or most_rows is None or most_rows >= products.least_rows else None
+    return None if is_shared or not all(each.reads_like(first) for each in found) else tuple(found)
 
 
 def _product_of(stage: Stmt, program: TensorProgram, *, keeps: bool) -> Product | None:

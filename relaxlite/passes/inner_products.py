@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.balanced_weights import balanced
 from relaxlite.passes.constant_products import Way, take
 from relaxlite.passes.inner_product_loops import FloatProducts
@@ -68,8 +69,12 @@ def way_of(module: IRModule, context: PassContext) -> Way | None:
         return None
     lanes, least = context.target.vector_lanes(4), columns_for_pass(LEAST_COLUMNS, context.target)
 
+    def is_fit(part: Product) -> bool:
+        depth = as_int(part.step.extent)
+        return depth is not None and depth >= LEAST_DEPTH
+
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> FloatProducts | None:
         products = FloatProducts(program, parts, lanes)
-        return products if products.columns >= least and products.depth >= LEAST_DEPTH else None
+        return products if products.columns >= least else None
 
-    return Way("inner_products", make, balanced, "additions take no time beside multiply-adds")
+    return Way("inner_products", is_fit, make, balanced, "additions take no time beside multiply-adds")

@@ -6,7 +6,7 @@ The stages of the programs stand one after another in the joined one, each with 
 sizes may differ and weights may be used elsewhere too; schedule_cpu.py runs what is left as parallel loops in one
 parallel loop over all of their tiles. Joined are
 
-    products that read one operand (the projections of attention, heads of a detector, gates)
+    products that read one operand and may go the same ways (the projections of attention, heads of a detector)
     copies that one call reads (keys and values that are appended to a cache, rotated queries)
 
 A call moves to the place of the first of its group; one that needs something computed after that place stays alone.
@@ -24,10 +24,12 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Binary, Check, Store, TensorProgram, Unary, seq
 from relaxlite.ir.program_visitor import all_values, loads
 from relaxlite.ir.symbolic import as_int, sym
+from relaxlite.passes.constant_products import Way
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
+from relaxlite.passes.product_ways import ProductWays, ways_fit_for
 
 MOST_CALLS = 8  # of a group: bounds the size of the code
 MOST_BETWEEN = 3  # reductions between two calls of a group
@@ -38,9 +40,11 @@ LONGEST_NAME = 60
 def join_calls(module: IRModule, context: PassContext) -> IRModule:
     """Products of one operand, and copies for one call, become one kernel each."""
 
-    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable) -> Sequence[Binding]:
+    ways = ProductWays(module, context)
+
+    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
         bindings = block.bindings
-        for groups in (partial(_products, context=context), _copies):
+        for groups in (partial(_products, ways=ways, context=context), _copies):
             sites = sites_of(bindings, module)
             by_var = {site.var: site for site in sites}
             slots: list[list[Binding]] = [[binding] for binding in bindings]
@@ -49,19 +53,23 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
             bindings = tuple(binding for slot in slots for binding in slot)
         return bindings
 
-    return map_blocks(module, change)
+    made = module
+    for name in module.functions():
+        made = map_blocks(made, partial(change, ways=ways.of(name)), [name])
+    return made
 
 
-def _products(sites: list[Site], context: PassContext) -> Iterator[list[Var]]:
-    """Groups of products that read the same operands beside their weights, and sum over equally many terms. Those far
-    apart stay so: the keys and values of all layers that attend to one memory would otherwise be held at once."""
-    groups: dict[tuple[tuple[Var, ...], int], list[list[Var]]] = {}
+def _products(sites: list[Site], ways: Sequence[Way], context: PassContext) -> Iterator[list[Var]]:
+    """Groups of products that read the same operands beside their weights, sum over equally many terms, and may go the
+    same other ways. Those far apart stay so: the keys and values of all layers that attend to one memory would
+    otherwise be held at once."""
+    groups: dict[tuple[tuple[Var, ...], int, tuple[str, ...]], list[list[Var]]] = {}
     last: dict[Var, int] = {}  # of a member, how many calls with reductions come before it
     count = 0
     for site in sites:
         found = _product(site)
         if found is not None:
-            runs = groups.setdefault(found, [[]])
+            runs = groups.setdefault((*found, ways_fit_for(site, ways)), [[]])
             if runs[-1] and count - last[runs[-1][-1]] > MOST_BETWEEN:
                 reason = f"there are more than {MOST_BETWEEN} reductions in between"
                 context.decide("join_calls", f"{site.var.name} beside {runs[-1][-1].name}", False, reason)

@@ -25,12 +25,12 @@ from relaxlite.ir.program import Binary, Buffer, Cast, Check, Load, Stmt, Store,
 from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, loads
 from relaxlite.ir.symbolic import product, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.passes import inner_products, word_products
-from relaxlite.passes.constant_products import Way, would_take
+from relaxlite.passes.constant_products import Way
 from relaxlite.passes.legalize import ProgramTable
 from relaxlite.passes.loop_pattern import Reduction, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.merge_calls import Instances, Site, map_blocks, sites_of, stem
+from relaxlite.passes.product_ways import ProductWays, way_for
 from relaxlite.passes.schedule import nest
 from relaxlite.passes.schedule_reduction import reduction_block
 from relaxlite.target import Target
@@ -43,7 +43,7 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
     """Gated layers become one kernel each."""
 
     products = {name for name, program in module.programs().items() if _is_product(program)}
-    ways = [way for find in (word_products.way_of, inner_products.way_of) if (way := find(module, context)) is not None]
+    ways = ProductWays(module, context)
 
     def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
@@ -61,7 +61,7 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
 
     made = module
     for name in module.functions():
-        made = map_blocks(made, partial(change, ways=[way for way in ways if way.is_for(name)]), [name])
+        made = map_blocks(made, partial(change, ways=ways.of(name)), [name])
     return made
 
 
@@ -84,10 +84,8 @@ def _pair(first: Site, second: Site, ways: Sequence[Way], table: ProgramTable, c
     if any(load.buffer is between for load in loads(found[1].update)):
         return None  # one product after another
     made = _paired(found[0], found[1], between, context.target)
-    for way in ways if not isinstance(made, str) else ():
-        if all(would_take(way, site.program, site.call.args) for site in (first, second)):
-            made = f"each alone is one of {way.name}, which is faster"
-            break
+    if not isinstance(made, str) and (way := way_for((first, second), ways)) is not None:
+        made = f"each alone is one of {way.name}, which is faster"
     subject = f"{first.var.name} and {second.var.name}"
     if isinstance(made, str):
         context.decide("pair_products", subject, False, made)

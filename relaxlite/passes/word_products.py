@@ -26,6 +26,7 @@ zeros give zeros. Otherwise each row's result depends on that row alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from relaxlite.ir.expr import Constant
@@ -62,15 +63,17 @@ def way_of(module: IRModule, context: PassContext) -> Way | None:
         return None
     lanes = target.vector_lanes(4)
 
-    def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts | None:
-        are_loads = all(isinstance(part.w, Load) for part in parts)
-        sizes = [(part.step.extent, part.column.extent) for part in parts]
-        is_fit = (are_loads or not is_everywhere) and all(is_matrix_for_words(target, *size) for size in sizes)
-        return WordProducts(program, parts, lanes) if is_fit else None
+    def is_fit(part: Product) -> bool:
+        is_stored = isinstance(part.w, Load) or not is_everywhere
+        return is_stored and is_matrix_for_words(target, part.step.extent, part.column.extent)
 
+    def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts:
+        return WordProducts(program, parts, lanes)
+
+    way = Way("word_products", is_fit, make, words_of, "it is faster than in bfloat16")
     if is_everywhere:
-        return Way("word_products", make, words_of, "it is faster than in bfloat16")
-    return Way("word_products", make, words_of, "the function may round, and it is faster than in floats", coarse, True)
+        return way
+    return replace(way, reason="the function may round, and it is faster than in floats", functions=coarse, keeps=True)
 
 
 def may_be_words(weights: Constant, target: Target) -> bool:
