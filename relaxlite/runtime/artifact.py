@@ -64,7 +64,7 @@ from relaxlite.version import __version__
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
 FORMAT = 7
 CHECK_LIMIT = 64 << 20
-DECODE_LIMIT = 1 << 20  # of bytecode: less is decoded, and found valid, in milliseconds
+DECODE_LIMIT = 64 << 10  # of bytecode: less is decoded, and found valid, in some 10 ms
 SAMPLE_STRIDE = 4 << 20
 
 _MOST = (1 << 32) - 1  # a checksum
