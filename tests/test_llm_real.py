@@ -41,6 +41,7 @@ def test_greedy_text_and_logits_are_those_of_transformers(
 ) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")  # which transformers reads GGUF files with
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         str(checkpoint.parent), gguf_file=checkpoint.name, dtype=torch.float32
     ).eval()
