@@ -18,7 +18,7 @@ from relaxlite import config, model_cache
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.config import Rope, RopeScaling
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.read import read_checkpoint
 from tests import llm_files as files
 from tests.dense_llm import build_dense

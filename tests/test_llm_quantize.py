@@ -11,8 +11,8 @@ import pytest
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.quantize import QUANTIZERS, quantize, quantize_checkpoint
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 
 gguf = pytest.importorskip("gguf")
 

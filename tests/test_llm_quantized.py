@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 
 gguf = pytest.importorskip("gguf")
 

@@ -13,8 +13,8 @@ import pytest
 import relaxlite as rl
 from relaxlite.errors import TypeInferenceError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.layers import Blocks
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Tuple, Var

@@ -22,7 +22,8 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.config import DecoderConfig
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS, GroupedWeight, PackedRows
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
+from relaxlite.frontend.llm.quantized import GroupedWeight, PackedRows
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"

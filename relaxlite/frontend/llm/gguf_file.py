@@ -16,9 +16,9 @@ from relaxlite.frontend.llm.architectures import Hyperparameters, find_architect
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, layer_names
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.gguf_format import TensorInfo, read_parts
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
 
 _DIVISORS = {"all": "rope_freqs.weight", "short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

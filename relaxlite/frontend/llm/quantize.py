@@ -15,7 +15,7 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
-from relaxlite.frontend.llm.quantized import BLOCK_FORMATS
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
