@@ -21,6 +21,7 @@ from relaxlite.frontend.llm.config import Rope, RopeScaling
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.read import read_checkpoint
 from tests import llm_files as files
+from tests.block_bytes import random_blocks
 from tests.dense_llm import build_dense
 
 gguf = pytest.importorskip("gguf")
@@ -166,25 +167,32 @@ def test_a_model_of_two_rotary_embeddings_is_compiled_for_the_context_of_its_tra
         read_checkpoint(files.write(tmp_path / "m.gguf", "phi3", metadata, {**weights, **short}))
 
 
+GRIDS = [kind for kind in BLOCK_FORMATS if kind.startswith(("IQ1", "IQ2", "IQ3"))]  # which are kept as IQ4_NL is
+SIZES = {
+    "IQ4_XS": 5e-5,
+    "IQ1_S": 2e-3,
+    "IQ1_M": 2e-3,
+    "TQ1_0": 2e-2,
+    "TQ2_0": 2e-2,
+}  # of scales, by what codes stand for
+
+
 def packed(values: np.ndarray, kind: str) -> np.ndarray:
     """Bytes of a type; of those that the package cannot quantize to, random codes with small scales."""
     if kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
         found = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
         return found if kind != "F16" else found.view(np.float16)
-    block = BLOCK_FORMATS[kind]
-    rows, columns = values.shape
-    data = np.random.default_rng(columns).integers(0, 256, (rows * columns // block.size, block.nbytes), np.uint8)
+    scales = np.full(values.size // BLOCK_FORMATS[kind].size, SIZES.get(kind, 2e-4))
+    data = random_blocks(kind, scales, values.shape[1])
     if kind == "MXFP4":
-        data[:, 0] = 112 + data[:, 0] % 5  # powers of two
-        return data.reshape(rows, -1)
-    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}.get(kind, (0, 2)):
-        size = 5e-5 if kind == "IQ4_XS" else 2e-4  # whose codes and scales are the largest
-        data[:, at : at + 2] = np.asarray([size], np.float16).view(np.uint8)
-    return data.reshape(rows, -1)
+        data[:, 0] = 112 + data[:, 1] % 5  # powers of two
+    return data.reshape(len(values), -1)
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("kind", ["F16", "BF16", *BLOCK_FORMATS])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [(kind, p) for kind in ("F16", "BF16", *BLOCK_FORMATS) for p in TOLERANCE if p != "float32" or kind not in GRIDS],
+)
 def test_every_tensor_type(kind: str, precision: str, tmp_path: Path) -> None:
     metadata, weights = files.fields("llama"), files.tensors("llama")
     stored: dict[str, Any] = dict(weights)
@@ -440,9 +448,9 @@ def test_unknown_and_missing_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_unread_tensor_types_are_named(tmp_path: Path) -> None:
-    weights = {**files.tensors("llama"), "output.weight": (np.zeros((40, 74), np.uint8), "IQ2_XS")}
+    weights = {**files.tensors("llama"), "output.weight": (np.zeros((40, 40), np.uint8), "Q8_1")}
     with pytest.raises(
-        ImportModelError, match=r"'output\.weight' is of type IQ2_XS, which is not read; known are F32, F16"
+        ImportModelError, match=r"'output\.weight' is of type Q8_1, which is not read; known are F32, F16"
     ):
         read_checkpoint(changed(tmp_path, weights))
 

@@ -3,7 +3,6 @@ the operands that a checkpoint's weight becomes, and a model of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,23 +22,16 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_codes import pack_codes, unpack_codes
 from relaxlite.ir.types import TensorType
 from tests import tiny_llm
+from tests.block_bytes import random_blocks
 from tests.dense_llm import build_dense
 
-HALVES: Mapping[str, tuple[int, ...]] = {
-    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)
-}  # fmt: skip
 K_FORMATS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 def weight(kind: str, n: int, k: int, scale: float = 1.0, seed: int = 0) -> Weight:
-    """Random bytes, with float16 of a size at their places."""
-    block, rng = BLOCK_FORMATS[kind], np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (n * k // block.size, block.nbytes), dtype=np.uint8)
-    for at in HALVES.get(kind, (0,)):
-        halves = scale * rng.standard_normal((len(blocks), 1))
-        blocks[:, at : at + 2] = halves.astype(np.float16).view(np.uint8)
-    if kind == "MXFP4":
-        blocks[:, 0] = 110 + blocks[:, 0] % 30  # powers of two
+    """Random codes, with float16 of a size."""
+    count = n * k // BLOCK_FORMATS[kind].size
+    blocks = random_blocks(kind, scale * np.random.default_rng(seed + 1).standard_normal(count), seed)
     return Weight(blocks.reshape(n, -1), (n, k), kind)
 
 
@@ -73,11 +65,13 @@ def test_operands_stand_for_the_same_numbers_bit_for_bit(kind: str, n: int, k: i
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
-    """Scales of 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K. Codes of 2 and 3 bits take 4."""
+    """Scales of 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K. Codes of fewer bits take 4."""
     given = weight(kind, 64, 1024)
     more = {
         "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": (64 + 16) / 84, "Q3_K": (32 + 4) / 110, "IQ4_XS": 2 / 136,
-        "MXFP4": 1 / 17,
+        "MXFP4": 1 / 17, "IQ1_S": 140 / 50 - 1, "IQ1_M": 148 / 56 - 1, "IQ2_XXS": 140 / 66 - 1, "IQ2_XS": 148 / 74 - 1,
+        "IQ2_S": 148 / 82 - 1, "IQ3_XXS": 140 / 98 - 1, "IQ3_S": 138 / 110 - 1, "TQ1_0": 138 / 54 - 1,
+        "TQ2_0": 138 / 66 - 1,
     }.get(kind, 0)  # fmt: skip
     assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
 

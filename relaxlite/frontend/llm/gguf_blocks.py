@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from relaxlite.frontend.llm import gguf_grids as grids
 from relaxlite.frontend.llm.quantized import MXFP4, GroupedWeight, GroupScales, mxfp4_scales
 from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.records import dataclass
@@ -155,8 +156,17 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("Q4_K", 256, 144, Coding(4), _q4_k),
         ("Q5_K", 256, 176, Coding(5), _q5_k),
         ("Q6_K", 256, 210, Coding(6, 32), _q6_k),
+        ("IQ1_S", 256, 50, grids.IQ1, grids.iq1_s),
+        ("IQ1_M", 256, 56, grids.IQ1, grids.iq1_m),
+        ("IQ2_XXS", 256, 66, grids.IQ2, grids.iq2_xxs),
+        ("IQ2_XS", 256, 74, grids.IQ2, grids.iq2_xs),
+        ("IQ2_S", 256, 82, grids.IQ2, grids.iq2_s),
+        ("IQ3_XXS", 256, 98, grids.IQ3_XXS, grids.iq3_xxs),
+        ("IQ3_S", 256, 110, grids.IQ3_S, grids.iq3_s),
         ("IQ4_NL", 32, 18, _IQ4, _q4_0),
         ("IQ4_XS", 256, 136, _IQ4, _iq4_xs),
+        ("TQ1_0", 256, 54, grids.TERNARY, grids.tq1_0),
+        ("TQ2_0", 256, 66, grids.TERNARY, grids.tq2_0),
         ("MXFP4", 32, 17, MXFP4, _mxfp4),
     )
 }
