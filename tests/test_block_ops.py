@@ -199,11 +199,17 @@ def test_mixed_blocks_are_rounded_as_the_reference_does(block: int, rotation: in
     np.testing.assert_array_equal(sums[1], codes.sum(axis=-1, dtype=np.int32))
 
 
-@pytest.mark.parametrize(("bits", "most"), [(4, 16), (5, 8), (6, 4), (8, 1)])
-def test_mixed_codes_stay_bytes(bits: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("coding", "most"),
+    [
+        (Coding(4), 16), (Coding(5), 8), (Coding(6), 4), (Coding(8), 1), (Coding(4, 1, (0, 24, *[1] * 14)), 8),
+        (Coding(4, 1, (0, 86, *[1] * 14)), 2), (Coding(4, 1, (0, 241, *[1] * 14)), 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mixed_codes_stay_bytes(coding: Coding, most: int) -> None:
     """The least and the greatest sums of all patterns of signs, through words."""
     rng = np.random.default_rng(2)
-    coding = Coding(bits)
     assert coding.longest_rotation(256) == most and coding.longest_rotation(24) == math.gcd(6, most)
     mixed = coding.rotated(most)
     signs = np.array(rotated(list(np.eye(most, dtype=np.int64))))

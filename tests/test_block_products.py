@@ -141,7 +141,10 @@ def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, preci
         np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
 
 
-MIXED = {"4 bits": 96, "4 bits, offsets": 33, "5 bits": 80, "5 bits, offsets": 31, "6 bits in blocks of 16": 96}
+MIXED = {
+    "4 bits": 96, "4 bits, offsets": 33, "5 bits": 80, "5 bits, offsets": 31, "6 bits in blocks of 16": 96,
+    "4 bits, a table of few bits": 33,
+}  # fmt: skip
 """Columns of weights whose quads may be mixed: 8 at a time where bytes are multiplied, of 6 bits 4, else 4 and none."""
 
 

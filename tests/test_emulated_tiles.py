@@ -75,7 +75,7 @@ def test_sums_of_mixed_quads_are_exact(monkeypatch: pytest.MonkeyPatch, tmp_path
         exe = rl.compile(product(weight, coarse=True), target)
         for m in ROWS:
             np.testing.assert_array_equal(exe(x[:m]), wanted[:m], err_msg=f"{m} rows")
-    is_signed = name != "5 bits, offsets"  # some of whose bytes are too large
+    is_signed = name not in ("5 bits, offsets", "4 bits, a table of few bits")  # some of whose bytes are too large
     assert set(tiles.counts) & {"dot", "dot_unsigned"} == {"dot" if is_signed else "dot_unsigned"}
     assert set(tiles.counts) & {"start", "clear"} == {"start" if is_signed else "clear"}
 

@@ -9,11 +9,11 @@ with 4-bit weights, 1,314 tokens of a novel and a licence: the likeliest token s
 for 96.9, 99.7 and 100 % of the tokens, logits move by up to 0.12, 3e-3 and 2e-4 of the largest, and perplexity by 0.3,
 0.01 and 0.001 %.
 
-What weights of up to 5 bits that are marked as `coarse` are multiplied by is rounded to 8 bits, and quads of both are
-mixed first (ops/block_quantized.py), which spreads outliers over neighbours: 98.7 % of the tokens above stay what they
-are instead of 96.9, and the distance from the float model's probabilities falls to a quarter. Functions that only fill
-a cache mark all weights but those of keys and values (frontend/llm/step.py): 99.5 %, and a fortieth. That is with eight
-quads at a time; four, where bytes are multiplied in pairs, are about as good.
+What weights of up to 5 bits, or tables of such numbers, that are marked as `coarse` are multiplied by is rounded to 8
+bits, and quads of both are mixed first (ops/block_quantized.py), which spreads outliers over neighbours: 98.7 % of the
+tokens above stay what they are instead of 96.9, and the distance from the float model's probabilities falls to a
+quarter. Functions that only fill a cache mark all weights but those of keys and values (frontend/llm/step.py): 99.5 %,
+and a fortieth. That is with eight quads at a time; four, where bytes are multiplied in pairs, are about as good.
 
 "auto" is 12 bits where that is faster than float32 products: with dot products of bytes, and by sums of pairs for codes
 of less than 8 bits. Measured with AVX2 alone on a Zen 3, 2048 x 5632 in 4 bits: 1, 4, 16, 128 rows are 2.3, 1.3, 1.2

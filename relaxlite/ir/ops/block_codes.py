@@ -36,6 +36,11 @@ class Coding:
     def greatest(self) -> int:
         return max(self.table, default=(1 << self.bits) - 1)
 
+    @property
+    def number_bits(self) -> int:
+        """Bits of what codes stand for."""
+        return self.greatest.bit_length()
+
     def problem(self) -> str | None:
         """What is wrong with it; None: nothing."""
         if self.table and (
@@ -59,10 +64,7 @@ class Coding:
 
     def longest_rotation(self, block: int) -> int:
         """How many quads of a block can be mixed at a time so that they stay bytes; 1: none."""
-        if self.table:
-            return 1
-        fits, quads = 1 << 8 - self.bits, block // QUAD
-        return math.gcd(fits, quads)
+        return math.gcd(1 << 8 - self.number_bits, block // QUAD)
 
     def rotated(self, rotation: int) -> RotatedCoding:
         return RotatedCoding(self, rotation)
@@ -78,7 +80,7 @@ class RotatedCoding:
 
     @property
     def offset(self) -> int:
-        return self.rotation << self.coding.bits - 1
+        return self.rotation << self.coding.number_bits - 1
 
     @property
     def greatest(self) -> int:

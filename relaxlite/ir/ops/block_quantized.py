@@ -238,6 +238,7 @@ def dequantized(words: Array, given: Sequence[Array], coding: Coding) -> Array:
 
 
 SOME_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
+SMALL_TABLE = (0, 24, 3, 1, 2, 12, 7, 9, 20, 11, 8, 17, 16, 15, 14, 1)
 
 
 def some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -424,6 +425,7 @@ class MatmulBlocks(BlocksOp):
             (4, 32, 8, 4, (), 1), (4, 32, 128, 0, SOME_TABLE, 1), (4, 32, 128, 4, SOME_TABLE, 1),
             (4, 16, 0, 8, SOME_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
             (5, 32, 16, 0, (), 8), (5, 32, 0, 0, (), 8), (6, 16, 32, 0, (), 4), (6, 16, 0, 0, (), 2),
+            (4, 32, 12, 0, SMALL_TABLE, 8), (4, 16, 0, 0, SMALL_TABLE, 4),
         )  # fmt: skip
         for bits, block, zero, low_bits, table, rotation in kinds_of_blocks:
             rows, count = 2 * block, bytes_of_block(block, low_bits)
