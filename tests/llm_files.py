@@ -15,12 +15,19 @@ gguf = pytest.importorskip("gguf")
 Array = np.ndarray[Any, Any]
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 64, 256, 2, 128
 EPSILON = 1e-5
-JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe")
-GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2")
-INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe", "command-r")
-LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", "command-r")
-UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox")
-FUSED_QKV = ("phi3", "phi2", "gpt2", "gptneox")
+JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe", "exaone4")
+NORMED_WHEN_TURNED = ("hunyuan-dense",)
+GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2", "exaone4", "glm4")
+WITHOUT_PRE_NORMS = ("olmo2", "exaone4")
+COMMANDS = ("command-r", "cohere2")
+INTERLEAVED = (
+    "llama", "smollm3", "granite", "granitemoe", *COMMANDS, "ernie4_5", "chatglm", "glm4", "arcee",
+)  # fmt: skip
+LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", *COMMANDS)
+UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox", "arcee")
+FUSED_QKV = ("phi3", "phi2", "gpt2", "gptneox", "chatglm")
+FUSED_GATES = ("phi3", "chatglm", "glm4")
+NORMED_BEFORE_MLP_BY = {"gpt-oss": "post_attention_norm", "seed_oss": "post_attention_norm"}  # else "ffn_norm"
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -82,7 +89,7 @@ def tensors(
     found = {"token_embd.weight": matrix(vocab, HIDDEN) * 4, "output_norm.weight": vector(HIDDEN, 1)}
     if not tied:
         found["output.weight"] = matrix(vocab, HIDDEN)
-    if name in LAYER_NORMED and name != "command-r":
+    if name in LAYER_NORMED and name not in COMMANDS:
         found["output_norm.bias"] = vector(HIDDEN)
     if name == "phi2":
         found["output.bias"] = vector(vocab)
@@ -90,23 +97,20 @@ def tensors(
         found["position_embd.weight"] = matrix(CONTEXT, HIDDEN)
     widths = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH, "attn_output": HIDDEN}
     widths |= {"ffn_gate": INTER, "ffn_up": INTER, "ffn_down": HIDDEN}
-    if name == "phi3":
-        widths = {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH, "attn_output": HIDDEN, "ffn_up": 2 * INTER}
-        widths["ffn_down"] = HIDDEN
-    if name in UNGATED:
+    if name in FUSED_GATES:
+        widths["ffn_up"] = 2 * INTER
+    if name in (*UNGATED, *FUSED_GATES):
         del widths["ffn_gate"]
-    if name in ("phi2", "gpt2", "gptneox"):
+    if name in FUSED_QKV:
         widths |= {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH}
         for part in ("attn_q", "attn_k", "attn_v"):
             del widths[part]
-    norms = ["attn_norm", "ffn_norm"] if name != "olmo2" else []
-    if name == "gpt-oss":
-        norms = ["attn_norm", "post_attention_norm"]
+    norms = ["attn_norm", NORMED_BEFORE_MLP_BY.get(name, "ffn_norm")] if name not in WITHOUT_PRE_NORMS else []
     if parallel:
         norms = ["attn_norm"]
     norms += ["post_attention_norm", "post_ffw_norm"] if name in POST_NORMED else []
     qk_norms = {"attn_q_norm": HEADS * WIDTH, "attn_k_norm": KV_HEADS * WIDTH} if name in JOINTLY_NORMED else {}
-    qk_norms |= {"attn_q_norm": WIDTH, "attn_k_norm": WIDTH} if name in NORMED_BY_HEAD else {}
+    qk_norms |= {"attn_q_norm": WIDTH, "attn_k_norm": WIDTH} if name in (*NORMED_BY_HEAD, *NORMED_WHEN_TURNED) else {}
     for k in range(layers):
         at = f"blk.{k}."
         has_experts = experts > 0 and k not in dense_layers
@@ -122,7 +126,7 @@ def tensors(
                 found[f"{at}{part}.bias"] = vector(rows)
         for part in norms:
             found[f"{at}{part}.weight"] = vector(HIDDEN, 1)
-            if name in LAYER_NORMED and name != "command-r":
+            if name in LAYER_NORMED and name not in COMMANDS:
                 found[f"{at}{part}.bias"] = vector(HIDDEN)
         for part, size in qk_norms.items():
             found[f"{at}{part}.weight"] = vector(size, 1)
@@ -167,9 +171,9 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
             for kind in {"weight", "bias"} & {key.partition(".")[2] for key in part if key.startswith("attn_qkv")}:
                 rows = np.split(part[f"attn_qkv.{kind}"], np.cumsum([*counts.values()])[:-1])
                 part |= {f"{of}.{kind}": some for of, some in zip(counts, rows, strict=True)}
-        if name == "gpt-oss":
-            part["ffn_norm.weight"] = part["post_attention_norm.weight"]
-        if name == "phi3":
+        if name in NORMED_BEFORE_MLP_BY:
+            part["ffn_norm.weight"] = part[f"{NORMED_BEFORE_MLP_BY[name]}.weight"]
+        if name in FUSED_GATES:
             part["ffn_gate.weight"], part["ffn_up.weight"] = np.split(part["ffn_up.weight"], 2)
         h = _normed(name, part, "attn_norm", x) if "attn_norm.weight" in part else x
         a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
@@ -182,7 +186,7 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)
     head = w.get("output.weight", w["token_embd.weight"]).astype(np.float64)
     scale = metadata.get(f"{name}.logit_scale", 1.0)
-    logits = _normed(name, w, "output_norm", x) @ head.T * (scale if name == "command-r" else 1 / scale)
+    logits = _normed(name, w, "output_norm", x) @ head.T * (scale if name in COMMANDS else 1 / scale)
     logits += w.get("output.bias", np.float32(0))
     return _capped(logits, metadata.get(f"{name}.final_logit_softcapping"))
 
@@ -194,6 +198,8 @@ def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array
         gate = np.minimum(gate, 7)
         gate = gate / (1 + np.exp(-1.702 * gate))
         return _linear(part, f"ffn_down{suffix}", gate * (np.clip(up, -7, 7) + 1))
+    if name == "arcee":
+        return _linear(part, f"ffn_down{suffix}", np.maximum(gate, 0) ** 2)
     gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     if name == "gptneox":
         gelu = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / 2**0.5))
@@ -257,6 +263,8 @@ def _attention(
         "gemma2": 2,
         "gpt-oss": 2,
         "olmo2": 4,
+        "exaone4": 4,
+        "cohere2": 4,
     }
     is_local = window is not None and (k + 1) % every.get(name, k + 2) != 0
     base = 10000.0 if is_local else metadata[f"{name}.rope.freq_base"]
@@ -266,8 +274,11 @@ def _attention(
         angles = angles / divisors
     if not is_local and metadata.get(f"{name}.rope.scaling.type") == "linear":
         angles = angles / metadata[f"{name}.rope.scaling.factor"]
-    if name != "gpt2" and (name != "smollm3" or (k + 1) % 4 != 0):
+    is_unturned = name == "gpt2" or (name == "smollm3" and (k + 1) % 4 == 0)
+    if not (is_unturned or (name in ("exaone4", "cohere2") and window is not None and not is_local)):
         q, keys = (_turn(y, angles, interleaved=name in INTERLEAVED) for y in (q, keys))
+    if name in NORMED_WHEN_TURNED:
+        q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
     seen = positions[None] <= positions[:, None]
     if is_local:
         seen &= positions[None] > positions[:, None] - window

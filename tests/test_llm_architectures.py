@@ -172,6 +172,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere": ("CohereConfig", {"pad_token_id": 0}),
+    "cohere2": ("Cohere2Config", {"pad_token_id": 0, "num_hidden_layers": 5, "sliding_window": 8}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24}),
+    "ernie4_5, biases": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24, "pad_token_id": 0}),
+    "seed_oss, other biases": (
+        "SeedOssConfig",
+        {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4, no biases": ("Glm4Config", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "hunyuan, a stretched base": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4, windows": ("Exaone4Config", {"num_hidden_layers": 5, "sliding_window": 8}),
+    "arcee": ("ArceeConfig", {"attention_bias": True}),
+    "arcee, mlp biases": ("ArceeConfig", {"mlp_bias": True, "tie_word_embeddings": True}),
+    "granite 4": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "granite 4, nothing turned": (
+        "GraniteMoeHybridConfig",
+        {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 40},
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import relaxlite as rl
 from relaxlite import config, model_cache
 from relaxlite.errors import ImportModelError, RelaxliteError
+from relaxlite.frontend.llm import gguf_grids
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.config import Rope, RopeScaling
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
@@ -104,6 +106,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"biases": ALL, "experts": 5},
     ),
     "command-r": ("command-r", {"logit_scale": 0.0625}, {"tied": True, "parallel": True}),
+    "cohere2": (
+        "cohere2",
+        {"block_count": 5, "logit_scale": 0.25, "attention.sliding_window": 5},
+        {"tied": True, "parallel": True},
+    ),
+    "ernie4_5": ("ernie4_5", {}, {"tied": True}),
+    "ernie4_5, biases": ("ernie4_5", {}, {"biases": ALL}),
+    "seed_oss": ("seed_oss", {}, {"biases": QKV}),
+    "chatglm": ("chatglm", {"rope.dimension_count": 32}, {"biases": ("attn_qkv",)}),
+    "glm4": ("glm4", {"rope.dimension_count": 32}, {"biases": QKV}),
+    "hunyuan-dense": ("hunyuan-dense", {}, {"tied": True}),
+    "exaone4": ("exaone4", {}, {}),
+    "exaone4, windows": ("exaone4", {"block_count": 5, "attention.sliding_window": 5}, {}),
+    "arcee": ("arcee", {}, {}),
     "granitemoe": (
         "granitemoe",
         {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64, "residual_scale": 0.22},
@@ -453,6 +469,14 @@ def test_unread_tensor_types_are_named(tmp_path: Path) -> None:
         ImportModelError, match=r"'output\.weight' is of type Q8_1, which is not read; known are F32, F16"
     ):
         read_checkpoint(changed(tmp_path, weights))
+
+
+def test_grids_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_grids._grid.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    block = BLOCK_FORMATS["IQ3_S"]
+    with pytest.raises(ImportModelError, match=r"type IQ3_S are rows of a grid, .*`pip install 'relaxlite\[gguf\]'`"):
+        block.unpack(np.zeros((1, block.nbytes), np.uint8))
 
 
 def header(version: int, tensors: int = 0, values: int = 0, order: str = "<") -> bytes:

@@ -128,6 +128,49 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             experts=Experts(128, 8, 768, True),
         ),
     ),
+    "ERNIE-4.5-0.3B-PT": (
+        {"head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+         "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16,
+         "num_hidden_layers": 18, "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": None,
+         "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424},
+        DecoderConfig("ernie4_5", 103424, 1024, 18, 16, 2, 128, 3072, 131072, 1e-5, Rope(5e5, 128), True),
+    ),
+    "GLM-4-9B-0414": (
+        {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4",
+         "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+         "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 151552},
+        DecoderConfig(
+            "glm4", 151552, 4096, 40, 32, 2, 128, 13696, 32768, 1e-5, Rope(1e4, 64), False, has_post_norms=True
+        ),
+    ),
+    "Hunyuan-0.5B-Instruct": (
+        {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+         "intermediate_size": 3584, "max_position_embeddings": 262144, "mlp_bias": False,
+         "model_type": "hunyuan_v1_dense", "num_attention_heads": 16, "num_hidden_layers": 24,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+         "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                          "mscale_all_dim": 1.0, "type": "dynamic"},
+         "tie_word_embeddings": True, "use_cla": False, "use_qk_norm": True, "vocab_size": 120818},
+        DecoderConfig(
+            "hunyuan_v1_dense", 120818, 1024, 24, 16, 8, 128, 3584, 262144, 1e-5,
+            Rope(1e4 * 1000 ** (128 / 126), 128), True, has_qk_norm=True, is_qk_norm_last=True,
+        ),
+    ),
+    "EXAONE-4.0-1.2B": (
+        {"head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 4096,
+         "layer_types": ["full_attention"] * 30, "max_position_embeddings": 65536, "model_type": "exaone4",
+         "num_attention_heads": 32, "num_hidden_layers": 30, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+         "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+         "rope_theta": 1000000, "sliding_window": None, "sliding_window_pattern": None, "tie_word_embeddings": True,
+         "vocab_size": 102400},
+        DecoderConfig(
+            "exaone4", 102400, 2048, 30, 32, 8, 64, 4096, 65536, 1e-5,
+            Rope(1e6, 64, RopeScaling("llama3", 16.0, 8192, 1.0, 4.0)), True, has_qk_norm=True, has_pre_norms=False,
+            has_post_norms=True,
+        ),
+    ),
     "gpt2": (
         {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "model_type": "gpt2", "n_ctx": 1024,
          "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
@@ -339,6 +382,18 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
         ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported, only 1.702 is"),
         ("pythia-160m", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_local_experts": 0},
+            r"layer_types = \['mamba', 'attention'\]: of granitemoehybrid .* layers are all 'attention'",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"model_type": "granitemoehybrid", "layer_types": ["attention"], "num_local_experts": 4},
+            "num_local_experts = 4 is not supported, only 0 is",
+        ),
+        ("EXAONE-4.0-1.2B", {"layer_types": ["linear_attention"] * 30, "sliding_window": 9}, "layer_types must name"),
+        ("Hunyuan-0.5B-Instruct", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic' are not"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 experts for each token, and there are only 128"),
         ("Qwen3-30B-A3B", {"num_experts": None}, "hyperparameter 'num_experts' is missing"),
         ("Qwen3-30B-A3B", {"num_experts": 1 << 30}, "48 layers of 1073741824 experts are more than anybody has"),

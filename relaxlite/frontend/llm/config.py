@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.records import dataclass
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 Norm = Literal["rms", "layer", "layer_biased"]
 GELU_SIGMOID = 1.702  # of gelu_sigmoid: x * sigmoid(1.702 * x), Hendrycks and Gimpel, arXiv 1606.08415
 
@@ -146,6 +146,7 @@ class DecoderConfig:
     has_positions: bool = False  # a vector learned for each position is added to the embedding
     has_qk_norm: bool = False  # RMS norm of each head's query and key
     is_qk_norm_joint: bool = False  # it goes over all heads together
+    is_qk_norm_last: bool = False  # it comes behind the rotary embedding
     has_pre_norms: bool = True  # norms of what attention and MLP read
     has_post_norms: bool = False  # norms of what they give, before it is added
     has_sinks: bool = False  # a score of each head that the softmax of attention counts, with a value of 0

@@ -61,13 +61,13 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     found: dict[str, Any] = {"is_tied": GGUF_WHOLE["head"] not in tensors}
     if embedding is not None and embedding.shape:
         found["vocab_size"] = embedding.shape[0]
-    for key, weight in (
-        ("qkv_bias", "q_bias"),
-        ("o_bias", "o_bias"),
-        ("mlp_bias", "down_bias"),
-        ("mlp_norm", "mlp_norm"),
+    for key, *names in (
+        ("qkv_bias", GGUF_LAYER["q_bias"], "attn_qkv.bias"),
+        ("o_bias", GGUF_LAYER["o_bias"]),
+        ("mlp_bias", GGUF_LAYER["down_bias"]),
+        ("mlp_norm", GGUF_LAYER["mlp_norm"]),
     ):
-        found[key] = f"blk.0.{GGUF_LAYER[weight]}" in tensors
+        found[key] = any(f"blk.0.{name}" in tensors for name in names)
     routers = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["router"])]
     found["expert_layers"] = [int(place) for _, place, *_ in routers if place.isdecimal()]
     if _DIVISORS["short"] in tensors:

@@ -1,9 +1,10 @@
-"""GGUF's formats of fewer than three bits a weight: runs of 4 or 8 weights are a row of a grid, or digits.
+"""GGUF's formats of one to three bits a weight: runs of 4 or 8 weights are a row of a grid, or digits.
 
 A row of the grid has magnitudes, and bits beside it the signs; or digits, and a bit says which way all of them are
 moved by an eighth. Either is one of at most 16 numbers for each weight, which codes of 4 bits and a table say exactly:
 code = index of the number without its bit, plus 8 where the bit is set. So they are kept as IQ4_NL is (gguf_blocks.py),
-in 4.4 to 4.8 bits. The grids are the `gguf` package's; llama.cpp has them in ggml-common.h.
+in 4.4 to 4.8 bits. The grids are those of the `gguf` package, which need not be installed for other formats; llama.cpp
+has them in ggml-common.h.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.quantized import GroupScales
 from relaxlite.ir.ops.block_codes import Coding
 
@@ -39,9 +41,14 @@ TERNARY = Coding(4, 1)
 
 @cache
 def _grid(name: str) -> Array:
-    """Rows of places in the list of a format's magnitudes, or digits."""
-    from gguf import quants  # which only these formats need: 0.2 s
-
+    """Rows of places in the list of a format's magnitudes, or digits. ImportModelError: the package is missing."""
+    try:
+        from gguf import quants  # which only these formats need: 0.2 s
+    except ImportError as error:
+        raise ImportModelError(
+            f"weights of type {name} are rows of a grid, which the Python package gguf has ({error}); "
+            "`pip install 'relaxlite[gguf]'` adds it"
+        ) from error
     kind = getattr(quants, name)
     kind.init_grid()
     return np.searchsorted(np.asarray(kind.grid_map), kind.grid.reshape(kind.grid_shape)).astype(np.uint8)

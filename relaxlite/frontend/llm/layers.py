@@ -161,11 +161,13 @@ class Decoder:
         if c.is_qk_norm_joint:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         q, keys, values = self.heads(q, c.heads), self.heads(keys, c.kv_heads), self.heads(values, c.kv_heads)
-        if c.has_qk_norm and not c.is_qk_norm_joint:
+        rope, is_by_head = c.rope_of(k), c.has_qk_norm and not c.is_qk_norm_joint
+        if is_by_head and not c.is_qk_norm_last:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
-        rope = c.rope_of(k)
         if rope is not None:
             q, keys = self.rotate(q, positions, rope), self.rotate(keys, positions, rope)
+        if is_by_head and c.is_qk_norm_last:
+            q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         mixed = mix(k, q, keys, values)
         return self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
 
@@ -194,6 +196,9 @@ class Decoder:
     def activated(self, x: Expr) -> Var:
         if self.config.activation == "silu":
             return self.op("multiply", x, self.op("sigmoid", x))
+        if self.config.activation == "relu2":
+            positive = self.op("relu", x)
+            return self.op("multiply", positive, positive)
         if self.config.activation == "gelu_sigmoid":
             return self.op("multiply", x, self.op("sigmoid", self.op("multiply", x, np.float32(GELU_SIGMOID))))
         return self.op("gelu", x, approximate="none" if self.config.activation == "gelu" else "tanh")

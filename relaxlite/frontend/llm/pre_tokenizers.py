@@ -64,7 +64,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("tekken", _by_case("", r"\p{N}"), keeps_words=True),
     **_named("gpt-4o llama4 kanana2", _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")),
     **_named("seed-coder", _SEED_CODER),
-    **_named("deepseek-v3", *_DEEPSEEK3),
+    **_named("deepseek-v3 hunyuan-dense", *_DEEPSEEK3),
     **_named("deepseek-coder", *_DEEPSEEK_CODER),
     **_named("falcon", *_FALCON),
     **_named("bloom poro-chat gpt3-finnish", _BLOOM),

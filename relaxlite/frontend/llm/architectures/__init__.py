@@ -6,21 +6,28 @@ A new architecture is a file with an `Architecture`, and its line in ARCHITECTUR
 from __future__ import annotations
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.arcee import ARCEE
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.ernie import ERNIE
+from relaxlite.frontend.llm.architectures.exaone4 import EXAONE4
 from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
 from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
+from relaxlite.frontend.llm.architectures.glm import GLM, GLM4
 from relaxlite.frontend.llm.architectures.gpt_oss import GPT_OSS
-from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_MOE
-from relaxlite.frontend.llm.architectures.layer_normed import COHERE, GPT2, GPT_NEOX, PHI, STABLELM, STARCODER2
+from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from relaxlite.frontend.llm.architectures.hunyuan import HUNYUAN
+from relaxlite.frontend.llm.architectures.layer_normed import COHERE, COHERE2, GPT2, GPT_NEOX, PHI, STABLELM, STARCODER2
 from relaxlite.frontend.llm.architectures.llama import LLAMA, MISTRAL, SMOLLM3
 from relaxlite.frontend.llm.architectures.mixtral import MIXTRAL
 from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3, OLMOE
 from relaxlite.frontend.llm.architectures.phi3 import PHI3
 from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from relaxlite.frontend.llm.architectures.seed_oss import SEED_OSS
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, MIXTRAL,
     QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE, GPT_OSS,
+    COHERE2, ERNIE, SEED_OSS, GLM, GLM4, HUNYUAN, EXAONE4, ARCEE, GRANITE_HYBRID,
 )  # fmt: skip
 
 

@@ -103,6 +103,10 @@ class Hyperparameters:
             return found
         raise self._error(name, found, "true or false")
 
+    def biases(self) -> dict[str, bool]:
+        """Which products have them."""
+        return {f"has_{part}_bias": self.flag(f"{part}_bias") for part in ("qkv", "o", "mlp")}
+
     def key(self, name: str) -> str:
         """As the checkpoint calls it."""
         usual = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
@@ -167,7 +171,11 @@ class Hyperparameters:
                 f"{self.source}: {names[0]} is {_short(base)} and {names[1]} {_short(share)}; both must be positive "
                 "numbers"
             )
-        return self._checked(Rope(float(base), self._turned(int(width * share), width), self._scaling(said)))
+        turned = self._turned(int(width * share), width)
+        if said.get("type", said.get("rope_type")) == "dynamic" and _is_positive(said.get("alpha")) and turned > 2:
+            base *= said["alpha"] ** (turned / (turned - 2))  # Hunyuan: for any length alike, in spite of its name
+            said = {}
+        return self._checked(Rope(float(base), turned, self._scaling(said)))
 
     def _checked(self, rope: Rope) -> Rope:
         if rope.scaling is not None and rope.scaling.kind == "yarn" and rope.base <= 1:
@@ -417,6 +425,10 @@ HUGGING_FACE_LAYER = {
     "experts.{}.down": "mlp.experts.{}.down_proj.weight", "shared.gate": "mlp.shared_expert.gate_proj.weight",
     "shared.up": "mlp.shared_expert.up_proj.weight", "shared.down": "mlp.shared_expert.down_proj.weight",
     "shared_router": "mlp.shared_expert_gate.weight", "sinks": "self_attn.sinks",
+}  # fmt: skip
+POST_NORMED_LAYER = {  # norms of what attention and MLP give instead of what they read
+    **{ours: theirs for ours, theirs in HUGGING_FACE_LAYER.items() if ours != "mlp_norm"},
+    "attn_post_norm": "post_attention_layernorm.weight", "mlp_post_norm": "post_feedforward_layernorm.weight",
 }  # fmt: skip
 GGUF_LAYER = {
     "attn_norm": "attn_norm.weight", "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight",

@@ -3,6 +3,8 @@ GPT-2 (Radford et al., 2019), GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373)
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from relaxlite.errors import ImportModelError
@@ -19,6 +21,7 @@ from relaxlite.frontend.llm.config import Activation, DecoderConfig, Rope
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"
 }  # fmt: skip
+_LOCAL_PATTERN = 4  # of Command R7B: every fourth layer is global
 _GGUF = {**GGUF_LAYER, "qkv": "attn_qkv.weight", "qkv_bias": "attn_qkv.bias"}
 _FUSED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias")}
 
@@ -93,10 +96,26 @@ def _gpt_neox(h: Hyperparameters) -> DecoderConfig:
 
 
 def _cohere(h: Hyperparameters) -> DecoderConfig:
+    return _command(h, "cohere")
+
+
+def _cohere2(h: Hyperparameters) -> DecoderConfig:
+    """With local layers, of which only these turn queries and keys."""
+    is_local = h.local_layers(_LOCAL_PATTERN)
+    return _command(
+        h,
+        "cohere2",
+        window=h.integer("window", 4096),
+        is_local=is_local,
+        unturned=tuple(not local for local in is_local),
+    )
+
+
+def _command(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
     h.refuse(hidden_act="silu", use_qk_norm=False)
     scale = h.number("logit_divisor", 0.0625)  # of the logits, in spite of its name
     return h.decoder(
-        "cohere",
+        architecture,
         norm="layer",
         norm_epsilon=h.number("layer_norm_epsilon", 1e-5),
         is_parallel=True,
@@ -104,6 +123,7 @@ def _cohere(h: Hyperparameters) -> DecoderConfig:
         has_qkv_bias=h.flag("qkv_bias"),
         has_o_bias=h.flag("o_bias"),
         logit_divisor=1 / scale,
+        **more,
     )
 
 
@@ -208,3 +228,4 @@ COHERE = Architecture(
     keys={"logit_scale": "logits_scaling"},
     defaults={"max_position_embeddings": 8192, "tie_word_embeddings": True},
 )
+COHERE2 = replace(COHERE, names=("cohere2",), describe=_cohere2)

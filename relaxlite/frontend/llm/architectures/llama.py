@@ -13,9 +13,8 @@ _UNTURNED_EVERY = 4  # of SmolLM3: which layer leaves queries and keys as they a
 
 def _llama(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
-    biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias"), "has_mlp_bias": h.flag("mlp_bias")}
     experts = h.experts(is_normed=True) if h.is_gguf and h.get("experts") else None  # Mixtral
-    return h.decoder("llama", experts=experts, **biases)
+    return h.decoder("llama", experts=experts, **h.biases())
 
 
 def _mistral(h: Hyperparameters) -> DecoderConfig:
@@ -32,8 +31,7 @@ def _smollm3(h: Hyperparameters) -> DecoderConfig:
         turned = [(k + 1) % every != 0 for k in range(layers)]
     if not isinstance(turned, list) or len(turned) != layers:
         raise ImportModelError(f"{h.source}: no_rope_layers must say 0 or 1 for each of {layers} layers")
-    biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias"), "has_mlp_bias": h.flag("mlp_bias")}
-    return h.decoder("smollm3", unturned=tuple(not says for says in turned), **biases)
+    return h.decoder("smollm3", unturned=tuple(not says for says in turned), **h.biases())
 
 
 LLAMA = Architecture(

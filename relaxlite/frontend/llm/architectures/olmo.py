@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.base import POST_NORMED_LAYER, Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
 
 _PATTERN = 4  # every fourth layer is global
@@ -55,15 +55,9 @@ def _olmo(h: Hyperparameters, name: str, *, has_window: bool) -> DecoderConfig:
     )
 
 
-_NAMES = {
-    **HUGGING_FACE_LAYER,
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-del _NAMES["mlp_norm"]
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
-OLMO2 = Architecture(("olmo2",), _olmo2, hugging_face=_NAMES, defaults=_DEFAULTS)
-OLMO3 = Architecture(("olmo3",), _olmo3, hugging_face=_NAMES, defaults={**_DEFAULTS, "rope_theta": 500000.0})
+OLMO2 = Architecture(("olmo2",), _olmo2, hugging_face=POST_NORMED_LAYER, defaults=_DEFAULTS)
+OLMO3 = Architecture(("olmo3",), _olmo3, hugging_face=POST_NORMED_LAYER, defaults={**_DEFAULTS, "rope_theta": 500000.0})
 OLMOE = Architecture(
     ("olmoe",),
     _olmoe,
