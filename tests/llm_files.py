@@ -21,7 +21,7 @@ GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2
 WITHOUT_PRE_NORMS = ("olmo2", "exaone4")
 COMMANDS = ("command-r", "cohere2")
 INTERLEAVED = (
-    "llama", "smollm3", "granite", "granitemoe", *COMMANDS, "ernie4_5", "chatglm", "glm4", "arcee",
+    "llama", "smollm3", "granite", "granitemoe", *COMMANDS, "ernie4_5", "chatglm", "glm4", "arcee", "mistral3",
 )  # fmt: skip
 LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", *COMMANDS)
 UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox", "arcee")
@@ -277,6 +277,9 @@ def _attention(
     is_unturned = name == "gpt2" or (name == "smollm3" and (k + 1) % 4 == 0)
     if not (is_unturned or (name in ("exaone4", "cohere2") and window is not None and not is_local)):
         q, keys = (_turn(y, angles, interleaved=name in INTERLEAVED) for y in (q, keys))
+    if share := metadata.get(f"{name}.attention.temperature_scale"):
+        steps = metadata[f"{name}.rope.scaling.original_context_length"]
+        q = q * (1 + share * np.log(1 + positions // steps))[:, None, None]
     if name in NORMED_WHEN_TURNED:
         q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
     seen = positions[None] <= positions[:, None]

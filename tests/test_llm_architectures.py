@@ -196,6 +196,46 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4, windows": ("Exaone4Config", {"num_hidden_layers": 5, "sliding_window": 8}),
     "arcee": ("ArceeConfig", {"attention_bias": True}),
     "arcee, mlp biases": ("ArceeConfig", {"mlp_bias": True, "tie_word_embeddings": True}),
+    "ministral": (
+        "MinistralConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "ministral3, another attention factor": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "granite 4": (
         "GraniteMoeHybridConfig",
         {

@@ -111,6 +111,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"block_count": 5, "logit_scale": 0.25, "attention.sliding_window": 5},
         {"tied": True, "parallel": True},
     ),
+    "mistral3": (
+        "mistral3", {"attention.temperature_scale": 0.5, "rope.scaling.original_context_length": 6}, {}
+    ),
     "ernie4_5": ("ernie4_5", {}, {"tied": True}),
     "ernie4_5, biases": ("ernie4_5", {}, {"biases": ALL}),
     "seed_oss": ("seed_oss", {}, {"biases": QKV}),

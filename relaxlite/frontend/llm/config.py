@@ -86,9 +86,13 @@ def _yarn(rope: Rope, scaling: RopeScaling, plain: np.ndarray[Any, Any]) -> tupl
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.width - 1)
     ramp = np.clip((np.arange(rope.width // 2) - first) / max(last - first, 0.001), 0, 1)  # 0: kept, 1: divided
-    found = scaling.attention_factor
-    factor = (0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0) if found is None else found
+    factor = yarn_attention(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
     return plain * (1 - ramp) + plain / scaling.factor * ramp, factor
+
+
+def yarn_attention(factor: float, share: float = 1.0) -> float:
+    """What cos and sin are multiplied by where positions are stretched by a factor (section 3.4 of YaRN's paper)."""
+    return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
@@ -151,6 +155,7 @@ class DecoderConfig:
     has_post_norms: bool = False  # norms of what they give, before it is added
     has_sinks: bool = False  # a score of each head that the softmax of attention counts, with a value of 0
     query_scale: float | None = None  # None: head_width**-0.5
+    query_growth: tuple[float, int] | None = None  # (a, n): at position p times 1 + a * ln(1 + p // n)
     embedding_scale: float | None = None
     residual_scale: float | None = None  # of what attention and MLP give, before it is added
     score_cap: float | None = None  # c * tanh(scores / c) of attention

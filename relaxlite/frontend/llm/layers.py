@@ -97,6 +97,7 @@ class Decoder:
         """`groups_rows`: products of experts in blocks are those of groups of rows."""
         self.bb, self.config, self._weights, self.groups_rows = bb, config, weights, groups_rows
         self._tables: dict[Rope, tuple[Var, Var]] = {}
+        self._growth: Var | None = None
         self._blocks: dict[str, Blocks | None] = {}
         self._stacks: dict[str, Blocks] = {}
         self._matrices: dict[str, Constant] = {}
@@ -108,7 +109,7 @@ class Decoder:
         """For another function of the module, over the same constants. `is_coarse`: its products with weights in blocks
         may be rounded more, but for those that make keys and values, from which half of the error would come."""
         found = copy.copy(self)
-        found._tables, found._is_coarse = {}, is_coarse
+        found._tables, found._growth, found._is_coarse = {}, None, is_coarse
         return found
 
     def op(self, name: str, *args: Any, **attrs: Any) -> Var:
@@ -166,6 +167,8 @@ class Decoder:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         if rope is not None:
             q, keys = self.rotate(q, positions, rope), self.rotate(keys, positions, rope)
+        if c.query_growth is not None:
+            q = self.op("multiply", q, self.growth(positions, *c.query_growth))
         if is_by_head and c.is_qk_norm_last:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         mixed = mix(k, q, keys, values)
@@ -309,6 +312,15 @@ class Decoder:
             x = self.op("slice", x, (*zeros, 0), (*dims[:-1], rope.width))
         y = self.op("add", self.op("multiply", x, cos), self.op("multiply", turned, sin))
         return self.op("concat", y, tail, axis=-1) if rest else y
+
+    def growth(self, positions: Expr, share: float, steps: int) -> Var:
+        """The factors of queries at every position [..., 1, 1], once for all layers."""
+        if self._growth is None:
+            rank = len(_dims(positions))
+            places = self.op("cast", self.op("floor_divide", positions, np.int64(steps)), dtype="float32")
+            logs = self.op("multiply", self.op("log", self.op("add", places, np.float32(1))), np.float32(share))
+            self._growth = self.op("expand_dims", self.op("add", logs, np.float32(1)), axes=(rank, rank + 1))
+        return self._growth
 
     def tables(self, positions: Expr, rope: Rope) -> tuple[Var, Var]:
         """cos and sin [..., 1, rope.width] of every position, once for all layers."""

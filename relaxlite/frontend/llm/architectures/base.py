@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling, yarn_attention
 from relaxlite.records import dataclass
 
 # ours -> as config.json of Hugging Face calls it, and as GGUF does behind the architecture's name
@@ -182,6 +182,21 @@ class Hyperparameters:
             raise ImportModelError(f"{self.source}: yarn needs a rotary base of more than {rope.base}")
         return rope
 
+    def query_growth(self) -> tuple[float, int] | None:
+        """How much queries grow with the logarithm of their position in contexts of how many tokens; None: not at all
+        (as in Llama 4, but from the first context on)."""
+        said = self.raw if self.is_gguf else self._rope_parameters()
+        key = f"{self.prefix}attention.temperature_scale" if self.is_gguf else "llama_4_scaling_beta"
+        place = "original_max_position_embeddings"
+        if self.is_gguf:
+            place = f"{self.prefix}rope.scaling.original_context_length"
+        share, steps = said.get(key) or 0, said.get(place) or self.integer("context")
+        if share == 0:
+            return None
+        if not (_is_positive(share) and _is_positive(steps)):
+            raise ImportModelError(f"{self.source}: {key} and {place} must be positive numbers")
+        return float(share), int(steps)
+
     def has_rope_of(self, section: str) -> bool:
         """Whether config.json says it for that kind of layers alone."""
         said = self.raw.get("rope_parameters")
@@ -244,13 +259,14 @@ class Hyperparameters:
                 )
             return RopeScaling("llama3", number("factor"), int(original), low, high)
         if kind == "yarn":
-            for key in ("mscale", "mscale_all_dim"):
-                if said.get(key):
-                    raise ImportModelError(f"{self.source}: {key} of yarn is not supported, attention_factor is")
+            factor, attention = number("factor"), None
+            if said.get("attention_factor") is not None:
+                attention = number("attention_factor")
+            elif said.get("mscale") and said.get("mscale_all_dim"):
+                attention = yarn_attention(factor, number("mscale")) / yarn_attention(factor, number("mscale_all_dim"))
             return RopeScaling(
-                "yarn", number("factor"), int(original), beta_fast=number("beta_fast", 32.0),
-                beta_slow=number("beta_slow", 1.0), truncates=bool(said.get("truncate", True)),
-                attention_factor=None if said.get("attention_factor") is None else number("attention_factor"),
+                "yarn", factor, int(original), beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0),
+                truncates=bool(said.get("truncate", True)), attention_factor=attention,
             )  # fmt: skip
         raise ImportModelError(
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, llama3, yarn, "
@@ -270,8 +286,8 @@ class Hyperparameters:
         factor = self.raw.get(place + "factor", old) or 1.0
         original = self.raw.get(place + "original_context_length") or self.integer("context")
         fast, slow = self.raw.get(place + "yarn_beta_fast", 32.0), self.raw.get(place + "yarn_beta_slow", 1.0)
-        more = self.raw.get(place + "attn_factor", 1.0)
-        if not all(_is_positive(value) for value in (factor, original, fast, slow, more)):
+        more, rest = self.raw.get(place + "attn_factor", 1.0), self.raw.get(place + "yarn_log_multiplier")
+        if not all(_is_positive(value) for value in (factor, original, fast, slow, more, rest or 1.0)):
             raise ImportModelError(f"{self.source}: {place}* must be positive numbers")
         if kind == "longrope":  # the divisors are tensors
             return RopeScaling("longrope", float(factor), int(original), attention_factor=float(more))
@@ -282,7 +298,7 @@ class Hyperparameters:
         if kind == "linear":
             return RopeScaling("linear", float(factor))
         if kind == "yarn":
-            attention = None if more == 1.0 else more * (0.1 * math.log(factor) + 1)
+            attention = more * yarn_attention(factor) / (yarn_attention(factor, rest) if rest else 1.0)
             return RopeScaling("yarn", float(factor), int(original), 1.0, 4.0, float(fast), float(slow), attention)
         raise ImportModelError(
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn, longrope"

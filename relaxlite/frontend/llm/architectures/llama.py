@@ -1,6 +1,6 @@
 """Llama 2 and 3, TinyLlama, SmolLM (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783); Mistral
-(Jiang et al., arXiv 2310.06825), which adds a sliding window; SmolLM3, where every fourth layer does not turn queries
-and keys."""
+(Jiang et al., arXiv 2310.06825), which adds a sliding window, and Ministral; SmolLM3, where every fourth layer does not
+turn queries and keys."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def _llama(h: Hyperparameters) -> DecoderConfig:
 def _mistral(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
     return h.decoder("mistral", window=h.window())
+
+
+def _ministral(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu")
+    window, types = h.window(), h.layer_types()
+    return h.decoder("ministral", window=window, is_local=types or () if window is not None else ())
+
+
+def _ministral3(h: Hyperparameters) -> DecoderConfig:
+    """Where positions go beyond the context that a model was trained on, queries grow with the logarithm of that."""
+    h.refuse(hidden_act="silu")
+    width = h.head_width(128)
+    return h.decoder(
+        "ministral3", head_width=width, rope=h.rope(width), window=h.window(), query_growth=h.query_growth()
+    )
 
 
 def _smollm3(h: Hyperparameters) -> DecoderConfig:
@@ -44,6 +59,19 @@ MISTRAL = Architecture(
         "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096
     },
 )  # fmt: skip
+MINISTRAL = Architecture(
+    ("ministral",),
+    _ministral,
+    defaults={
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096
+    },
+)  # fmt: skip
+MINISTRAL3 = Architecture(
+    ("ministral3", "mistral3"),
+    _ministral3,
+    is_interleaved=True,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "num_key_value_heads": 8},
+)
 SMOLLM3 = Architecture(
     ("smollm3",),
     _smollm3,
