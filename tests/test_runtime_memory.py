@@ -24,14 +24,12 @@ from relaxlite.runtime.memory import (
     ALIGNMENT,
     MEMORY_LIMIT,
     ArenaPool,
-    _owner,
-    aligned,
     allocate,
-    gathered,
     group_limits,
     size_text,
     tensor_bytes,
 )
+from relaxlite.runtime.weights import _owner, aligned, gathered
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1 << 20, (4 << 20) + 1])
@@ -108,7 +106,7 @@ def test_weights_stay_in_a_file_that_lies_in_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_huge: bool
 ) -> None:
     monkeypatch.setattr(MappedFile, "is_in_huge_pages", lambda _: is_huge)
-    monkeypatch.setattr("relaxlite.runtime.memory.MEMORY_LIMIT", 1 << 30)
+    monkeypatch.setattr("relaxlite.runtime.weights.MEMORY_LIMIT", 1 << 30)
     path = tmp_path / "weights"
     path.write_bytes(bytes(range(256)) * (20 << 12))
     with open(path, "rb") as file:

@@ -25,7 +25,8 @@ from relaxlite.records import dataclass
 from relaxlite.runtime import array_reader, native
 from relaxlite.runtime.executable import Entry, Signature
 from relaxlite.runtime.memory import MEMORY_LIMIT, Memory, allocate, rounded_size
-from relaxlite.runtime.tensor import Tensor, export_array, new_tensor
+from relaxlite.runtime.tensor import export_array, new_tensor
+from relaxlite.runtime.weights import Constants
 
 PREPARE, RUN, FINISH = "relaxlite_host_prepare", "relaxlite_host_run", "relaxlite_host_finish"
 
@@ -80,7 +81,7 @@ class _Frame:
 class HostFunction:
     """The loaded host function of an executable. Several threads may call it at once: each call has a frame."""
 
-    def __init__(self, entry: Entry, kernels: Sequence[int], constants: Sequence[Tensor], *, poison: bool) -> None:
+    def __init__(self, entry: Entry, kernels: Sequence[int], constants: Constants, *, poison: bool) -> None:
         """`kernels`: addresses, in the order of the executable's."""
         code, signature = entry.host, entry.signature
         layout = FrameLayout.of(signature)
@@ -96,8 +97,8 @@ class HostFunction:
         ]
         self._dtypes = [spec.dtype for spec in signature.outputs]
         self._poison, self._constants = poison, constants
-        tables = ([constant.ptr for constant in constants], kernels, _reading_plan(signature))
-        self._tables = [(ctypes.c_int64 * max(len(table), 1))(*table) for table in tables]
+        tables = [(ctypes.c_int64 * max(len(t), 1))(*t) for t in (kernels, _reading_plan(signature))]
+        self._tables = [constants.addresses, *tables]
         self._head = [*map(ctypes.addressof, self._tables), MEMORY_LIMIT, int(poison)]
         self._num_words = layout.heap + code.heap_slots
         self._frames: list[_Frame] = []

@@ -1,10 +1,10 @@
 """Files in memory that are read through huge pages where the system has them in such.
 
-Weights that stream from memory want huge pages (memory.gathered). Linux keeps files of ext4 (from 6.16 on), XFS and
+Weights that stream from memory want huge pages (weights.py). Linux keeps files of ext4 (from 6.16 on), XFS and
 others in those, too: what was written in one piece as large and aligned as a huge page, and what is read from the disk
 through a mapping that has asked for them. Such a file need not be copied: it is there once for all processes, and a
-model of 640 MB loads in 0.07 s instead of 0.2 s, or 0.9 s where a virtual machine has to get fresh memory from its host
-for the copy. What came in small pieces, from the network or `cp`, lies in small pages until the system has dropped it.
+copy would take 0.1 ms per MB, or 1 to 3 where a virtual machine has to get fresh memory from its host. What came in
+small pieces, from the network or by `cp`, lies in small pages until the system has dropped it.
 """
 
 from __future__ import annotations

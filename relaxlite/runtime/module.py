@@ -23,9 +23,9 @@ from relaxlite.garbage import without_collections
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
-from relaxlite.runtime.memory import aligned, gathered
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
+from relaxlite.runtime.weights import aligned, placed
 
 if TYPE_CHECKING:
     from relaxlite.runtime.profile import Profile
@@ -52,10 +52,11 @@ class Executable:
         says where it is not, or why."""
         if threads is not None:
             threadpool.set_num_threads(threads)
-        place = gathered if config.get("huge_pages") else aligned
-        data = replace(data, constants=place(data.constants))
+        weights, waiting = placed(data.constants) if config.get("huge_pages") else (aligned(data.constants), ())
+        data = replace(data, constants=weights)
         self.data = data
         self._vm = VirtualMachine(data, is_checked=is_checked)
+        self._vm.constants.move(waiting)
         self._become(ENTRY)
 
     def _become(self, name: str) -> None:
@@ -122,7 +123,9 @@ class Executable:
         from relaxlite.runtime.profile import Recorder, measure  # with what it imports, 1 MB that no other call needs
 
         recorder = Recorder(self.data.kernels)
-        vm = VirtualMachine(self.data, kernels={n: recorder.timed(n, k) for n, k in self._vm.kernels.items()})
+        kernels = {n: recorder.timed(n, k) for n, k in self._vm.kernels.items()}
+        vm = VirtualMachine(self.data, kernels=kernels, constants=self._vm.constants)
+        self._vm.constants.settle()
         threads = threadpool.num_threads()
 
         def run() -> None:

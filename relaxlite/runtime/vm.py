@@ -50,6 +50,7 @@ from relaxlite.runtime.host import HostFunction
 from relaxlite.runtime.memory import ArenaPool, Memory
 from relaxlite.runtime.memory_check import WatchedArenas, watched
 from relaxlite.runtime.tensor import Heap, Tensor, copy, import_tensor, new_tensor
+from relaxlite.runtime.weights import Constants
 
 Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
 Registers: TypeAlias = list[Value]
@@ -83,11 +84,17 @@ class Decoded:
 
 
 class VirtualMachine:
-    """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones; `is_checked`:
-    the bytecode is known to be valid, and the code to run on this machine."""
+    """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones; `constants`:
+    of another machine of the same executable; `is_checked`: the bytecode is known to be valid, and the code to run on
+    this machine."""
 
     def __init__(
-        self, data: ExecutableData, *, kernels: Mapping[str, Kernel] | None = None, is_checked: bool = False
+        self,
+        data: ExecutableData,
+        *,
+        kernels: Mapping[str, Kernel] | None = None,
+        constants: Constants | None = None,
+        is_checked: bool = False,
     ) -> None:
         if not is_checked:
             validate(data)
@@ -105,7 +112,7 @@ class VirtualMachine:
             self._library, kernels = _link(data, bound)
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
-        self.constants = [_constant(array) for array in data.constants]
+        self.constants = constants or Constants([_constant(array) for array in data.constants])
         self._decoded: dict[str, Decoded] = {}  # what was called so far: a host function takes the place of them
 
     def run(self, name: str, args: Sequence[Value]) -> Value:
@@ -299,7 +306,7 @@ class _Decoder:
         if isinstance(operand, Reg):
             return operand.index
         if isinstance(operand, Const):
-            value: Value = self.vm.constants[operand.index]
+            value: Value = self.vm.constants.tensors[operand.index]
         else:
             value = operand.value
         self.tail.append(value)
