@@ -166,13 +166,11 @@ def _copy_run(run: list[tuple[np.ndarray, np.ndarray]]) -> None:
 def _copy(array: np.ndarray, copy: np.ndarray) -> None:
     """Copy an array, and give the pages of a mapped file back that hold it, or it would be in memory twice. Whoever
     reads it again has them mapped again."""
-    file = _mapped_file(array)
-    if file is None or not array.nbytes or not array.flags.c_contiguous:
+    if not array.nbytes or not array.flags.c_contiguous:
         copy[...] = array
         return
-    begin = _place(array, file)
     for start, end in _copy_pieces(array, copy):
-        _give_back(file, begin + start, begin + end)
+        _give_back_part(array, start, end)
 
 
 def _copy_pieces(array: np.ndarray, copy: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -201,6 +199,14 @@ def _give_back(file: mmap.mmap, start: int, end: int) -> None:
         file.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
+def _give_back_part(array: np.ndarray, start: int, end: int) -> None:
+    """The same for these bytes of an array, where it is part of a mapped file."""
+    file = _mapped_file(array)
+    if file is not None:
+        begin = _place(array, file)
+        _give_back(file, begin + start, begin + end)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -217,7 +223,8 @@ class Constants:
     def move(self, numbers: Sequence[int]) -> None:
         """Begin to move these, which are parts of mapped files. Where no memory or thread can be had, they stay."""
         if numbers:
-            mover = _Mover(self, numbers)
+            largest_first = sorted(numbers, key=lambda number: -self.tensors[number].nbytes)
+            mover = _Mover(self, largest_first)  # what is read while it is copied is in memory twice, until it is there
             with suppress(RuntimeError):
                 mover.start()
                 self._mover = mover
@@ -246,18 +253,17 @@ class _Mover(threading.Thread):
         owners = [self._tensors[number].owner for number in self._numbers]
         arrays = [owner for owner in owners if isinstance(owner, np.ndarray)]  # all of them
         for number, array, room in zip(self._numbers, arrays, _rooms(arrays), strict=True):
-            file = _mapped_file(array)
             for start, end in _copy_pieces(array, room):
                 if self._is_stopped:
                     return
-                if file is not None:
-                    _give_back(file, _place(array, file) + start, _place(array, file) + end)
+                _give_back_part(array, start, end)
             room.flags.writeable = False
             tensor = self._tensors[number]
             tensor.owner = room
             tensor.ptr = self._addresses[number] = room.ctypes.data
+            _give_back_part(array, 0, array.nbytes)  # what calls have read meanwhile
         for file in _mapped_files(arrays):
-            _give_back(file, 0, len(file))  # what calls have read meanwhile
+            _give_back(file, 0, len(file))
 
     def stop(self) -> None:
         self._is_stopped = True
