@@ -64,13 +64,13 @@ def placed(arrays: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[
 
 
 def _placed(arrays: Sequence[np.ndarray], *, may_wait: bool) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
-    mapped = _mapped_files(arrays)
-    files = [file for file in mapped if _may_stay(file)]
+    large = [file for file in _mapped_files(arrays) if isinstance(file, MappedFile) and len(file) >= _STAYS_FROM]
+    files = [file for file in large if file.is_in_huge_pages()]
     moved = [k for k, array in enumerate(arrays) if not (_lies_in(array, files) or _has_memory_of_its_own(array))]
-    waiting = [k for k in moved if may_wait and _lies_in(arrays[k], [f for f in mapped if isinstance(f, MappedFile)])]
+    waiting = [k for k in moved if may_wait and _lies_in(arrays[k], large)]
     if not _SHARED_FROM <= _size_of([arrays[k] for k in waiting]) <= MEMORY_LIMIT // 4 or sys.platform != "linux":
         waiting = []
-    found, now = list(arrays), [k for k in moved if k not in set(waiting)]
+    found, now = list(arrays), sorted({*moved} - {*waiting})
     is_worth_it = sys.platform == "linux" and HUGE_FROM <= _size_of([arrays[k] for k in now]) <= MEMORY_LIMIT // 4
     place = _side_by_side if is_worth_it else aligned
     for k, array in zip(now, place([arrays[k] for k in now]), strict=True):
@@ -83,11 +83,6 @@ def _placed(arrays: Sequence[np.ndarray], *, may_wait: bool) -> tuple[tuple[np.n
 def _size_of(arrays: Sequence[np.ndarray]) -> int:
     """Bytes that they take side by side."""
     return sum(_aligned(array.nbytes) for array in arrays)
-
-
-def _may_stay(file: mmap.mmap) -> bool:
-    """Whether weights need not leave a file: what they are moved for they have there."""
-    return isinstance(file, MappedFile) and len(file) >= _STAYS_FROM and file.is_in_huge_pages()
 
 
 def _place(array: np.ndarray, file: mmap.mmap) -> int:
