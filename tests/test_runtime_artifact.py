@@ -41,7 +41,7 @@ from relaxlite.runtime.executable import (
     VMFunction,
     disassemble,
 )
-from relaxlite.runtime.mapped_file import HUGE_PAGE
+from relaxlite.runtime.memory import HUGE_PAGE
 
 _SYSTEM = {"darwin": "apple-darwin", "win32": "pc-windows-msvc"}.get(sys.platform, "unknown-linux-gnu")
 HOST = TargetInfo(f"{platform.machine()}-{_SYSTEM}", "some-cpu", ())

@@ -139,6 +139,21 @@ def test_a_saved_model_is_copied_unless_the_system_has_it_in_huge_pages(tmp_path
     np.testing.assert_array_equal(exe(x), weight[7:10])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is asked for")
+def test_huge_pages_are_not_asked_for_beyond_half_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, all of a file would be read where only some experts are wanted."""
+    path, asked = tmp_path / "weights", list[int]()
+    path.write_bytes(bytes(4 << 20))
+    monkeypatch.setattr(MappedFile, "madvise", lambda _, advice: asked.append(advice), raising=False)
+    for limit in (8 << 20, (8 << 20) - 1):
+        monkeypatch.setattr("relaxlite.runtime.mapped_file.MEMORY_LIMIT", limit)
+        with open(path, "rb") as file:
+            MappedFile.of(file)
+    assert asked == [mmap.MADV_HUGEPAGE]
+
+
 SMAPS = """\
 7fe86ec00000-7fe894bb5000 r--s 00000000 fe:00 2458606                    /a file
 Size:             622292 kB

@@ -58,7 +58,8 @@ from relaxlite.runtime.executable import (
     validate_functions,
     validate_values,
 )
-from relaxlite.runtime.mapped_file import HUGE_PAGE, MappedFile
+from relaxlite.runtime.mapped_file import MappedFile
+from relaxlite.runtime.memory import HUGE_PAGE
 from relaxlite.version import __version__
 
 MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit

@@ -18,7 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-HUGE_PAGE = 2 << 20  # bytes
+from relaxlite.runtime.memory import HUGE_PAGE, MEMORY_LIMIT
+
 _MOSTLY = 0.9  # of a file: where weights meet its ends, or what was written later, there may be small pages
 
 
@@ -27,9 +28,10 @@ class MappedFile(mmap.mmap):
 
     @classmethod
     def of(cls, file: BinaryIO) -> MappedFile:
-        """Raises OSError, and ValueError for an empty file."""
+        """Raises OSError, and ValueError for an empty file. Of files of more than half of the memory only those pages
+        are read that somebody wants, which are small."""
         made = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if hasattr(mmap, "MADV_HUGEPAGE") and len(made) <= MEMORY_LIMIT // 2:
             with contextlib.suppress(OSError):  # a kernel without them
                 made.madvise(mmap.MADV_HUGEPAGE)
         return made

@@ -20,9 +20,9 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import OutOfMemoryError
 from relaxlite.runtime import scratch
-from relaxlite.runtime.mapped_file import HUGE_PAGE
 
 ALIGNMENT = 64  # a cache line, and the widest vector register
+HUGE_PAGE = 2 << 20  # bytes
 HUGE_FROM = 4 << 20
 _WAITS_FROM = 32 << 20  # bytes; what is smaller, C libraries keep themselves when NumPy frees it
 _MAX_BYTES = (1 << 63) - 1

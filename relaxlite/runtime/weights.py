@@ -64,7 +64,8 @@ def placed(arrays: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[
 
 
 def _placed(arrays: Sequence[np.ndarray], *, may_wait: bool) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
-    large = [file for file in _mapped_files(arrays) if isinstance(file, MappedFile) and len(file) >= _STAYS_FROM]
+    mapped = [file for file in _mapped_files(arrays) if isinstance(file, MappedFile)]
+    large = [file for file in mapped if _STAYS_FROM <= len(file) <= MEMORY_LIMIT // 4]  # larger ones stay in any case
     files = [file for file in large if file.is_in_huge_pages()]
     moved = [k for k, array in enumerate(arrays) if not (_lies_in(array, files) or _has_memory_of_its_own(array))]
     waiting = [k for k in moved if may_wait and _lies_in(arrays[k], large)]
