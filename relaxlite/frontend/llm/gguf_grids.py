@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.quantized import GroupScales
+from relaxlite.frontend.llm.quantized import GroupScales, neighbours
 from relaxlite.ir.ops.block_codes import Coding
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -82,11 +82,6 @@ def _odd_of(numbers: Array, d: Array, eighths: int) -> GroupScales:
     return GroupScales((2 * numbers + 1).astype(np.uint8), factors)
 
 
-def _halves(packed: Array) -> Array:
-    """Nibbles of each byte, the low one first."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-
-
 def _seven_bits(words: Array) -> Array:
     """Of words whose lower 28 bits are the signs of four runs: 8 or 0 for each weight [count, words, 4, 8]."""
     places = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
@@ -101,13 +96,13 @@ def iq2_xxs(blocks: Array) -> _Parts:
 
 def iq2_xs(blocks: Array) -> _Parts:
     words = _word(blocks, 2, 66, "<u2")
-    return _grid("IQ2_XS")[words & 511] | _parities()[words >> 9], _odd(_halves(blocks[:, 66:]), blocks, 1), None
+    return _grid("IQ2_XS")[words & 511] | _parities()[words >> 9], _odd(neighbours(blocks[:, 66:]), blocks, 1), None
 
 
 def iq2_s(blocks: Array) -> _Parts:
     high = (blocks[:, 66:74, None] >> 2 * _FOUR & 3).reshape(-1, 32).astype(np.uint16)
     rows = blocks[:, 2:34] | high << np.uint16(8)
-    return _grid("IQ2_S")[rows] | _bits(blocks[:, 34:66]), _odd(_halves(blocks[:, 74:]), blocks, 1), None
+    return _grid("IQ2_S")[rows] | _bits(blocks[:, 34:66]), _odd(neighbours(blocks[:, 74:]), blocks, 1), None
 
 
 def iq3_xxs(blocks: Array) -> _Parts:
@@ -119,7 +114,7 @@ def iq3_xxs(blocks: Array) -> _Parts:
 def iq3_s(blocks: Array) -> _Parts:
     high = (blocks[:, 66:74, None] >> _EIGHT & 1).reshape(-1, 64).astype(np.uint16)
     magnitudes = _grid("IQ3_S")[blocks[:, 2:66] | high << np.uint16(8)].reshape(-1, 32, 8)
-    return magnitudes | _bits(blocks[:, 74:106]), _odd(_halves(blocks[:, 106:]), blocks, 8), None
+    return magnitudes | _bits(blocks[:, 74:106]), _odd(neighbours(blocks[:, 106:]), blocks, 8), None
 
 
 def iq1_s(blocks: Array) -> _Parts:
@@ -135,7 +130,7 @@ def iq1_m(blocks: Array) -> _Parts:
     words = _word(blocks, 48, 56, "<u2")
     d = ((words >> 12) << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16)
     scales = (words[..., None] >> np.uint16(3) * _FOUR & np.uint16(7)).reshape(-1, 16)
-    high = _halves(blocks[:, 32:48])
+    high = neighbours(blocks[:, 32:48])
     digits = _grid("IQ1_M")[blocks[:, :32] | (high & 7).astype(np.uint16) << np.uint16(8)]
     return digits | (high & 8)[..., None], _odd_of(scales, d.view(np.float16)[:, None], 1), None
 
