@@ -282,6 +282,10 @@ def test_what_transformers_takes_where_a_config_says_nothing() -> None:
     raw.pop("rope_theta")
     config = describe(raw, "x")[0]
     assert config.rope.base == 500000.0 and config.local_rope is not None and config.local_rope.base == 500000.0
+    raw = {k: v for k, v in PUBLISHED["TinyLlama-1.1B-Chat"][0].items() if not k.startswith("rope")}
+    config = describe({**raw, "model_type": "ministral3"}, "x")[0]
+    assert config.query_growth == (0.1, 16384) and config.rope.scaling is not None
+    assert (config.rope.scaling.factor, config.rope.scaling.attention_factor) == (16.0, 1.0)
     raw = {key: value for key, value in PUBLISHED["Qwen3-30B-A3B"][0].items() if key != "head_dim"}
     assert describe(raw, "x")[0].head_width == 2048 // 32
 
@@ -391,6 +395,16 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
             "TinyLlama-1.1B-Chat",
             {"model_type": "granitemoehybrid", "layer_types": ["attention"], "num_local_experts": 4},
             "num_local_experts = 4 is not supported, only 0 is",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": -1}},
+            "llama_4_scaling_beta and original_max_position_embeddings must be positive numbers",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
+            "scaled by 'dynamic' are not known",
         ),
         ("EXAONE-4.0-1.2B", {"layer_types": ["linear_attention"] * 30, "sliding_window": 9}, "layer_types must name"),
         ("Hunyuan-0.5B-Instruct", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic' are not"),

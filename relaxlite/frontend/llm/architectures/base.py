@@ -153,8 +153,11 @@ class Hyperparameters:
                     f"{value!r} is"
                 )
 
-    def rope(self, width: int, default_base: float = 10000.0, section: str | None = None) -> Rope:
-        """The rotary embedding; `section` picks the part of `rope_parameters` for one kind of layer."""
+    def rope(
+        self, width: int, default_base: float = 10000.0, section: str | None = None, *, has_alpha: bool = False
+    ) -> Rope:
+        """The rotary embedding; `section` picks the part of `rope_parameters` for one kind of layer. `has_alpha`: what
+        they call "dynamic" may be a base stretched by an alpha, for any length alike."""
         if self.is_gguf:
             base = self.number("rope_base", default_base)
             return self._checked(
@@ -172,9 +175,9 @@ class Hyperparameters:
                 "numbers"
             )
         turned = self._turned(int(width * share), width)
-        if said.get("type", said.get("rope_type")) == "dynamic" and _is_positive(said.get("alpha")) and turned > 2:
-            base *= said["alpha"] ** (turned / (turned - 2))  # Hunyuan: for any length alike, in spite of its name
-            said = {}
+        is_dynamic = said.get("rope_type", said.get("type")) == "dynamic"
+        if has_alpha and is_dynamic and turned > 2 and _is_positive(said.get("alpha")):
+            base, said = base * said["alpha"] ** (turned / (turned - 2)), {}
         return self._checked(Rope(float(base), turned, self._scaling(said)))
 
     def _checked(self, rope: Rope) -> Rope:
@@ -185,11 +188,11 @@ class Hyperparameters:
     def query_growth(self) -> tuple[float, int] | None:
         """How much queries grow with the logarithm of their position in contexts of how many tokens; None: not at all
         (as in Llama 4, but from the first context on)."""
-        said = self.raw if self.is_gguf else self._rope_parameters()
-        key = f"{self.prefix}attention.temperature_scale" if self.is_gguf else "llama_4_scaling_beta"
-        place = "original_max_position_embeddings"
         if self.is_gguf:
-            place = f"{self.prefix}rope.scaling.original_context_length"
+            names = ("attention.temperature_scale", "rope.scaling.original_context_length")
+            said, (key, place) = self.raw, [self.prefix + name for name in names]
+        else:
+            said, key, place = self._rope_parameters(), "llama_4_scaling_beta", "original_max_position_embeddings"
         share, steps = said.get(key) or 0, said.get(place) or self.integer("context")
         if share == 0:
             return None

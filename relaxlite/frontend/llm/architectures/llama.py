@@ -4,6 +4,8 @@ turn queries and keys."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
@@ -23,6 +25,7 @@ def _mistral(h: Hyperparameters) -> DecoderConfig:
 
 
 def _ministral(h: Hyperparameters) -> DecoderConfig:
+    """With layers that see all, where config.json names them."""
     h.refuse(hidden_act="silu")
     window, types = h.window(), h.layer_types()
     return h.decoder("ministral", window=window, is_local=types or () if window is not None else ())
@@ -59,19 +62,20 @@ MISTRAL = Architecture(
         "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096
     },
 )  # fmt: skip
-MINISTRAL = Architecture(
-    ("ministral",),
-    _ministral,
-    defaults={
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096
-    },
-)  # fmt: skip
+MINISTRAL = replace(MISTRAL, names=("ministral",), describe=_ministral)
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 MINISTRAL3 = Architecture(
     ("ministral3", "mistral3"),
     _ministral3,
     is_interleaved=True,
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "num_key_value_heads": 8},
-)
+    defaults={
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "num_key_value_heads": 8,
+        "rope_parameters": _MINISTRAL3_ROPE,
+    },
+)  # fmt: skip
 SMOLLM3 = Architecture(
     ("smollm3",),
     _smollm3,
