@@ -200,6 +200,68 @@ def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkey
     cache.cancel([(sequence, count) for sequence, _, count in step])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_one_more_token_is_described_as_any_step(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threadpool, "num_threads", lambda: threads)
+    cache = KVCache(CacheLayout(1, 3, 4, page=PAGE, block=4), max_bytes=1 << 20)
+    other, sequence = cache.new(), cache.new()
+    taken = 0
+    for length in range(100):
+        for one in (other, sequence):
+            step = cache.next_token(one, 7)
+            assert (step is None) == (length % PAGE == 0), "one that takes a page goes the usual way"
+            cache.reserve([(one, 1)])
+            if step is not None:
+                found = [x.copy() for x in (step.tokens, step.wanted, *step.inputs)]
+                for x, wanted in zip(found, ([7], [0], *cache.describe([(one, 0, 1)])), strict=True):
+                    np.testing.assert_array_equal(x, wanted, strict=isinstance(wanted, np.ndarray))
+                taken += 1
+            cache.commit([(one, 1)])
+    assert taken == 150
+    shared = cache.fork(sequence, 99)
+    assert cache.next_token(shared, 7) is None and cache.next_token(sequence, 7) is None, "99 tokens end within a page"
+    cache.remove(shared)
+    assert cache.next_token(shared, 7) is None, "there is no such sequence"
+    cache.drop(sequence, 1)
+    assert cache.next_token(sequence, 7) is not None, "its page is its own again"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "message"),
+    [
+        ([VOCAB], None, f"token {VOCAB} is not in the vocabulary"),
+        ([-1], [1], "token -1 is not in the vocabulary"),
+        ([1.5], None, "token 1.5 is not in the vocabulary"),
+        ([3], [1, 1], "a batch of 1 sequences, and the logits wanted of 2"),
+        ([3], [], "a batch of 1 sequences, and the logits wanted of 0"),
+        ([3], [2], "is given 1 tokens, and the logits of 2 are wanted"),
+    ],
+)
+def test_one_more_token_is_checked_as_any_step(given: list[Any], wanted: list[int] | None, message: str) -> None:
+    engine, _ = engines("llama")
+    sequence = engine.new()
+    engine.forward([(sequence, tokens(6))])
+    with pytest.raises(InvalidArgumentError, match=message):
+        engine.forward([(sequence, given)], wanted=wanted)
+    full = engine.new()
+    engine.forward([(full, tokens(CONTEXT))])
+    with pytest.raises(InvalidArgumentError, match=f"has {CONTEXT} tokens and is given 1 more"):
+        engine.forward([(full, [3])])
+    assert (engine.length(sequence), engine.length(full)) == (6, CONTEXT)
+
+
+def test_one_more_token_of_any_kind_of_number() -> None:
+    engine, _ = engines("llama")
+    sequence = engine.new()
+    engine.forward([(sequence, tokens(6))])
+    found = []
+    for token in (3, np.int32(3)):
+        found.append(engine.forward([(sequence, [token])], wanted=[1])[0])
+        engine.drop(sequence, 1)
+    assert found[0].shape == (1, VOCAB)
+    np.testing.assert_array_equal(*found)
+
+
 def test_signs_of_rotated_keys_are_held_once() -> None:
     checkpoint = small_checkpoint("llama", head_width=64, rope=Rope(1e4, 64))
     data = rl.compile(build_step(checkpoint, page=PAGE, step_tokens=32, cache_dtype="int8")).data

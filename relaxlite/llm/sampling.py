@@ -93,7 +93,7 @@ class Sampler:
             )
         scores = penalized(logits, tokens, how.repetition_penalty)
         if how.temperature == 0:
-            return int(np.argmax(scores))
+            return best if scores is logits else int(np.argmax(scores))
         places, probabilities = candidates(scores.astype(np.float64), how)
         sums = np.cumsum(probabilities)
         at = np.searchsorted(sums, self._random.random() * sums[-1], side="right")

@@ -153,6 +153,8 @@ class TextStream:
 
 def _common(one: str, other: str) -> int:
     """How many letters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
     shorter = min(len(one), len(other))
     return next((k for k in range(shorter) if one[k] != other[k]), shorter)
 

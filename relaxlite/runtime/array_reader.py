@@ -19,11 +19,12 @@ from relaxlite.runtime.support import SupportCode
 
 _TUPLE_ITEMS, _TYPE = 24, 8  # offsets in bytes
 _DATA, _RANK, _DIMS, _DTYPE, _FLAGS = 16, 24, 32, 56, 64  # of an array
-_C_CONTIGUOUS, _ALIGNED = 0x1, 0x100
+_C_CONTIGUOUS, _ALIGNED, WRITABLE = 0x1, 0x100, 0x400
+DENSE = _C_CONTIGUOUS | _ALIGNED
 
 _READER_IR = Template("""
 ; Store address and dimensions of each array of %tuple in %to, one after the other. 1 when one is not of exactly the
-; type, dtype and rank of the plan, or not dense. The plan: count, type of arrays, and a dtype and a rank of each.
+; type, dtype and rank of the plan, or lacks a flag. The plan: count, type of arrays, and dtype, rank, flags of each.
 define i32 @relaxlite_read_arrays(ptr %tuple, ptr %plan, ptr %to) {
 entry:
   %count = load i64, ptr %plan
@@ -45,7 +46,7 @@ read:
   %is_array = icmp eq ptr %its_type, %type
   br i1 %is_array, label %look, label %bad
 look:
-  %at = shl i64 %k, 1
+  %at = mul i64 %k, 3
   %wanted_dtype_at = getelementptr i64, ptr %entries, i64 %at
   %wanted_dtype = load ptr, ptr %wanted_dtype_at
   %rank_at = getelementptr i64, ptr %wanted_dtype_at, i64 1
@@ -59,10 +60,13 @@ look:
   %is_rank = icmp eq i64 %its_rank_wide, %rank
   %flags_at = getelementptr i8, ptr %item, i64 $flags
   %flags = load i32, ptr %flags_at
-  %dense = and i32 %flags, $dense
-  %is_dense = icmp eq i32 %dense, $dense
+  %needed_at = getelementptr i64, ptr %wanted_dtype_at, i64 2
+  %needed_wide = load i64, ptr %needed_at
+  %needed = trunc i64 %needed_wide to i32
+  %present = and i32 %flags, %needed
+  %has_flags = icmp eq i32 %present, %needed
   %fits = and i1 %is_dtype, %is_rank
-  %is_good = and i1 %fits, %is_dense
+  %is_good = and i1 %fits, %has_flags
   br i1 %is_good, label %take, label %bad
 take:
   %data_at = getelementptr i8, ptr %item, i64 $data
@@ -104,8 +108,7 @@ _SYMBOLS = ("relaxlite_read_arrays", "relaxlite_array_data")
 def support_code() -> SupportCode:
     """The reader, which is the same on all machines."""
     ir = _READER_IR.substitute(
-        items=_TUPLE_ITEMS, type=_TYPE, data=_DATA, rank=_RANK, dims=_DIMS, dtype=_DTYPE, flags=_FLAGS,
-        dense=_C_CONTIGUOUS | _ALIGNED,
+        items=_TUPLE_ITEMS, type=_TYPE, data=_DATA, rank=_RANK, dims=_DIMS, dtype=_DTYPE, flags=_FLAGS
     )  # fmt: skip
     return SupportCode("array_reader", ir, (), _SYMBOLS)
 
@@ -122,6 +125,7 @@ def is_supported() -> bool:
     if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8 or not _has_gil():
         return False
     dense, transposed = np.zeros((2, 3), np.int16), np.zeros((2, 3), np.int16).T
+    transposed.flags.writeable = False
     pair = (transposed, dense)
     return _word(id(pair) + _TUPLE_ITEMS + 8) == id(dense) and _reads(dense) and _reads(transposed)
 
@@ -141,6 +145,7 @@ def _reads(array: np.ndarray) -> bool:
         and _word(start + _DTYPE) == id(array.dtype)
         and bool(seen & _C_CONTIGUOUS) == flags.c_contiguous
         and bool(seen & _ALIGNED) == flags.aligned
+        and bool(seen & WRITABLE) == flags.writeable
         and all(_word(dims + 8 * axis) == size for axis, size in enumerate(array.shape))
     )
 

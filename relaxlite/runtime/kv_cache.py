@@ -82,6 +82,21 @@ class StepInputs(NamedTuple):
     blocks: Array
 
 
+class NextToken:
+    """The step of one sequence by one token, in arrays that are written again for the next one."""
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros(10, np.int64)
+        self.tokens, self.positions, self.slots, self.wanted = (self._numbers[k : k + 1] for k in range(4))
+        self.blocks = self._numbers[4:].reshape(1, -1)
+        self.inputs = StepInputs(self.positions, self.slots, np.zeros((1, 1), np.int32), self.blocks)
+
+    def become(self, token: int, position: int, slot: int, table: Array, blocks: Array | None) -> None:
+        """`blocks`: None for one in one part."""
+        self._numbers[:] = token, position, slot, 0, 0, 0, 1, position, 0, 1
+        self.inputs = StepInputs(self.positions, self.slots, table, self.blocks if blocks is None else blocks)
+
+
 @dataclass(slots=True)
 class _Sequence:
     length: int = 0
@@ -117,6 +132,7 @@ class KVCache:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._wanted_pages = 0  # of pools that are about to grow
+        self._next_token = NextToken()
         self._grow(min(FIRST_PAGES, self.max_pages))
 
     # what it holds
@@ -197,18 +213,27 @@ class KVCache:
             for _ in range(more):
                 found.append(self._take())
 
+    def next_token(self, sequence: int, token: int) -> NextToken | None:
+        """What `reserve` and `describe` make of one more token, in few operations, up to the next call; None where it
+        takes a page. The sequence is as it was."""
+        found, size = self._sequences.get(sequence), self.layout.page
+        if found is None or not found.length % size or self._wanted_pages:
+            return None
+        position = found.length
+        number = position // size
+        page = found.pages[number]
+        if self._references[page] > 1:
+            return None
+        step, blocks = self._next_token, None
+        if number + 1 >= 2 * PAGES_OF_PART and self._usual_parts() > 1:
+            blocks = np.array(self._parted([(0, 0, 1, position)]))
+        step.become(token, position, page * size + position % size, found.table[: number + 1].reshape(1, -1), blocks)
+        return step
+
     def describe(self, parts: Sequence[tuple[int, int, int]]) -> StepInputs:
         """The inputs for parts (sequence, first, count): tokens `first` to `first + count` of those that are reserved,
         counted from the sequence's length, one part after the other."""
         page = self.layout.page
-        if len(parts) == 1 and parts[0][2] == 1:  # the usual step of a generation, in few operations
-            sequence, first, _ = parts[0]
-            found = self._sequences[sequence]
-            position = found.length + first
-            slot = found.pages[position // page] * page + position % page
-            table = found.table[: position // page + 1].reshape(1, -1)
-            parted = self._parted([(0, 0, 1, position)])
-            return StepInputs(np.array([position]), np.array([slot]), table, np.array(parted))
         positions: list[Array] = []
         slots: list[Array] = []
         blocks: list[_Block] = []

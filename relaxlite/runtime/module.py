@@ -185,18 +185,21 @@ class Executable:
     def _call(self, values: tuple[Any, ...]) -> list[np.ndarray]:
         """Run natively where that is possible: with the arguments as they are, then with what can be made of them."""
         host = self._host
+        if host is not None:
+            try:
+                if (results := host(values)) is not None:
+                    return results
+            except HostFailedError:
+                host = None
         for number in self._donated:
             self._plans[number].check_donated(values[number])
-        if host is None:
-            return self._interpret(self._vm, self._import(values))
-        try:
-            if (results := host(values)) is not None:
-                return results
-            tensors = self._import(values)
-            if (results := host(tuple([tensor.owner for tensor in tensors]))) is not None:
-                return results
-        except HostFailedError:
-            tensors = self._import(values)
+        tensors = self._import(values)
+        if host is not None:
+            try:
+                if (results := host(tuple([tensor.owner for tensor in tensors]))) is not None:
+                    return results
+            except HostFailedError:
+                pass
         return self._interpret(self._vm, tensors)
 
     def _import(self, values: Sequence[Any]) -> list[Tensor]:
