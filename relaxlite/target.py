@@ -214,20 +214,22 @@ class Target:
         return 8 if self._is_wide_intel else 0
 
     @property
-    def page_steps_ahead(self) -> int:
-        """How many steps of a sum ahead attention over pages asks for keys and values; 0: not at all.
+    def page_bytes_ahead(self) -> int:
+        """How many bytes ahead attention over pages asks for keys and values, in whole rows; 0: not at all.
 
-        16 steps of 64 floats are a page of 4 KB, where prefetching by the processor ends. Measured on two threads of a
-        Granite Rapids, one row, 3 heads of keys of 64 for 9 of queries, 4 for 32, and one of 256 for 4, from memory:
-        after 512 tokens 28, 61, 52 us instead of 43, 75, 67, after 2,000 tokens 113, 220, 200 instead of 160, 266, 248;
-        from the last cache 21, 39, 28 instead of 22, 40, 30. 8 to 32 steps are alike; into the first cache less good.
-        Blocks of many rows take as long as before. A Zen 3 makes 1.04 and 1.08 times as many tokens of SmolLM2-135M
-        after 512 and 1,500 tokens with 32 steps (1.04, 1.07 with 16; 0.99, 1.03 with 8), a Zen 5 1.02 after 1,500 and
-        1.03 after 4,000 (16 and 32 are alike).
+        A page of 4 KB is where prefetching by the processor ends. Measured on two threads of a Granite Rapids, one row,
+        3 heads of keys of 64 floats for 9 of queries, 4 for 32, and one of 256 for 4, from memory: after 512 tokens 28,
+        61, 52 us instead of 43, 75, 67, after 2,000 tokens 113, 220, 200 instead of 160, 266, 248; from the last cache
+        21, 39, 28 instead of 22, 40, 30. 2 to 8 KB are alike; into the first cache less good. Blocks of many rows take
+        as long as before. A Zen 3 makes 1.04 and 1.08 times as many tokens of SmolLM2-135M after 512 and 1,500 tokens
+        with 8 KB (1.04, 1.07 with 4; 0.99, 1.03 with 2), a Zen 5 1.02 after 1,500 and 1.03 after 4,000 (4 and 8 KB are
+        alike). On a Zen 4 heads of 64, 128 and 256 halves take 0.86, 0.82, 0.85 of the time after 512 tokens, 0.79,
+        0.68, 0.88 after 1,500 with 8 KB (0.85, 0.85, 0.91 and 0.84, 0.74, 0.90 with 4; no less with 2), of 64 floats
+        0.87 and 0.93; 128 rows and 8 bits as long as before.
         """
-        if self.is_x86 and self.vector_bits == 256:
-            return 32
-        return 16 if self._is_wide_intel or self.cpu == "znver5" else 0
+        if (self.is_x86 and self.vector_bits == 256) or self.cpu == "znver4":
+            return 2 * _NEXT_PAGE
+        return _NEXT_PAGE if self._is_wide_intel or self.cpu == "znver5" else 0
 
     @property
     def asks_for_next_row(self) -> bool:

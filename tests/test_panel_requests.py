@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from relaxlite import dtypes
 from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_assembly
 from relaxlite.errors import CodegenError, VerifyError
@@ -30,7 +31,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     seq,
 )
-from relaxlite.ir.program_visitor import walk_stmts
+from relaxlite.ir.program_visitor import loads, walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.verifier import verify
@@ -43,6 +44,7 @@ from tests.test_register_tile import constants_of, lowered, only_program, produc
 
 WIDE = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
 INTEL = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu -l2-bytes=1048576")
+ARM = Target.parse("llvm -mcpu=neoverse-n1 -mtriple=aarch64-unknown-linux-gnu")
 X, Y = Buffer("x", (sym(4), sym(64)), "float32"), Buffer("y", (sym(4), sym(64)), "float32")
 I, J = SymVar("i"), SymVar("j")  # noqa: E741
 NEXT, BOTH = Asks(0, for_next=True), Asks(8, for_next=True)
@@ -168,22 +170,35 @@ def test_weights_that_are_not_constant_are_not_asked_for() -> None:
         assert not prefetches(only_program(lowered(module, target)).body)
 
 
-def test_attention_over_pages_asks_for_keys_and_values_on_intel() -> None:
+def attention(dtype: str, target: Target) -> TensorProgram:
     bb = BlockBuilder()
     b, m, n, pages, s = (bb.symbol(name, lower=1) for name in ("b", "m", "n", "pages", "s"))
     types = {
-        "q": TensorType.of((n, 6, 32), "float32"), "keys": TensorType.of((2, pages, 32, 64), "float32"),
-        "values": TensorType.of((2, pages, 64, 32), "float32"), "table": TensorType.of((s, m), "int32"),
+        "q": TensorType.of((n, 6, 32), "float32"), "keys": TensorType.of((2, pages, 32, 64), dtype),
+        "values": TensorType.of((2, pages, 64, 32), dtype), "table": TensorType.of((s, m), "int32"),
         "blocks": TensorType.of((b, 6), "int64"),
     }  # fmt: skip
+    if dtype == "int8":
+        types |= {name: TensorType.of((2, pages, 64, 1), "float32") for name in ("key_scales", "value_scales")}
     with bb.function("main", **types) as operands:
         bb.result(bb.emit(ops.paged_attention(*operands)))
-    program = only_program(lowered(bb.module(), INTEL))
-    assert {(request.buffer.name, request.cache) for request in prefetches(program.body)} == {
-        ("keys", 2),
-        ("values", 2),
-    }
-    assert not prefetches(only_program(lowered(bb.module(), WIDE)).body)
+    return only_program(lowered(bb.module(), target))
+
+
+@pytest.mark.parametrize(("target", "ahead"), [(INTEL, 4096), (WIDE, 8192), (ARM, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_attention_over_pages_asks_for_keys_and_values(dtype: str, target: Target, ahead: int) -> None:
+    program = attention(dtype, target)
+    asked: dict[str, set[int | None]] = {}
+    for step in walk_stmts(program.body):
+        if isinstance(step, Seq) and any(isinstance(s, Prefetch) for s in step.stmts):
+            for request in prefetches(step):
+                assert request.cache == 2
+                rows = {as_int(request.indices[2] - x.indices[2]) for x in loads(step) if x.buffer is request.buffer}
+                asked.setdefault(request.buffer.name, set()).update(rows)
+    size = dtypes.itemsize(dtype)
+    wanted = {"keys": {ahead // (64 * size)}, "values": {ahead // (32 * size)}}
+    assert asked == (wanted if ahead else {})
 
 
 def test_requests_for_loose_panels_go_and_those_for_other_operands_stay() -> None:

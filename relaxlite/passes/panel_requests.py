@@ -80,7 +80,7 @@ class Requests(ABC):
         assert isinstance(sums.body, Seq)
         *before, steps = sums.body.stmts
         assert isinstance(steps, For)
-        asked = self._asked(update, steps.var)
+        asked = self.asked(update, steps.var)
         return replace(sums, body=seq(*before, replace(steps, body=seq(*asked, steps.body))))
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Requests(ABC):
         """What the symbols are in row block `block` of so many."""
 
     @abstractmethod
-    def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
+    def asked(self, update: For, step: SymExpr) -> list[Prefetch]:
         """In step `step` of the sum `update`."""
 
 
@@ -101,7 +101,7 @@ class PanelRequests(Requests):
     width: int  # columns of a panel
     lines: int  # of a row of the panel
 
-    def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
+    def asked(self, update: For, step: SymExpr) -> list[Prefetch]:
         operands = panel_operands(update, self.column)
         assert operands
 
@@ -111,7 +111,7 @@ class PanelRequests(Requests):
         return self._requests(operands[0].buffer, rows, step)
 
     @abstractmethod
-    def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
+    def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         """Those of step `step`. `rows`: where a step reads the operand, but for the column."""
 
 
@@ -129,7 +129,7 @@ class BothPanels(PanelRequests):
         even = smin(self.lines * ONE // smax(blocks, 1), ONE)
         return {self.block: sym(block), self.rate: even * smin(blocks // LEAST_BLOCKS, 1)}
 
-    def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
+    def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
         places = [(*row, self.first + k * line) for row in ahead for k in range(self.lines)]
         requests = [Prefetch(operand, place, self.asks.cache) for place in places]
@@ -163,7 +163,7 @@ class NextPanel(PanelRequests):
             self.end: start(smax(turn, 0) + 1) - 1,
         }
 
-    def _requests(self, operand: Buffer, rows: Rows, step: SymVar) -> list[Prefetch]:
+    def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
         most = range(-(-self.lines // LEAST_BLOCKS))
         columns = [start + smin(self.begin + k, self.end) * line for k in most]
@@ -186,7 +186,7 @@ class NextPart(Requests):
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         return {self.symbol: block if self.is_spread else smax(1 - block, 0)}
 
-    def _asked(self, update: For, step: SymVar) -> list[Prefetch]:
+    def asked(self, update: For, step: SymExpr) -> list[Prefetch]:
         return self.lines(step, self.symbol)
 
 
@@ -199,6 +199,13 @@ def panel_operands(update: Stmt, column: SymVar) -> tuple[Load, ...]:
         return ()
     are_rows = all(load.indices[-1] is column and update.var in load.indices[-2].free_vars() for load in moving)
     return tuple(moving) if are_rows else ()
+
+
+def steps_of(update: Stmt, column: SymVar, num_bytes: int) -> int:
+    """How many steps of a sum along rows of a matrix read so many bytes of whole rows; 0: it is no such sum."""
+    operands = panel_operands(update, column)
+    width = as_int(operands[0].buffer.shape[-1]) if operands else None
+    return 0 if width is None else num_bytes // (width * dtypes.itemsize(operands[0].buffer.dtype))
 
 
 def width_that_fits(update: Stmt, column: SymVar, widths: Sequence[int], cache_bytes: int) -> int | None:

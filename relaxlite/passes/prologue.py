@@ -26,6 +26,7 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, IndexValue
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, value_children, walk_values
 from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loop_pattern import perfect_nest
+from relaxlite.passes.panel_requests import Requests
 from relaxlite.passes.schedule import GuardLoads, nest, when_positive
 from relaxlite.records import dataclass
 
@@ -153,14 +154,15 @@ class Stream:
         loops: tuple[For, For, For],
         at: dict[SymVar, SymExpr],
         guard: Value | None,
+        requests: Requests | None = None,
     ) -> tuple[Allocate, Load]:
         """The sums of a tile by the reduced loop `update`, and one of them in the tile's loops. `at` says what column
-        and row are in these; `guard` masks columns."""
+        and row are in these; `guard` masks columns; `requests`: what the steps ask for."""
         found = find_prologue(update, self.column, self.row)
         assert found is not None
         if self.panel is not None:  # the whole operand, and all steps alike
             found = replace(found, inner=found.operand, scale=None, group=0)
-        return _StreamedTile(self, found, element, init, loops, at, guard).code()
+        return _StreamedTile(self, found, element, init, loops, at, guard, requests).code()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class _StreamedTile:
     loops: tuple[For, For, For]
     at: dict[SymVar, SymExpr]
     guard: Value | None
+    requests: Requests | None
 
     @property
     def _counts(self) -> tuple[int, int]:
@@ -248,7 +251,9 @@ class _StreamedTile:
         shared = found.shared if vectors <= UNROLLED_SUMS else 1
         width, step = max(shared, self._copies), SymVar(found.loop.var.name, lower=0)
         inner, rest = SymVar("t", lower=0, upper=width - 1), SymVar("t", lower=0, upper=width - 1)
-        first = self._step(part, operand, start + step * width + inner, inner % self._copies)
+        present = start + step * width + inner
+        asked = () if self.requests is None else self.requests.asked(found.loop, present)
+        first = seq(*asked, self._step(part, operand, present, inner % self._copies))
         main = For(step, count // width, For(inner, sym(width), first, "unrolled"))
         last = For(rest, count % width, self._step(part, operand, start + count // width * width + rest, sym(0)))
         steps = seq(*when_positive(count // width, main), *when_positive(count % width, last))

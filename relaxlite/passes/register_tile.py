@@ -376,7 +376,7 @@ class Tile:
         if self.stream is not None:
             assert isinstance(init, Store)
             guard = self._guard(at) if masked else None
-            return self.stream.sums(self.block.buffer, init, update, loops, at, guard)
+            return self.stream.sums(self.block.buffer, init, update, loops, at, guard, self.requests)
         times = self._interleaved(loops)
         copy = SymVar("s", upper=times - 1)
         if times > 1:

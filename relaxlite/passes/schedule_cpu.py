@@ -51,7 +51,7 @@ from relaxlite.passes.join_loops import joined_loops, reads_only_where_written
 from relaxlite.passes.loop_pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.manager import PassContext
 from relaxlite.passes.pack_constants import FOLLOWS
-from relaxlite.passes.panel_requests import Asks, width_that_fits
+from relaxlite.passes.panel_requests import Asks, steps_of, width_that_fits
 from relaxlite.passes.parallel_loops import (
     combines_into_one,
     is_independent,
@@ -417,7 +417,8 @@ class _Rules:
             if is_plain:
                 choice, asks = self._asking(block, column, lanes)
             if self.is_counted_by_data(block, column):
-                choice, ahead = replace(choice, sums=ONE_SUM), self.target.page_steps_ahead
+                choice = replace(choice, sums=ONE_SUM)
+                ahead = steps_of(block.stmts[1], column.var, self.target.page_bytes_ahead)
                 asks = Asks(ahead, for_next=False, cache=2) if ahead else None
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():

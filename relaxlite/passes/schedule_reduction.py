@@ -97,6 +97,7 @@ def tiled(
         period = math.lcm(*(each.period for each in found))
         tile = replace(tile, part=-(-PANEL_STEPS // period) * period)
     if len(found) == 1:
+        tile = replace(tile, asks=asks)
         return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
@@ -169,7 +170,7 @@ def tiled_prologue(
     streamed = grid([*others, across, down], tiles)
     if row is None or (found.is_cheap and hides_conversions):
         return streamed
-    staged = over_panels(_higher(tile), [found.operand], pieces, others)
+    staged = over_panels(_higher(replace(tile, asks=None)), [found.operand], pieces, others)
     return with_variant(less(row.extent, tile.most_rows + 1), streamed, staged)
 
 
