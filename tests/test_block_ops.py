@@ -13,7 +13,16 @@ from relaxlite.errors import RelaxliteError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Var
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_codes import Coding, is_block, pack_codes, rotated, unpack_codes, words_of
+from relaxlite.ir.ops.block_codes import (
+    PLANES,
+    Coding,
+    fills_words,
+    pack_codes,
+    rotated,
+    rows_of_run,
+    unpack_codes,
+    words_of,
+)
 from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
@@ -22,25 +31,25 @@ from relaxlite.runtime.module import Executable
 M, N, K = (SymVar(name) for name in "mnk")
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("block", [8, 16, 24, 32, 64, 96])
 def test_codes_come_back_and_lie_as_documented(bits: int, block: int) -> None:
-    if not is_block(block, bits):
-        assert block * (bits - 4) % 32 and 4 < bits < 8
-        return
-    codes = np.random.default_rng(bits).integers(0, 1 << bits, (3 * block, 7)).astype(np.uint8)
+    run = rows_of_run(block, bits)
+    rows = 3 * run
+    assert run == math.lcm(block, {2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 8: 4}[bits])
+    assert fills_words(rows, block, bits) and fills_words(rows + block, block, bits) != (run > block)
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (rows, 7)).astype(np.uint8)
     words = pack_codes(codes, block, bits)
-    assert words.dtype == np.int32 and words.shape == (3 * words_of(block, bits), 7)
+    assert words.dtype == np.int32 and words.shape == (3 * words_of(run, bits), 7)
     np.testing.assert_array_equal(unpack_codes(words, block, bits), codes)
-    for row in range(3 * block):
-        quad, byte = divmod(row % block, 4)
-        of_block = words.reshape(3, -1, 7)[row // block].view(np.uint32)
-        low = of_block[quad // 2] >> 8 * byte + 4 * (quad % 2) & 15
-        found = of_block[quad] >> 8 * byte & 255 if bits == 8 else low
-        if 4 < bits < 8:
-            extra = bits - 4
-            word, place = divmod(quad, 8 // extra)
-            found = found | (of_block[block // 8 + word] >> 8 * byte + extra * place & (1 << extra) - 1) << 4
+    for row in range(rows):
+        quad, byte = divmod(row % run, 4)
+        of_run = words.reshape(3, -1, 7)[row // run].view(np.uint32)
+        found, first, low = np.zeros(7, np.uint32), 0, 0
+        for width in PLANES[bits]:
+            word, place = divmod(quad, 8 // width)
+            found |= (of_run[first + word] >> 8 * byte + width * place & (1 << width) - 1) << low
+            first, low = first + run * width // 32, low + width
         np.testing.assert_array_equal(found, codes[row])
 
 
@@ -74,9 +83,7 @@ BAD_WEIGHTS: dict[str, tuple[tuple[Type, ...], dict[str, Any], str]] = {
     "no rows": ((i32(0, N), f32(2, N)), {}, "words (0, n) of 4 bits and scales (2, n) do not fit"),
     "parts of blocks": ((i32(8, N), f32(3, N)), {}, "words (8, n) of 4 bits and scales (3, n) do not fit"),
     "other columns": ((i32(8, 5), f32(2, 6)), {}, "words (8, 5) of 4 bits and scales (2, 6) do not fit"),
-    "parts of words": ((i32(2, N), f32(4, N)), {}, "codes of 4 bits do not fill whole words in blocks of 4 rows"),
-    "parts of fifth words": ((i32(5, N), f32(4, N)), {"bits": 5},
-                             "codes of 5 bits do not fill whole words in blocks of 8 rows"),
+    "parts of words": ((i32(2, N), f32(4, N)), {}, "16 codes of 4 bits do not fill whole words in blocks of 4 rows"),
     "other offsets": ((i32(8, N), f16(2, N), f32(2, N)), {},
                       "offsets must be like scales, (2, n) float16, got (2, n) float32"),
     "a zero of more bits": ((i32(8, N), f32(2, N)), {"zero": 16}, "zero must be a code, from 0 to 15, got 16"),
@@ -84,8 +91,12 @@ BAD_WEIGHTS: dict[str, tuple[tuple[Type, ...], dict[str, Any], str]] = {
     "a table of 15": (
         (i32(8, N), f32(2, N)), {"table": range(15)}, "a table is 16 bytes for codes of 4 bits, got (0, 1, 2,",
     ),
+    "a table of 16 for 3 bits": (
+        (i32(6, N), f32(2, N)), {"bits": 3, "table": range(16)}, "a table is 8 bytes for codes of 3 bits, got (0, 1, 2",
+    ),
     "a table of words": ((i32(8, N), f32(2, N)), {"table": [256, *range(15)]}, "a table is 16 bytes"),
-    "a table for 5 bits": ((i32(5, N), f32(1, N)), {"bits": 5, "table": range(16)}, "for codes of 4 bits, got"),
+    "a table for 5 bits": ((i32(5, N), f32(1, N)), {"bits": 5, "table": range(16)},
+                           "codes of 5 bits have no table, only those of at most 4 do"),
     "a zero above a table": ((i32(8, N), f32(2, N)), {"table": [3] * 16, "zero": 4}, "from 0 to 3, got 4"),
     "three bits": ((i32(8, N), f32(2, N)), {"bits": 3}, "bits"),
 }  # fmt: skip

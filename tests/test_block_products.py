@@ -87,12 +87,16 @@ WEIGHTS: dict[str, tuple[int, int, int | None, str, tuple[int, ...]]] = {
     "6 bits in blocks of 16": (6, 16, 32, "float32", (33, 96)),
     "8 bits": (8, 32, 128, "float16", (1, 32, 80)),
     "8 bits, offsets": (8, 16, None, "float16", (33,)),
+    "2 bits in blocks of 16, offsets": (2, 16, None, "float16", (31, 80)),
+    "3 bits in blocks of 16": (3, 16, 4, "float16", (48,)),
+    "3 bits, a table": (3, 32, 9, "float32", (33,)),
     "4 bits, a table": (4, 32, 128, "float16", (31, 80)),
     "4 bits, a table of few bits": (4, 32, 12, "float32", (33,)),
     "4 bits, a table, offsets": (4, 16, None, "float16", (48,)),
     "4 bits, a table around 64": (4, 32, 64, "float16", (48,)),
 }
 TABLES = {
+    "3 bits, a table": (2, 10, 18, 9, 0, 8, 16, 9),
     "4 bits, a table": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
     "4 bits, a table of few bits": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
     "4 bits, a table around 64": (128, 0, 64, 1, 127, 2, 3, 60, 61, 62, 63, 65, 66, 67, 68, 100),

@@ -65,13 +65,14 @@ def test_operands_stand_for_the_same_numbers_bit_for_bit(kind: str, n: int, k: i
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
-    """Scales of 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K. Codes of fewer bits take 4."""
+    """Scales of 4 and 6 bits take 8: 148 bytes for 144 of Q4_K, 180 for 176 of Q5_K. Rows of grids take 3 or 4 bits for
+    each weight, and ternary digits 2."""
     given = weight(kind, 64, 1024)
     more = {
-        "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": (64 + 16) / 84, "Q3_K": (32 + 4) / 110, "IQ4_XS": 2 / 136,
-        "MXFP4": 1 / 17, "IQ1_S": 140 / 50 - 1, "IQ1_M": 148 / 56 - 1, "IQ2_XXS": 140 / 66 - 1, "IQ2_XS": 148 / 74 - 1,
-        "IQ2_S": 148 / 82 - 1, "IQ3_XXS": 140 / 98 - 1, "IQ3_S": 138 / 110 - 1, "TQ1_0": 138 / 54 - 1,
-        "TQ2_0": 138 / 66 - 1,
+        "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": 16 / 84, "Q3_K": 4 / 110, "IQ4_XS": 2 / 136, "MXFP4": 1 / 17,
+        "IQ1_S": 108 / 50 - 1, "IQ1_M": 116 / 56 - 1, "IQ2_XXS": 108 / 66 - 1, "IQ2_XS": 116 / 74 - 1,
+        "IQ2_S": 116 / 82 - 1, "IQ3_XXS": 140 / 98 - 1, "IQ3_S": 138 / 110 - 1, "TQ1_0": 74 / 54 - 1,
+        "TQ2_0": 74 / 66 - 1,
     }.get(kind, 0)  # fmt: skip
     assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
 
@@ -85,7 +86,13 @@ def test_scales_have_two_levels(kind: str) -> None:
         assert found == [("uint8", (32 if kind == "Q2_K" else 16, 5)), ("float16", (2, 5))] * 2
 
 
-@pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 16), (4, 8), (5, 32), (6, 32), (6, 16), (8, 32), (8, 8)])
+@pytest.mark.parametrize(
+    ("bits", "block"),
+    [
+        (2, 32), (2, 16), (2, 8), (3, 32), (3, 16), (4, 32), (4, 16), (4, 8), (5, 32), (5, 16), (6, 32), (6, 16),
+        (8, 32), (8, 8),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_codes_are_packed_and_found_again(bits: int, block: int, order: Any) -> None:
     codes = np.random.default_rng(0).integers(0, 1 << bits, (96, 7)).astype(np.uint8, order=order)

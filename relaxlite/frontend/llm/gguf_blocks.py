@@ -1,9 +1,9 @@
 """The formats of blocks in GGUF files; llama.cpp has them in ggml-common.h and ggml-quants.c.
 
 Each says the same thing (quantized.py) in its own packing: groups of 16 or 32 weights with a scale, and sometimes an
-offset, in float16, or in the K formats integers of few bits times a float16 of 256 weights. Codes of 2 and 3 bits are
-kept in 4. The IQ4 formats have a table of numbers, and codes of 4 bits are places in it; so are those of MXFP4, which
-are floats, and its scales, powers of two, are kept in bfloat16.
+offset, in float16, or in the K formats integers of few bits times a float16 of 256 weights. The IQ4 formats have a
+table of numbers, and codes of 4 bits are places in it; so are those of MXFP4, which are floats, and its scales, powers
+of two, are kept in bfloat16.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("Q4_1", 32, 20, Coding(4), _q4_1),
         ("Q5_0", 32, 22, Coding(5, 16), _q5_0),
         ("Q5_1", 32, 24, Coding(5), _q5_1),
-        ("Q2_K", 256, 84, Coding(4), _q2_k),
-        ("Q3_K", 256, 110, Coding(4, 4), _q3_k),
+        ("Q2_K", 256, 84, Coding(2), _q2_k),
+        ("Q3_K", 256, 110, Coding(3, 4), _q3_k),
         ("Q4_K", 256, 144, Coding(4), _q4_k),
         ("Q5_K", 256, 176, Coding(5), _q5_k),
         ("Q6_K", 256, 210, Coding(6, 32), _q6_k),

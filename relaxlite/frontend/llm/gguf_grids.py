@@ -1,9 +1,9 @@
 """GGUF's formats of one to three bits a weight: runs of 4 or 8 weights are a row of a grid, or digits.
 
 A row of the grid has magnitudes, and bits beside it the signs; or digits, and a bit says which way all of them are
-moved by an eighth. Either is one of at most 16 numbers for each weight, which codes of 4 bits and a table say exactly:
-code = index of the number without its bit, plus 8 where the bit is set. So they are kept as IQ4_NL is (gguf_blocks.py),
-in 4.4 to 4.8 bits. The grids are those of the `gguf` package, which need not be installed for other formats; llama.cpp
+moved by an eighth. Either is one of at most 8 or 16 numbers for each weight, which codes of 3 or 4 bits and a table say
+exactly: the index of the number without its bit, and then this bit. So they are kept as IQ4_NL is (gguf_blocks.py), in
+3.4 to 4.8 bits. The grids are those of the `gguf` package, which need not be installed for other formats; llama.cpp
 has them in ggml-common.h.
 """
 
@@ -25,18 +25,18 @@ _EIGHT, _FOUR = np.arange(8, dtype=np.uint8), np.arange(4, dtype=np.uint8)
 
 
 def _signed(*magnitudes: int) -> Coding:
-    """Of places in `magnitudes`, with 8 added for a negative one."""
-    zero = max(magnitudes)
-    rest = (zero,) * (8 - len(magnitudes))
-    return Coding(4, zero, (*(zero + m for m in magnitudes), *rest, *(zero - m for m in magnitudes), *rest))
+    """Of places in `magnitudes`, and a bit for the negative ones."""
+    zero, bits = max(magnitudes), (2 * len(magnitudes) - 1).bit_length()
+    rest = (zero,) * ((1 << bits - 1) - len(magnitudes))
+    return Coding(bits, zero, (*(zero + m for m in magnitudes), *rest, *(zero - m for m in magnitudes), *rest))
 
 
 IQ2 = _signed(8, 25, 43)
 IQ3_XXS = _signed(4, 12, 20, 28, 36, 44, 52, 62)
 IQ3_S = _signed(1, 3, 5, 7, 9, 11, 13, 15)
-IQ1 = Coding(4, 9, (2, 10, 18, *(9,) * 5, 0, 8, 16, *(9,) * 5))
-"""Eight times -1, 0, 1, with an eighth added to or, from code 8 on, taken from each."""
-TERNARY = Coding(4, 1)
+IQ1 = Coding(3, 9, (2, 10, 18, 9, 0, 8, 16, 9))
+"""Eight times -1, 0, 1, with an eighth added to or, from code 4 on, taken from each."""
+TERNARY = Coding(2, 1)
 
 
 @cache
@@ -59,12 +59,17 @@ def _parities() -> Array:
     """Eight bits of which seven say the last: their number is even."""
     bits = np.unpackbits(np.arange(128, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     bits[:, 7] = bits.sum(axis=1) % 2
-    return bits << 3
+    return bits
 
 
 def _bits(packed: Array) -> Array:
-    """8 for each bit that is set, of bytes [count, b]: [count, b, 8]"""
-    return np.unpackbits(packed[..., None], axis=-1, bitorder="little") << 3
+    """Of bytes [count, b]: [count, b, 8]"""
+    return np.unpackbits(packed[..., None], axis=-1, bitorder="little")
+
+
+def _with_bit(places: Array, bit: Array, coding: Coding) -> Array:
+    """Codes of places in what a format lists, and of the bit beside them."""
+    return places | bit << np.uint8(coding.bits - 1)
 
 
 def _word(blocks: Array, start: int, end: int, dtype: str) -> Array:
@@ -83,7 +88,7 @@ def _odd_of(numbers: Array, d: Array, eighths: int) -> GroupScales:
 
 
 def _seven_bits(words: Array) -> Array:
-    """Of words whose lower 28 bits are the signs of four runs: 8 or 0 for each weight [count, words, 4, 8]."""
+    """Of words whose lower 28 bits are the signs of four runs, that of each weight [count, words, 4, 8]."""
     places = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
     return _parities()[places]
 
@@ -91,38 +96,50 @@ def _seven_bits(words: Array) -> Array:
 def iq2_xxs(blocks: Array) -> _Parts:
     words = _word(blocks, 2, 66, "<u4").reshape(-1, 8, 2)
     rows = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 8, 4)
-    return _grid("IQ2_XXS")[rows] | _seven_bits(words[..., 1]), _odd(words[..., 1] >> 28, blocks, 1), None
+    return (
+        _with_bit(_grid("IQ2_XXS")[rows], _seven_bits(words[..., 1]), IQ2),
+        _odd(words[..., 1] >> 28, blocks, 1),
+        None,
+    )
 
 
 def iq2_xs(blocks: Array) -> _Parts:
     words = _word(blocks, 2, 66, "<u2")
-    return _grid("IQ2_XS")[words & 511] | _parities()[words >> 9], _odd(neighbours(blocks[:, 66:]), blocks, 1), None
+    return (
+        _with_bit(_grid("IQ2_XS")[words & 511], _parities()[words >> 9], IQ2),
+        _odd(neighbours(blocks[:, 66:]), blocks, 1),
+        None,
+    )
 
 
 def iq2_s(blocks: Array) -> _Parts:
     high = (blocks[:, 66:74, None] >> 2 * _FOUR & 3).reshape(-1, 32).astype(np.uint16)
     rows = blocks[:, 2:34] | high << np.uint16(8)
-    return _grid("IQ2_S")[rows] | _bits(blocks[:, 34:66]), _odd(neighbours(blocks[:, 74:]), blocks, 1), None
+    return (
+        _with_bit(_grid("IQ2_S")[rows], _bits(blocks[:, 34:66]), IQ2),
+        _odd(neighbours(blocks[:, 74:]), blocks, 1),
+        None,
+    )
 
 
 def iq3_xxs(blocks: Array) -> _Parts:
     words = _word(blocks, 66, 98, "<u4")
     magnitudes = _grid("IQ3_XXS")[blocks[:, 2:66]].reshape(-1, 8, 4, 8)
-    return magnitudes | _seven_bits(words), _odd(words >> 28, blocks, 2), None
+    return _with_bit(magnitudes, _seven_bits(words), IQ3_XXS), _odd(words >> 28, blocks, 2), None
 
 
 def iq3_s(blocks: Array) -> _Parts:
     high = (blocks[:, 66:74, None] >> _EIGHT & 1).reshape(-1, 64).astype(np.uint16)
     magnitudes = _grid("IQ3_S")[blocks[:, 2:66] | high << np.uint16(8)].reshape(-1, 32, 8)
-    return magnitudes | _bits(blocks[:, 74:106]), _odd(neighbours(blocks[:, 106:]), blocks, 8), None
+    return _with_bit(magnitudes, _bits(blocks[:, 74:106]), IQ3_S), _odd(neighbours(blocks[:, 106:]), blocks, 8), None
 
 
 def iq1_s(blocks: Array) -> _Parts:
     words = _word(blocks, 34, 50, "<u2")
     high = words[..., None] >> np.uint16(3) * _FOUR & np.uint16(7)
     digits = _grid("IQ1_S")[blocks[:, 2:34].reshape(-1, 8, 4) | high << np.uint16(8)]
-    moved = (words >> 15 << 3).astype(np.uint8)[:, :, None, None]
-    return digits | moved, _odd(words >> 12 & 7, blocks, 1), None
+    moved = (words >> 15).astype(np.uint8)[:, :, None, None]
+    return _with_bit(digits, moved, IQ1), _odd(words >> 12 & 7, blocks, 1), None
 
 
 def iq1_m(blocks: Array) -> _Parts:
@@ -132,7 +149,7 @@ def iq1_m(blocks: Array) -> _Parts:
     scales = (words[..., None] >> np.uint16(3) * _FOUR & np.uint16(7)).reshape(-1, 16)
     high = neighbours(blocks[:, 32:48])
     digits = _grid("IQ1_M")[blocks[:, :32] | (high & 7).astype(np.uint16) << np.uint16(8)]
-    return digits | (high & 8)[..., None], _odd_of(scales, d.view(np.float16)[:, None], 1), None
+    return _with_bit(digits, (high >> 3)[..., None], IQ1), _odd_of(scales, d.view(np.float16)[:, None], 1), None
 
 
 def tq1_0(blocks: Array) -> _Parts:

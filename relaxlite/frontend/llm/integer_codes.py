@@ -21,7 +21,7 @@ from relaxlite.dtypes import to_numpy
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows, neighbours
 from relaxlite.frontend.llm.quantized_module import FLOATS, Module, in_floats, peak_of
-from relaxlite.ir.ops.block_codes import Coding
+from relaxlite.ir.ops.block_codes import PLANES, Coding, fills_words
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -57,7 +57,9 @@ class Integers:
 
     def _grouped(self, groups: Array, order: Array | None) -> Callable[[Rows], GroupedWeight]:
         """`groups` of the blocks. Where there is one zero point, and scales have 16 bits, these are all."""
-        coding = Coding(8 if self.bits > 4 else 4, self.zeros if isinstance(self.zeros, int) else 0)
+        block = self.shape[1] // len(groups)
+        bits = next(b for b in PLANES if b >= self.bits and fills_words(self.shape[1], block, b))
+        coding = Coding(bits, self.zeros if isinstance(self.zeros, int) else 0)
         scales = _in_16_bits(self.scales)
         count = scales.shape[1]
         is_even = len(groups) % count == 0 and np.array_equal(groups, np.arange(count).repeat(len(groups) // count))

@@ -19,7 +19,7 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_codes import is_block, pack_codes
+from relaxlite.ir.ops.block_codes import PLANES, fills_words, pack_codes
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -106,7 +106,8 @@ def _in_words(n: Node, codes: Array, zeros: Array | None, bits: int, block: int)
     """Operands of gather_blocks for a table (rows, k), and their zero point; None where blocks do not fill words."""
     scales = n.const(2)
     assert scales is not None
-    is_whole = codes.shape[1] == block * scales.shape[1] and bits in (4, 8) and is_block(block, bits)
+    rows = codes.shape[1]
+    is_whole = rows == block * scales.shape[1] and bits in PLANES and fills_words(rows, block, bits)
     if not is_whole or codes.dtype != np.uint8 or zeros is None:
         return None
     is_one = bool((zeros == zeros.flat[0]).all())

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from relaxlite.ir.intrinsics import LOOKUP
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Intrinsic, Value
+from relaxlite.ir.symbolic import SymExpr
 from relaxlite.records import dataclass
 
 QUAD = 4  # codes in a word of bytes
 ONES = 0x01010101
+PLANES: Mapping[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+"""Bits of a code that lie in words of their own, the lowest ones first, by the bits of a code."""
+MOST_OF_TABLE = 4  # bits of codes that are places in a table
 Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
+Number = TypeVar("Number", int, SymExpr)
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What codes of so many bits stand for: themselves or, of four bits, entries of a table; less `zero`."""
+    """What codes of so many bits stand for: themselves or, of up to four bits, entries of a table; less `zero`."""
 
     bits: int
     zero: int = 0
@@ -43,10 +48,11 @@ class Coding:
 
     def problem(self) -> str | None:
         """What is wrong with it; None: nothing."""
-        if self.table and (
-            self.bits != 4 or len(self.table) != 16 or not 0 <= min(self.table) <= max(self.table) < 256
-        ):
-            return f"a table is 16 bytes for codes of 4 bits, got {self.table} for {self.bits}"
+        if self.table:
+            if self.bits > MOST_OF_TABLE:
+                return f"codes of {self.bits} bits have no table, only those of at most {MOST_OF_TABLE} do"
+            if len(self.table) != 1 << self.bits or not 0 <= min(self.table) <= max(self.table) < 256:
+                return f"a table is {1 << self.bits} bytes for codes of {self.bits} bits, got {self.table}"
         if not 0 <= self.zero <= self.greatest:
             return f"zero must be a code, from 0 to {self.greatest}, got {self.zero}"
         return None
@@ -59,7 +65,8 @@ class Coding:
         """The same of four codes, the bytes of an int32."""
         if not self.table:
             return word
-        words = np.asarray(self.table, np.uint8).view("<i4").tolist()
+        whole = self.table * (1 << MOST_OF_TABLE - self.bits)
+        words = np.asarray(whole, np.uint8).view("<i4").tolist()
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(w, "int32") for w in words)), "int32"))
 
     def longest_rotation(self, block: int) -> int:
@@ -125,14 +132,44 @@ def rotated(items: Sequence[T]) -> list[T]:
     return found
 
 
-def words_of(block: int, bits: int) -> int:
-    """How many words the codes of a block take."""
-    return block * bits // 32
+def rows_of_run(block: int, bits: int) -> int:
+    """Of a column, rows whose codes fill whole words: those of a block, or of a few."""
+    return math.lcm(block, 32 // min(PLANES[bits]))
 
 
-def is_block(block: int, bits: int) -> bool:
-    """Whether blocks of this size fill whole words."""
-    return block > 0 and block % 8 == 0 and (bits in (4, 8) or block * (bits - 4) % 32 == 0)
+def words_of(rows: int, bits: int) -> int:
+    """How many words codes take."""
+    return rows * bits // 32
+
+
+def fills_words(rows: int, block: int, bits: int) -> bool:
+    """Whether blocks of this size, of so many rows in all, fill whole words."""
+    return block > 0 and block % 8 == 0 and rows % rows_of_run(block, bits) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Generic[Number]):
+    """Where some bits of a quad stand: in the bytes of a word, counted from the first word of a run, from bit `shift`
+    of each byte on. They are those from bit `low` of the codes on, `width` of them."""
+
+    word: Number
+    shift: Number
+    width: int
+    low: int
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.width) - 1
+
+
+def places_of(quad: Number, run: int, bits: int) -> list[Place[Number]]:
+    """The bits of a quad, a number or an expression, of a run of so many rows."""
+    found, first, low = [], 0, 0
+    for width in PLANES[bits]:
+        per_word = 8 // width
+        found.append(Place(first + quad // per_word, quad % per_word * width, width, low))
+        first, low = first + words_of(run, width), low + width
+    return found
 
 
 def pack_codes(codes: Array, block: int, bits: int) -> Array:
@@ -141,42 +178,32 @@ def pack_codes(codes: Array, block: int, bits: int) -> Array:
     quads = np.ascontiguousarray(codes.T).view("<u4")  # (n, rows / 4)
     if bits == 8:
         return np.ascontiguousarray(quads.T).view(np.int32)
-    low = quads & np.uint32(ONES * 15)
-    words = np.empty((rows // block, words_of(block, bits), n), np.uint32)
-    words[:, : block // 8] = _by_block(low[:, 0::2] | low[:, 1::2] << np.uint32(4), rows // block)
-    extra = bits - 4
-    if extra:
-        high = quads >> np.uint32(4) & np.uint32(ONES * ((1 << extra) - 1))
-        per_word = 8 // extra
-        joined = high[:, 0::per_word].copy()
-        for q in range(1, per_word):
-            joined |= high[:, q::per_word] << np.uint32(extra * q)
-        words[:, block // 8 :] = _by_block(joined, rows // block)
+    run = rows_of_run(block, bits)
+    words = np.empty((rows // run, words_of(run, bits), n), np.uint32)
+    first, low = 0, 0
+    for width in PLANES[bits]:
+        plane, per_word = quads >> np.uint32(low) & np.uint32(ONES * ((1 << width) - 1)), 8 // width
+        joined = plane[:, 0::per_word].copy()
+        for k in range(1, per_word):
+            joined |= plane[:, k::per_word] << np.uint32(width * k)
+        count = words_of(run, width)
+        words[:, first : first + count] = joined.reshape(n, rows // run, count).transpose(1, 2, 0)
+        first, low = first + count, low + width
     return words.reshape(-1, n).view(np.int32)
-
-
-def _by_block(words: Array, blocks: int) -> Array:
-    """Words of columns (n, count) as (blocks, count / blocks, n)."""
-    return np.asarray(words.reshape(len(words), blocks, -1).transpose(1, 2, 0))
 
 
 def unpack_codes(words: Array, block: int, bits: int) -> Array:
     """The inverse: codes uint8 (rows, n)."""
-    n = words.shape[1]
-    count = len(words) // words_of(block, bits)
-    blocks = words.reshape(count, words_of(block, bits), n).view(np.uint32)
-    quads = np.stack([_quad(blocks, q, block, bits) for q in range(block // QUAD)], axis=1)
-    bytewise = np.ascontiguousarray(quads.reshape(count * block // QUAD, n)[..., None]).view(np.uint8)
-    return np.asarray(bytewise.swapaxes(1, 2).reshape(count * block, n))
+    n, run = words.shape[1], rows_of_run(block, bits)
+    runs = words.reshape(-1, words_of(run, bits), n).view(np.uint32)
+    quads = np.stack([_quad(runs, q, run, bits) for q in range(run // QUAD)], axis=1)
+    bytewise = np.ascontiguousarray(quads.reshape(-1, n)[..., None]).view(np.uint8)
+    return np.asarray(bytewise.swapaxes(1, 2).reshape(-1, n))
 
 
-def _quad(words: Array, q: int, block: int, bits: int) -> Array:
-    """Quad q of each block, (blocks, n)."""
-    if bits == 8:
-        return np.asarray(words[:, q])
-    found: Array = words[:, q // 2] >> np.uint32(4 * (q % 2)) & np.uint32(ONES * 15)
-    if bits > 4:
-        extra, per_word = bits - 4, 8 // (bits - 4)
-        high = words[:, block // 8 + q // per_word] >> np.uint32(extra * (q % per_word))
-        found = found | (high & np.uint32(ONES * ((1 << extra) - 1))) << np.uint32(4)
+def _quad(runs: Array, q: int, run: int, bits: int) -> Array:
+    """Quad q of each run, (runs, n)."""
+    found: Array = np.uint32(0)
+    for at in places_of(q, run, bits):
+        found = found | (runs[:, at.word] >> np.uint32(at.shift) & np.uint32(ONES * at.mask)) << np.uint32(at.low)
     return found

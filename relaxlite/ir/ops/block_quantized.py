@@ -5,7 +5,8 @@ bits, a scale, and maybe an offset:
 
     weight[k, j] = scales[k // B, j] * (code[k, j] - zero) + offsets[k // B, j]
 
-With a `table` of 16 bytes, codes have four bits, and the table says what each stands for: table[code] - zero.
+With a `table`, codes have at most four bits, and it has a byte for each that says what it stands for: table[code] -
+zero.
 
 Scales and offsets are floats, or codes themselves, int8 or uint8, and then the operand after them has the float factors
 of super-blocks of S rows, as in the K formats of GGUF:
@@ -15,10 +16,11 @@ of super-blocks of S rows, as in the K formats of GGUF:
 So the operands of a weight are `words, scales[, offsets]` or `words, scales, factors[, offsets, offset_factors]`.
 
 Codes lie in int32 words (rows * bits / 32, n), so that few operations on words make *quads*, four codes of neighbouring
-rows as the bytes of a word, for a dot product of bytes (`dot4_words`). Of the words of a block, the first B/8 hold the
-low four bits: row 4*q + b in byte b of word q // 2, in its low half for even q and its high half for odd q. Fifth and
-sixth bits follow, those of as many quads in a word as fit: bits 4.. of row 4*q + b stand in byte b, 1 or 2 bits for
-each quad. Eight bits are quads as they are.
+rows as the bytes of a word, for a dot product of bytes (`dot4_words`). They are cut into *planes* of 8, 4, 2 or 1 bits:
+3 bits are two and one, 5 are four and one, 6 four and two. Of the words of a block the first hold the plane of the
+lowest bits, those of as many quads in a word as fit: of row 4*q + b and a plane of w bits in byte b of word q // (8/w),
+from its bit w * (q % (8/w)) on. Where that is no whole word, a few blocks make up a *run*, and share the words of each
+plane as one block of that size would: two blocks of 16 rows do so in 3 bits.
 
 The integer path rounds activations to signed bytes with a scale for each block of a row, as llama.cpp does; with
 `low_bits` more bits of each in a second byte, x = scale * (high * 2**low_bits + low). Sums within a block are exact.
@@ -40,7 +42,19 @@ from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import WORD, WORDS
 from relaxlite.ir.op import Attr, Op, Sample, register
-from relaxlite.ir.ops.block_codes import ONES, QUAD, Array, Coding, is_block, rotated, unpack_codes, words_of
+from relaxlite.ir.ops.block_codes import (
+    ONES,
+    PLANES,
+    QUAD,
+    Array,
+    Coding,
+    fills_words,
+    places_of,
+    rotated,
+    rows_of_run,
+    unpack_codes,
+    words_of,
+)
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
 from relaxlite.ir.ops.indexing import Position, at_positions, draw_indices, plain_indices
 from relaxlite.ir.ops.linalg import equality_checks
@@ -51,7 +65,7 @@ from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-BITS = (4, 5, 6, 8)
+BITS = tuple(PLANES)
 FLOATS = ("float32", "float16", "bfloat16")  # of scales, offsets and factors
 CODES = ("uint8", "int8")  # of scales and offsets that have factors
 T = TypeVar("T")
@@ -60,10 +74,6 @@ LONGEST_BLOCK = 256  # rows whose sum of products surely fits into int32: 256 * 
 
 WEIGHT = ("words", "scales", "*others")
 CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0), "table": Attr("ints", ())}
-
-
-def _shifted(word: Scalar, bits: int) -> Scalar:
-    return word.binary("shift_right", bits) if bits else word
 
 
 def _with_factors(given: Sequence[T], dtype_of: Callable[[T], str]) -> list[tuple[T, T | None]]:
@@ -117,8 +127,8 @@ class BlocksOp(Op):
                 f"words {format_shape(ty.shape)} of {bits} bits and scales {format_shape(scale.shape)} do not fit"
             )
         rows = count * 32 // bits
-        if not is_block(rows // blocks, bits):
-            self.fail(f"codes of {bits} bits do not fill whole words in blocks of {rows // blocks} rows")
+        if not fills_words(rows, rows // blocks, bits):
+            self.fail(f"{rows} codes of {bits} bits do not fill whole words in blocks of {rows // blocks} rows")
         level = 1
         if scale.dtype in CODES:
             level = 2
@@ -194,22 +204,22 @@ def weight_at(words: Matrix, given: Sequence[Matrix], k: SymExpr, j: IntLike, co
     """The element of row k and column j as float32."""
     bits, zero = coding.bits, coding.zero
     block = block_of(words, given[0], bits)
-    quad, byte = k % block // QUAD, k % QUAD * 8
-    if bits == 8:
-        code = Scalar(words[k // QUAD, j]).binary("shift_right", byte) & 255
+    run, byte = rows_of_run(block, bits), k % QUAD * 8
+    if len(PLANES[bits]) == 1:
+        quad, first = k // QUAD, sym(0)
     else:
-        first = k // 8 if bits == 4 else k // block * words_of(block, bits) + k % block // 8
-        word = Scalar(words[first, j])
-        if coding.table:
-            found = coding.of_word(word.binary("shift_right", quad % 2 * 4) & ONES * 15)
-            code = found.binary("shift_right", byte) & 255
-        else:
-            code = word.binary("shift_right", quad % 2 * 4 + byte) & 15
-    if 4 < bits < 8:
-        extra, per_word = bits - 4, 8 // (bits - 4)
-        at = k // block * words_of(block, bits) + block // 8 + quad // per_word
-        high = Scalar(words[at, j]).binary("shift_right", quad % per_word * extra + byte) & ((1 << extra) - 1)
-        code = code | high.binary("shift_left", 4)
+        quad, first = k % run // QUAD, k // run * words_of(run, bits)
+    places = places_of(quad, run, bits)
+
+    def bits_at(byte: IntLike, ones: int) -> list[tuple[Scalar, int]]:
+        """From a byte on, of all bytes or of one."""
+        found = ((Scalar(words[first + at.word, j]).binary("shift_right", at.shift + byte), at) for at in places)
+        return [(shifted & ones * at.mask, at.low) for shifted, at in found]
+
+    if coding.table:
+        code = coding.of_word(_joined(bits_at(0, ONES))).binary("shift_right", byte) & 255
+    else:
+        code = _joined(bits_at(byte, 1))
     centered = code - zero if zero else code
     scale, *offset = _numbers(given, k // block, j)
     found = centered.cast("float32") * scale
@@ -279,6 +289,9 @@ class DequantizeBlocks(BlocksOp):
         factored = ("int32", "uint8", "float16", "uint8", "float16")
         yield Sample(((16, "n"), (4, "n"), (1, "n"), (4, "n"), (1, "n")), {"bits": 4}, factored, make)
         yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 128, "table": SOME_TABLE}, kinds[:2], make)
+        yield Sample(((4, "n"), (4, "n"), (4, "n")), {"bits": 2}, kinds, make)
+        yield Sample(((6, "n"), (4, "n")), {"bits": 3, "zero": 4}, kinds[:2], make)
+        yield Sample(((6, "n"), (2, "n")), {"bits": 3, "zero": 128, "table": SOME_TABLE[:8]}, kinds[:2], make)
 
 
 @register
@@ -319,6 +332,8 @@ class GatherBlocks(BlocksOp):
         factored = ("int64", "int32", "uint8", "float16", "uint8", "float16")
         yield Sample((("m",), (20, 5), (4, 5), (2, 5), (4, 5), (2, 5)), {"bits": 5}, factored, make)
         yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 9, "table": SOME_TABLE}, kinds[:3], make)
+        yield Sample((("m",), (6, 5), (4, 5)), {"bits": 3, "zero": 4}, kinds[:3], make)
+        yield Sample((("m",), (4, 5), (2, 5)), {"bits": 2, "zero": 9, "table": SOME_TABLE[4:8]}, kinds[:3], make)
 
 
 def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
@@ -426,6 +441,9 @@ class MatmulBlocks(BlocksOp):
             (4, 16, 0, 8, SOME_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
             (5, 32, 16, 0, (), 8), (5, 32, 0, 0, (), 8), (6, 16, 32, 0, (), 4), (6, 16, 0, 0, (), 2),
             (4, 32, 12, 0, SMALL_TABLE, 8), (4, 16, 0, 0, SMALL_TABLE, 4),
+            (2, 32, 1, 0, (), 1), (2, 16, 0, 4, (), 1), (2, 32, 1, 0, (), 8), (3, 16, 4, 4, (), 1),
+            (3, 32, 0, 8, (), 1), (3, 16, 4, 0, (), 4), (3, 32, 9, 4, SMALL_TABLE[:8], 1),
+            (3, 16, 12, 0, SMALL_TABLE[8:], 4),
         )  # fmt: skip
         for bits, block, zero, low_bits, table, rotation in kinds_of_blocks:
             rows, count = 2 * block, bytes_of_block(block, low_bits)
@@ -488,20 +506,37 @@ def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
     return Intrinsic(WORD, tuple(x[g, i, q * QUAD + b] for b in range(QUAD)), "int32")
 
 
+def _joined(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
+    """Bits of codes, each from a place on."""
+    whole, *others = (part.binary("shift_left", low) if low else part for part, low in parts)
+    for part in others:
+        whole = whole | part
+    return whole
+
+
 def _quads(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
     """The quads of block g of column j."""
-    bits = coding.bits
-    first = g * words_of(block, bits)
-    loaded = [words[first + n, j] for n in range(words_of(block, bits))]
+    bits, quads = coding.bits, block // QUAD
+    run = rows_of_run(block, bits)
+    blocks = run // block
+    first, number = g // blocks * words_of(run, bits), g % blocks
+    loaded: dict[SymExpr, Scalar] = {}
+
+    def word(at: SymExpr) -> Scalar:
+        return loaded.setdefault(at, Scalar(words[at, j]))
 
     def quad(q: int) -> Value:
-        if bits == 8:
-            return loaded[q]
-        found = _shifted(Scalar(loaded[q // 2]), 4 * (q % 2)) & ONES * 15
-        if bits > 4:
-            extra, per_word = bits - 4, 8 // (bits - 4)
-            high = _shifted(Scalar(loaded[block // 8 + q // per_word]), extra * (q % per_word))
-            found = found | (high & ONES * ((1 << extra) - 1)).binary("shift_left", 4)
-        return coding.of_word(found).value
+        parts = []
+        for at in places_of(q, run, bits):
+            per_word = 8 // at.width
+            if quads % per_word == 0:  # each block has words of its own
+                whole, shift = word(first + number * (quads // per_word) + at.word), sym(at.shift)
+            else:
+                of_run = number * quads + q
+                whole = word(first + at.word - q // per_word + of_run // per_word)
+                shift = of_run % per_word * at.width
+            shifted = whole if as_int(shift) == 0 else whole.binary("shift_right", shift)
+            parts.append((shifted & ONES * at.mask if at.width < 8 else shifted, at.low))
+        return coding.of_word(_joined(parts)).value
 
-    return [quad(q) for q in range(block // QUAD)]
+    return [quad(q) for q in range(quads)]
