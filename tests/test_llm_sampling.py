@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxlite.llm.sampling import Sampler, Sampling, candidates, log_probability, penalized
+from relaxlite.llm.sampling import Sampler, Sampling, candidates, drawn, log_probability, penalized
 
 CASES: list[dict[str, Any]] = [
     {"temperature": 0.7},
@@ -141,3 +141,41 @@ def test_log_probabilities_do_not_overflow() -> None:
     logits = np.array([1000.0, 1000.0, -1000.0], np.float32)
     assert log_probability(logits, 0) == pytest.approx(np.log(0.5))
     assert log_probability(logits, 2) == pytest.approx(-2000 - np.log(2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("vocab", [300, 40_000])
+@pytest.mark.parametrize("spread_by", [0.01, 3.0])
+def test_logits_in_float32_are_filtered_as_in_float64(case: dict[str, Any], vocab: int, spread_by: float) -> None:
+    how = Sampling(**case)
+    scores = np.random.default_rng(2).normal(0, spread_by, vocab).astype(np.float32)
+    found, wanted = spread(scores, how), spread(scores.astype(np.float64), how)
+    edge = 2e-6 / vocab if "top_p" in case else 0  # one more or less, where sums in float32 differ
+    assert (abs(found - wanted) > edge + 1e-5 * wanted).sum() <= (2 if "top_p" in case else 0)
+
+
+@pytest.mark.parametrize("size", [1, 5, 511, 512, 513, 3000])
+def test_each_place_is_as_wide_as_its_weight(size: int) -> None:
+    rng = np.random.default_rng(size)
+    weights = np.where(rng.random(size) < 0.3, 0, rng.random(size)).astype(np.float32)
+    weights[rng.integers(size)] = 1
+    ends = np.cumsum(weights, dtype=np.float64) / weights.sum(dtype=np.float64)
+    for number in (0.0, *rng.random(200), np.nextafter(1.0, 0.0)):
+        at = drawn(weights, float(number))
+        assert weights[at] > 0
+        assert ends[at] - weights[at] / weights.sum() - 1e-6 <= number <= ends[at] + 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-7, 1e30])
+def test_any_temperature_leaves_tokens(temperature: float) -> None:
+    scores = np.array([1.0, 3.0, 2.0, 3.0, -np.inf], np.float32)
+    chosen = {Sampler(Sampling(temperature), seed).choose(scores, []) for seed in range(60)}
+    assert chosen == ({1, 3} if temperature < 1 else {0, 1, 2, 3})
+
+
+def test_equals_all_over_a_large_vocabulary() -> None:
+    scores = np.zeros(50_000, np.float32)
+    places, probabilities = candidates(scores, Sampling(1.0, top_k=40))
+    assert places.size == 50_000 and probabilities.sum() == pytest.approx(1, abs=1e-5)
+    places, _ = candidates(scores, Sampling(1.0, top_p=0.25))
+    assert places.tolist() == list(range(12_500))

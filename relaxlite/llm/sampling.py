@@ -2,6 +2,9 @@
 
 The steps and their order are those of transformers: repetition penalty, then, where sampled, temperature, top-k, top-p,
 min-p. A token that a step removes takes no part in the next ones.
+
+A vocabulary is large beside what is likely in it, so nothing is sorted or widened to float64 before few tokens are
+left: 49,152 logits take 0.06 to 0.1 ms so, and 0.5 to 1 ms otherwise, where SmolLM2-135M takes 3 ms for a token.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_LIKELY = 1024  # tokens among which top-p usually finds all of its own, without sorting the vocabulary
+_ROWS = 32  # of a vocabulary as a matrix, whose columns each have a largest number
+_LIKELY = 64  # tokens among which top-p looks for all of its own at first
+_MORE = 8  # times as many it looks at then
+_BLOCK = 512  # tokens whose probabilities are summed up together
+_LEAST_TEMPERATURE = 1e-6  # that float32 divides by
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +101,9 @@ class Sampler:
         scores = penalized(logits, tokens, how.repetition_penalty)
         if how.temperature == 0:
             return best if scores is logits else int(np.argmax(scores))
-        places, probabilities = candidates(scores.astype(np.float64), how)
-        sums = np.cumsum(probabilities)
-        at = np.searchsorted(sums, self._random.random() * sums[-1], side="right")
-        return int(places[min(int(at), places.size - 1)])
+        places, weights = _left(scores, how)
+        at = drawn(weights, self._random.random())
+        return at if places is None else int(places[at])
 
 
 def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
@@ -115,40 +121,87 @@ def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
 
 def candidates(scores: Array, how: Sampling) -> tuple[Array, Array]:
     """The tokens that may come next, ascending, and their probabilities, which sum to 1. `how.temperature` > 0."""
-    places = np.arange(scores.size)
-    with np.errstate(over="ignore"):
-        scores = (scores - scores.max()) / how.temperature  # the largest is 0: what overflows cannot come
+    places, weights = _left(scores, how)
+    return np.arange(scores.size) if places is None else places, weights / weights.sum()
+
+
+def _left(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
+    """The tokens that are left, ascending (None: all), and how likely they are beside the likeliest."""
+    places: Array | None = None
     if 0 < how.top_k < scores.size:
-        least = np.partition(scores, scores.size - how.top_k)[scores.size - how.top_k]
-        places = np.flatnonzero(scores >= least)
-    probabilities = softmax(scores[places])
+        upper = _largest(scores, how.top_k)
+        some = scores[upper]
+        places = upper[some >= np.partition(some, some.size - how.top_k)[some.size - how.top_k]]
+        scores = scores[places].astype(np.float64)
+    weights = _weights(scores, how.temperature)
     if how.top_p < 1.0:
-        kept = _nucleus(probabilities, how.top_p)
-        places, probabilities = places[kept], softmax(scores[places[kept]])
+        kept = _nucleus(weights, how.top_p)
+        places, scores = kept if places is None else places[kept], scores[kept].astype(np.float64)
+        weights = _weights(scores, how.temperature)
     if how.min_p > 0.0:
-        kept = probabilities >= how.min_p * probabilities.max()
-        places, probabilities = places[kept], softmax(scores[places[kept]])
-    return places, probabilities
+        kept = np.flatnonzero(weights >= how.min_p * (1 - 1e-5))  # some more, as float32 rounds
+        exact = _weights(scores[kept].astype(np.float64), how.temperature)
+        are_likely = exact >= how.min_p
+        kept, weights = kept[are_likely], exact[are_likely]
+        places = kept if places is None else places[kept]
+    return places, weights
 
 
-def _nucleus(probabilities: Array, p: float) -> Array:
-    """Where the likeliest are, ascending, up to and with the one at which their sum reaches p."""
-    ordered = np.sort(_likeliest(probabilities, p))[::-1]  # numbers alone: their places would take ten times as long
+def _weights(scores: Array, temperature: float) -> Array:
+    """1 for the largest."""
+    if temperature < _LEAST_TEMPERATURE:
+        scores = scores.astype(np.float64)
+    with np.errstate(over="ignore"):
+        found: Array = np.exp((scores - scores.max()) / temperature)  # what overflows cannot come
+    return found
+
+
+def _largest(numbers: Array, count: int) -> Array:
+    """Where the largest of some numbers are, ascending, at least `count`, with all their equals: so many columns of a
+    matrix of all of them have a number no smaller than the least of theirs."""
+    columns = numbers.size // _ROWS
+    if count >= columns:
+        return np.arange(numbers.size)
+    maxima = numbers[: _ROWS * columns].reshape(_ROWS, columns).max(axis=0)
+    return np.flatnonzero(numbers >= np.partition(maxima, columns - count)[columns - count])
+
+
+def _nucleus(weights: Array, p: float) -> Array:
+    """Where the likeliest are, ascending, up to and with the one at which their sum reaches p of all."""
+    wanted, count = p * float(_sums(weights)[-1]), _LIKELY
+    while True:
+        upper = _largest(weights, count)
+        some = weights[upper].astype(np.float64)
+        if upper.size == weights.size or some.sum() >= wanted:
+            break
+        count *= _MORE
+    ordered = np.sort(some)[::-1]
     before = np.cumsum(ordered) - ordered
-    count = max(1, int(np.count_nonzero(before < p)))
-    least = ordered[count - 1]
-    above = np.flatnonzero(probabilities > least)
-    equal = np.flatnonzero(probabilities == least)[: count - above.size]
-    return np.sort(np.concatenate([above, equal]))
+    kept = max(1, int(np.count_nonzero(before < wanted)))
+    least = ordered[kept - 1]
+    above = np.flatnonzero(some > least)
+    equal = np.flatnonzero(some == least)[: kept - above.size]
+    return np.asarray(upper[np.sort(np.concatenate([above, equal]))])
 
 
-def _likeliest(probabilities: Array, p: float) -> Array:
-    """The greatest of them, if these reach p, else all."""
-    if probabilities.size > _LIKELY:
-        found = np.partition(probabilities, probabilities.size - _LIKELY)[probabilities.size - _LIKELY :]
-        if found.sum() >= p:
-            return found
-    return probabilities
+def _sums(weights: Array) -> Array:
+    """Of all weights up to the end of each block, and of those behind the last one, float64."""
+    blocks = weights.size // _BLOCK
+    whole = weights[: blocks * _BLOCK].reshape(blocks, _BLOCK).sum(axis=1)
+    return np.cumsum(np.append(whole, weights[blocks * _BLOCK :].sum()), dtype=np.float64)
+
+
+def drawn(weights: Array, number: float) -> int:
+    """The place that a number from 0 to 1 (excluded) falls on, each place being as wide as its weight."""
+    sums = _sums(weights)
+    wanted = number * sums[-1]
+    block = min(int(np.searchsorted(sums, wanted, side="right")), len(sums) - 1)
+    some = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    inside = max(wanted - sums[block - 1] if block else wanted, 0.0)
+    at = int(np.searchsorted(np.cumsum(some, dtype=np.float64), inside, side="right"))
+    if at == some.size:  # sums of blocks round otherwise
+        at = int(np.flatnonzero(some)[-1])
+    return block * _BLOCK + at
 
 
 def softmax(scores: Array) -> Array:
