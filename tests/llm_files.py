@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
+from relaxlite.frontend.llm.gguf_format import TYPE_NAMES
+
 gguf = pytest.importorskip("gguf")
 
 Array = np.ndarray[Any, Any]
@@ -140,7 +143,7 @@ def write(path: Path, name: str, metadata: Mapping[str, Any], weights: Mapping[s
         add(writer, key, value)
     for key, value in weights.items():
         if isinstance(value, tuple):
-            writer.add_tensor(key, value[0], raw_dtype=gguf.GGMLQuantizationType[value[1]])
+            writer.add_tensor(key, value[0], raw_dtype=_type(value[1]))
         else:
             writer.add_tensor(key, value)
     writer.write_header_to_file()
@@ -148,6 +151,15 @@ def write(path: Path, name: str, metadata: Mapping[str, Any], weights: Mapping[s
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _type(name: str) -> Any:
+    """Of a tensor, also where the `gguf` package does not know it."""
+    if name in gguf.GGMLQuantizationType.__members__:
+        return gguf.GGMLQuantizationType[name]
+    number = next(number for number, known in TYPE_NAMES.items() if known == name)
+    gguf.GGML_QUANT_SIZES[number] = BLOCK_FORMATS[name].size, BLOCK_FORMATS[name].nbytes
+    return number
 
 
 def add(writer: Any, key: str, value: Any) -> None:

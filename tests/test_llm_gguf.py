@@ -23,7 +23,7 @@ from relaxlite.frontend.llm.config import Rope, RopeScaling
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.read import read_checkpoint
 from tests import llm_files as files
-from tests.block_bytes import random_blocks
+from tests.block_bytes import dequantized, random_blocks
 from tests.dense_llm import build_dense
 
 gguf = pytest.importorskip("gguf")
@@ -193,6 +193,8 @@ SIZES = {
     "IQ1_M": 2e-3,
     "TQ1_0": 2e-2,
     "TQ2_0": 2e-2,
+    "Q1_0": 2e-2,
+    "Q2_0": 2e-2,
 }  # of scales, by what codes stand for
 
 
@@ -219,9 +221,22 @@ def test_every_tensor_type(kind: str, precision: str, tmp_path: Path) -> None:
         if values.ndim == 2:
             data = packed(values, kind)
             stored[name] = (data, kind)
-            weights[name] = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
+            weights[name] = dequantized(data, kind).reshape(values.shape)
     path = files.write(tmp_path / "m.gguf", "llama", metadata, stored)
     check_logits(path, "llama", metadata, weights, precision)
+
+
+def test_a_tensor_that_goes_on_where_the_next_begins_is_refused(tmp_path: Path) -> None:
+    """As those of a fork do whose Q2_0 has blocks of another size."""
+    path = files.write(tmp_path / "m.gguf", "llama", files.fields("llama"), files.tensors("llama"))
+    name, data = b"blk.0.attn_q.weight", bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4  # behind its rank, dimensions and type
+    offset = int.from_bytes(data[at : at + 8], "little") + 32
+    data[at : at + 8] = offset.to_bytes(8, "little")
+    path.write_bytes(data)
+    message = r"attn_q.weight' has (\d+) bytes by its type F32, and the next one begins after \d+: the file is"
+    with pytest.raises(ImportModelError, match=message):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("is_stacked", [True, False])

@@ -72,7 +72,7 @@ def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
         "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": 16 / 84, "Q3_K": 4 / 110, "IQ4_XS": 2 / 136, "MXFP4": 1 / 17,
         "IQ1_S": 108 / 50 - 1, "IQ1_M": 116 / 56 - 1, "IQ2_XXS": 108 / 66 - 1, "IQ2_XS": 116 / 74 - 1,
         "IQ2_S": 116 / 82 - 1, "IQ3_XXS": 140 / 98 - 1, "IQ3_S": 138 / 110 - 1, "TQ1_0": 74 / 54 - 1,
-        "TQ2_0": 74 / 66 - 1,
+        "TQ2_0": 74 / 66 - 1, "Q1_0": 4 / 18, "Q2_0": 2 / 18,
     }.get(kind, 0)  # fmt: skip
     assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
 
@@ -89,8 +89,8 @@ def test_scales_have_two_levels(kind: str) -> None:
 @pytest.mark.parametrize(
     ("bits", "block"),
     [
-        (2, 32), (2, 16), (2, 8), (3, 32), (3, 16), (4, 32), (4, 16), (4, 8), (5, 32), (5, 16), (6, 32), (6, 16),
-        (8, 32), (8, 8),
+        (1, 32), (1, 8), (2, 32), (2, 16), (2, 8), (3, 32), (3, 16), (4, 32), (4, 16), (4, 8), (5, 32), (5, 16),
+        (6, 32), (6, 16), (8, 32), (8, 8),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("order", ["C", "F"])

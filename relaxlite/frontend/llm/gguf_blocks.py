@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.frontend.llm import gguf_grids as grids
-from relaxlite.frontend.llm.quantized import MXFP4, GroupedWeight, GroupScales, mxfp4_scales
+from relaxlite.frontend.llm.quantized import MXFP4, GroupedWeight, GroupScales, mxfp4_scales, scale_of_groups
 from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.records import dataclass
 
@@ -135,6 +135,15 @@ def _iq4_xs(blocks: Array) -> _Parts:
     return _nibbles(blocks[:, 8:].reshape(-1, 8, 16)), GroupScales(scales, _half(blocks, 0)), None
 
 
+def _q1_0(blocks: Array) -> _Parts:
+    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), scale_of_groups(_half(blocks, 0), 4), None
+
+
+def _q2_0(blocks: Array) -> _Parts:
+    pairs = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return pairs, scale_of_groups(_half(blocks, 0), 2), None
+
+
 def _mxfp4(blocks: Array) -> _Parts:
     return _nibbles(blocks[:, 1:]), GroupScales(mxfp4_scales(blocks[:, :1])), None
 
@@ -146,6 +155,8 @@ _IQ4 = Coding(
 BLOCK_FORMATS: Mapping[str, BlockFormat] = {
     name: BlockFormat(name, size, nbytes, coding, decode)
     for name, size, nbytes, coding, decode in (
+        ("Q1_0", 128, 18, Coding(1, 1, (0, 2)), _q1_0),
+        ("Q2_0", 64, 18, Coding(2, 1), _q2_0),
         ("Q8_0", 32, 34, Coding(8, 128), _q8_0),
         ("Q4_0", 32, 18, Coding(4, 8), _q4_0),
         ("Q4_1", 32, 20, Coding(4), _q4_1),

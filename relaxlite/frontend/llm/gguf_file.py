@@ -101,6 +101,11 @@ def _bytes(tensor: TensorInfo, rows: int, row_bytes: int, what: str) -> np.ndarr
     end = tensor.offset + rows * row_bytes
     if end > tensor.data.size:
         raise ImportModelError(f"{what} ends at byte {end} of {tensor.data.size}: the file is truncated")
+    if end > tensor.end:
+        raise ImportModelError(
+            f"{what} has {rows * row_bytes} bytes by its type {tensor.kind}, and the next one begins after "
+            f"{tensor.end - tensor.offset}: the file is damaged, or its {tensor.kind} is not llama.cpp's"
+        )
     return tensor.data[tensor.offset : end].reshape(rows, row_bytes)
 
 

@@ -5,6 +5,7 @@ The `gguf` package reads it too, but takes ten seconds for a vocabulary of 260,0
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
@@ -25,7 +26,8 @@ TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -35,12 +37,14 @@ _MOST_PARTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`shape` outermost first; `offset` in bytes from the file's beginning."""
+    """`shape` outermost first; `offset` in bytes from the file's beginning, and where the next tensor or the file's end
+    follows."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
     offset: int
+    end: int
     data: Array  # all bytes of its file, mapped read-only
 
 
@@ -173,5 +177,9 @@ def _read(reader: _Reader) -> GgufFile:
         raise ValueError(f"an alignment of {alignment!r}")
     start = -(-reader.at // alignment) * alignment
     data = np.frombuffer(reader.data, np.uint8)
-    found = tuple(TensorInfo(name, shape, kind, start + offset, data) for name, shape, kind, offset in infos)
+    starts = sorted({start + offset for *_, offset in infos})
+    ends = dict(itertools.pairwise([*starts, data.size]))
+    found = tuple(
+        TensorInfo(name, shape, kind, start + offset, ends[start + offset], data) for name, shape, kind, offset in infos
+    )
     return GgufFile(metadata, found)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.quantized import GroupScales, neighbours
+from relaxlite.frontend.llm.quantized import GroupScales, neighbours, scale_of_groups
 from relaxlite.ir.ops.block_codes import Coding
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -160,14 +160,13 @@ def tq1_0(blocks: Array) -> _Parts:
         return (blocks[:, None, start:end] * powers).reshape(len(blocks), -1)
 
     fractions = np.concatenate([digits(0, 32, 5), digits(32, 48, 5), digits(48, 52, 4)], axis=1)
-    return (fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8), _ternary_scales(blocks, 52), None
+    return (
+        (fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8),
+        scale_of_groups(_word(blocks, 52, 54, "<f2"), 8),
+        None,
+    )
 
 
 def tq2_0(blocks: Array) -> _Parts:
     pairs = blocks[:, :64].reshape(-1, 2, 1, 32) >> 2 * _FOUR[:, None] & 3
-    return pairs, _ternary_scales(blocks, 64), None
-
-
-def _ternary_scales(blocks: Array, at: int) -> GroupScales:
-    """One of 256 weights, for each 32."""
-    return GroupScales(np.ones((len(blocks), 8), np.uint8), _word(blocks, at, at + 2, "<f2"))
+    return pairs, scale_of_groups(_word(blocks, 64, 66, "<f2"), 8), None

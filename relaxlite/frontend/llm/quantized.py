@@ -4,7 +4,7 @@ Every format says the same thing in its own packing: the weights of a row are in
 
     weight[n, k] = scale[n, k // group] * (code[n, k] - zero) + offset[n, k // group]
 
-with small integer codes of 4, 5, 6 or 8 bits, or places in a table of such numbers. `GroupedWeight` holds just that, so
+with small integer codes of 1 to 6 or 8 bits, or places in a table of such numbers. `GroupedWeight` holds just that, so
 nothing is rounded. GGUF's formats are in gguf_blocks.py; what the libraries of Hugging Face's folders write
 (hf_quantized.py) comes to the same through `PackedRows`. MXFP4: OCP Microscaling Formats 1.0.
 """
@@ -43,6 +43,11 @@ class GroupScales:
     def reshape(self, n: int) -> GroupScales:
         """For n rows."""
         return GroupScales(self.values.reshape(n, -1), None if self.factors is None else self.factors.reshape(n, -1))
+
+
+def scale_of_groups(factors: Array, groups: int) -> GroupScales:
+    """One of factors [n, 1] for so many groups of each row: shorter ones than the format's are rounded better."""
+    return GroupScales(np.ones((len(factors), groups), np.uint8), factors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from relaxlite.records import dataclass
 
 QUAD = 4  # codes in a word of bytes
 ONES = 0x01010101
-PLANES: Mapping[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Bits of a code that lie in words of their own, the lowest ones first, by the bits of a code."""
 MOST_OF_TABLE = 4  # bits of codes that are places in a table
 Array: TypeAlias = "np.ndarray[Any, Any]"

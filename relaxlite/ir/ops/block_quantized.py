@@ -292,6 +292,7 @@ class DequantizeBlocks(BlocksOp):
         yield Sample(((4, "n"), (4, "n"), (4, "n")), {"bits": 2}, kinds, make)
         yield Sample(((6, "n"), (4, "n")), {"bits": 3, "zero": 4}, kinds[:2], make)
         yield Sample(((6, "n"), (2, "n")), {"bits": 3, "zero": 128, "table": SOME_TABLE[:8]}, kinds[:2], make)
+        yield Sample(((2, "n"), (2, "n")), {"bits": 1, "zero": 1, "table": (0, 2)}, kinds[:2], make)
 
 
 @register
@@ -443,7 +444,7 @@ class MatmulBlocks(BlocksOp):
             (4, 32, 12, 0, SMALL_TABLE, 8), (4, 16, 0, 0, SMALL_TABLE, 4),
             (2, 32, 1, 0, (), 1), (2, 16, 0, 4, (), 1), (2, 32, 1, 0, (), 8), (3, 16, 4, 4, (), 1),
             (3, 32, 0, 8, (), 1), (3, 16, 4, 0, (), 4), (3, 32, 9, 4, SMALL_TABLE[:8], 1),
-            (3, 16, 12, 0, SMALL_TABLE[8:], 4),
+            (3, 16, 12, 0, SMALL_TABLE[8:], 4), (1, 32, 1, 0, (0, 2), 8), (1, 16, 0, 4, (), 1),
         )  # fmt: skip
         for bits, block, zero, low_bits, table, rotation in kinds_of_blocks:
             rows, count = 2 * block, bytes_of_block(block, low_bits)
