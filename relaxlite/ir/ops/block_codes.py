@@ -189,16 +189,17 @@ def pack_codes(codes: Array, block: int, bits: int) -> Array:
         count = words_of(run, width)
         words[:, first : first + count] = joined.reshape(n, rows // run, count).transpose(1, 2, 0)
         first, low = first + count, low + width
-    return words.reshape(-1, n).view(np.int32)
+    return words.reshape(words_of(rows, bits), n).view(np.int32)
 
 
 def unpack_codes(words: Array, block: int, bits: int) -> Array:
     """The inverse: codes uint8 (rows, n)."""
     n, run = words.shape[1], rows_of_run(block, bits)
-    runs = words.reshape(-1, words_of(run, bits), n).view(np.uint32)
+    count = len(words) // words_of(run, bits)
+    runs = words.reshape(count, words_of(run, bits), n).view(np.uint32)
     quads = np.stack([_quad(runs, q, run, bits) for q in range(run // QUAD)], axis=1)
-    bytewise = np.ascontiguousarray(quads.reshape(-1, n)[..., None]).view(np.uint8)
-    return np.asarray(bytewise.swapaxes(1, 2).reshape(-1, n))
+    bytewise = np.ascontiguousarray(quads.reshape(count * run // QUAD, n)[..., None]).view(np.uint8)
+    return np.asarray(bytewise.swapaxes(1, 2).reshape(count * run, n))
 
 
 def _quad(runs: Array, q: int, run: int, bits: int) -> Array:
