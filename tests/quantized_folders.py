@@ -69,13 +69,17 @@ def _stands_for(codes: Array, zeros: Any, scales: Array, groups: Array) -> Array
 
 def gptq(
     *, bits: int = 4, group: int = 32, symmetric: bool = True, version: int = 1, is_sorted: bool = True,
-    has_index: bool = True, dtype: Any = np.float16,
+    has_index: bool = True, dtype: Any = np.float16, zero: int | None = None,
 ) -> Packer:  # fmt: skip
+    """`zero`: of all, where it is not the middle of the codes (`symmetric`) nor drawn."""
+
     def pack(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, Array]:
         size = k if group == -1 else group
         count = -(-k // size)
         codes, scales = _drawn(rng, n, k, bits, count, dtype)
         zeros = np.full((n, count), 1 << bits - 1) if symmetric else rng.integers(1, 1 << bits, (n, count))
+        if zero is not None:
+            zeros[:] = zero
         groups = np.arange(k) // size
         if not is_sorted:  # the same for all modules that read the same, as GPTQ has it
             groups = np.random.default_rng(k).permutation(groups)

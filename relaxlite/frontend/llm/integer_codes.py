@@ -58,8 +58,10 @@ class Integers:
     def _grouped(self, groups: Array, order: Array | None) -> Callable[[Rows], GroupedWeight]:
         """`groups` of the blocks. Where there is one zero point, and scales have 16 bits, these are all."""
         block = self.shape[1] // len(groups)
-        bits = next(b for b in PLANES if b >= self.bits and fills_words(self.shape[1], block, b))
-        coding = Coding(bits, self.zeros if isinstance(self.zeros, int) else 0)
+        zero = self.zeros if isinstance(self.zeros, int) else 0
+        least = max(self.bits, zero.bit_length())  # of 3 bits GPTQ's may be 8
+        bits = next(b for b in PLANES if b >= least and fills_words(self.shape[1], block, b))
+        coding = Coding(bits, zero)
         scales = _in_16_bits(self.scales)
         count = scales.shape[1]
         is_even = len(groups) % count == 0 and np.array_equal(groups, np.arange(count).repeat(len(groups) // count))
