@@ -75,9 +75,6 @@ def check_batch(engine: Engine, batch: Batch, wanted: Sequence[int] | None) -> N
             raise InvalidArgumentError(
                 f"sequence {sequence} is given {len(tokens)} tokens, and the logits of {wanted[k]} are wanted"
             )
-        vocab = engine.vocab
-        bad = [t for t in tokens if not isinstance(t, int | Integral) or not 0 <= t < vocab]
-        if bad:
-            raise InvalidArgumentError(
-                f"sequence {sequence}: token {bad[0]} is not in the vocabulary of {engine.vocab}"
-            )
+        bad = next((t for t in tokens if not isinstance(t, Integral) or not 0 <= t < engine.vocab), None)
+        if bad is not None:
+            raise InvalidArgumentError(f"sequence {sequence}: token {bad} is not in the vocabulary of {engine.vocab}")

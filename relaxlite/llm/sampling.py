@@ -26,7 +26,7 @@ _ROWS = 32  # of a vocabulary as a matrix, whose columns each have a largest num
 _LIKELY = 64  # tokens among which top-p looks for all of its own at first
 _MORE = 8  # times as many it looks at then
 _BLOCK = 512  # tokens whose probabilities are summed up together
-_LEAST_TEMPERATURE = 1e-6  # that float32 divides by
+_TEMPERATURES = 1e-6, 1e6  # between which float32 divides well by them
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Sampler:
         scores = penalized(logits, tokens, how.repetition_penalty)
         if how.temperature == 0:
             return best if scores is logits else int(np.argmax(scores))
-        places, weights = _left(scores, how)
+        places, weights = candidates(scores, how)
         at = drawn(weights, self._random.random())
         return at if places is None else int(places[at])
 
@@ -119,14 +119,9 @@ def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
     return scores
 
 
-def candidates(scores: Array, how: Sampling) -> tuple[Array, Array]:
-    """The tokens that may come next, ascending, and their probabilities, which sum to 1. `how.temperature` > 0."""
-    places, weights = _left(scores, how)
-    return np.arange(scores.size) if places is None else places, weights / weights.sum()
-
-
-def _left(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
-    """The tokens that are left, ascending (None: all), and how likely they are beside the likeliest."""
+def candidates(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
+    """The tokens that may come next, ascending (None: all), and how likely each is beside the likeliest, which is 1.
+    `how.temperature` > 0."""
     places: Array | None = None
     if 0 < how.top_k < scores.size:
         upper = _largest(scores, how.top_k)
@@ -149,7 +144,7 @@ def _left(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
 
 def _weights(scores: Array, temperature: float) -> Array:
     """1 for the largest."""
-    if temperature < _LEAST_TEMPERATURE:
+    if not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]:
         scores = scores.astype(np.float64)
     with np.errstate(over="ignore"):
         found: Array = np.exp((scores - scores.max()) / temperature)  # what overflows cannot come
