@@ -146,6 +146,11 @@ class Target:
         return self.is_x86 and (self.has("avx512vnni") or self.has("avxvnni"))
 
     @property
+    def has_products_in_step(self) -> bool:
+        """Whether rows of such products go in step (schedule_in_step.py); other processors have not been measured."""
+        return self.has_byte_products and self._is_wide_intel
+
+    @property
     def has_byte_pairs(self) -> bool:
         """Whether one instruction sums the products of two bytes in each 16 bits."""
         return self.is_x86 and self.has("ssse3")

@@ -420,6 +420,36 @@ def test_tiles_start_where_integers_are_floats_if_scales_have_few_bits(name: str
     assert {buffer.dtype for buffer in made} == {"float32" if is_exact else "int32"}
 
 
+@pytest.mark.parametrize(
+    ("cpu", "name", "precision", "sums", "is_exact"),
+    [
+        ("icelake-server", "4 bits", "int8", 4, True),
+        ("icelake-server", "4 bits", "int12", 2, True),
+        ("icelake-server", "4 bits", "int16", 2, False),  # sums of 2**23 and more
+        ("icelake-server", "5 bits", "int12", 2, True),
+        ("icelake-server", "5 bits, offsets", "int8", 8, True),
+        ("icelake-server", "5 bits, offsets", "int12", 4, False),  # in blocks of 64: sums beyond 2**22
+        ("icelake-server", "8 bits", "int8", 4, True),
+        ("icelake-server", "8 bits", "int12", 2, False),
+        ("icelake-server", "4 bits, offsets", "int8", 4, False),  # scales in float32
+        ("icelake-server", "6 bits in blocks of 16", "int12", 2, False),
+        ("icelake-server", "6 bits in blocks of 16", "int8", 0, False),  # four dot products a block
+        ("skylake-avx512", "4 bits", "int8", 0, False),  # no such instruction
+        ("znver4", "4 bits", "int8", 0, False),
+    ],
+)
+def test_rows_go_in_step_on_intels_wide_vectors(cpu: str, name: str, precision: str, sums: int, is_exact: bool) -> None:
+    """The scheduler's places hold so many rows' dot products that do not wait for each other."""
+    module, _ = lowered(product(weight_of(name, 32)), f"llvm -mcpu={cpu} -mtriple=x86_64-linux-gnu", precision)
+    (program,) = programs_with(module, "matmul_blocks").values()
+    made = {s.buffer.name: s.buffer for s in walk_stmts(program.body) if isinstance(s, Allocate)}
+    assert ("starts" in made) == bool(sums)
+    if sums:
+        assert {int(buffer.shape[0]) for key, buffer in made.items() if key.startswith("sums")} == {sums}
+    names = {v.name for v in all_values(program.body) if isinstance(v, Intrinsic)}
+    assert ("float_of_bits" in names) == is_exact
+
+
 def test_where_the_system_refuses_tiles_kernels_go_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HOST.has("amx-int8"):
         pytest.skip("this processor has no tiles")

@@ -14,7 +14,7 @@ from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import CodegenError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, HALVES, LOOKUP, NEAREST, WORDS
+from relaxlite.ir.intrinsics import BITS, DOT_PRODUCTS, HALVES, LOOKUP, NEAREST, WORDS
 from relaxlite.ir.program import (
     Binary,
     Buffer,
@@ -181,6 +181,29 @@ def test_the_nearest_integers_of_floats_and_what_int32_does_not_hold(target: Tar
             run_program(program, [values], [COLUMNS], [found])
             np.testing.assert_array_equal(got[:lanes], wanted[start : start + lanes], err_msg=f"{lanes} {kind} {start}")
             np.testing.assert_array_equal(found[:lanes], wanted[start : start + lanes])
+
+
+@pytest.mark.parametrize("target", [HOST, PORTABLE, OLD, PLAIN], ids=["host", "avx2", "ssse3", "portable"])
+def test_floats_of_bits_in_every_form_and_width(target: Target) -> None:
+    if not target.runs_here:
+        pytest.skip("this processor lacks the instructions")
+    x, out = Buffer.of("x", (COLUMNS,), "int32"), Buffer.of("out", (COLUMNS,), "float32")
+    some = [0, -1, 1, 0x4B400000, 0x4B400000 - 7, 0x7F800000, -(2**31), 0x3F800000]
+    bits = np.resize(np.array(some, np.int32), COLUMNS)
+    for lanes, kind in WIDTHS:
+        store = Store(out, (J,), Intrinsic(BITS, (x[J],), "float32"))
+        program = TensorProgram((x, out), (N,), For(J, sym(lanes), store, kind))
+        got, found = np.zeros((2, COLUMNS), np.float32)
+        assert NativeKernel(program, target)([bits, got], [COLUMNS]) == 0
+        run_program(program, [bits], [COLUMNS], [found])
+        for made in (got, found):
+            np.testing.assert_array_equal(made[:lanes].view(np.int32), bits[:lanes], err_msg=f"{lanes} {kind}")
+
+
+def test_a_multiply_add_of_float32_is_rounded_once_by_the_interpreter() -> None:
+    """(2**23 + 2**22 + 5) * 1.5 - (2**23 + 2**22) * 1.5, where the product has 25 bits."""
+    x = tuple(np.float32([v]) for v in (12582917, 1.5, -18874368))
+    np.testing.assert_array_equal(scalar_functions.apply_intrinsic("fma", x), np.float32([7.5]))
 
 
 TABLE = np.array([7, 255, 0, 128, 1, 127, 200, 3, 9, 250, 66, 65, 64, 63, 129, 2], np.uint8)

@@ -9,6 +9,7 @@
     dot2_bf16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                        float32 of bfloat16
     nearest_i32(a) = a                                                      int32 of float32, to nearest even
     narrow_bf16(a) = a                                                      bfloat16 of float32, to nearest even
+    float_of_bits(a)                                                        float32 of the bits of an int32
     pair(a, b) = a | b << 16                                                int32 of the bits of two bfloat16
     dot2_pairs(c, a, b)                                                     dot2_bf16 of two such pairs
     dot2_halves(c, a, b)                                                    dot2_i16 of the halves of two int32
@@ -68,6 +69,8 @@ NEAREST = "nearest_i32"
 """A rounded number as an integer; -2**31 for NaN and for what int32 does not hold, where a cast has other answers."""
 NARROW = "narrow_bf16"
 """A cast that may be one instruction."""
+BITS = "float_of_bits"
+"""The float32 whose bits an int32 has."""
 PAIR = "pair"
 """Two bfloat16, which are one load where they lie beside each other."""
 PAIRS = "dot2_pairs"
@@ -90,6 +93,7 @@ INTRINSICS: Mapping[str, IntrinsicType] = {
     },
     NEAREST: IntrinsicType(("float32",), "int32"),
     NARROW: IntrinsicType(("float32",), "bfloat16"),
+    BITS: IntrinsicType(("int32",), "float32"),
     PAIR: IntrinsicType(("bfloat16", "bfloat16"), "int32"),
     PAIRS: IntrinsicType(("float32", "int32", "int32"), "float32"),
     HALVES: IntrinsicType(("int32", "int32", "int32"), "int32"),

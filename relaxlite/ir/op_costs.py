@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, HALVES, LOOKUP, NARROW, NEAREST, PAIR, PAIRS, WORD, WORDS
+from relaxlite.ir.intrinsics import BITS, DOT_PRODUCTS, HALVES, LOOKUP, NARROW, NEAREST, PAIR, PAIRS, WORD, WORDS
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
@@ -22,6 +22,7 @@ FLOPS: Mapping[str, int] = {
     LOOKUP: 0,
     WORD: 0,
     NARROW: 0,
+    BITS: 0,
     NEAREST: 1,
     PAIR: 0,
     PAIRS: 4,

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import (
+    BITS,
     DOT_PRODUCTS,
     HALVES,
     INTRINSICS,
@@ -205,6 +206,10 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     problem = type_error(name, given, (known and known.result) or (given[0] if given else ""))
     if problem is not None:
         raise TypeError(problem)
+    if name == "fma" and given[0] == "float32":  # whose products float64 holds, so that it is rounded once here, too
+        x, y, z = (arg.astype(np.float64) for arg in args)
+        with np.errstate(all="ignore"):
+            return np.asarray((x * y + z).astype(np.float32))
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
     if name == WORD:
@@ -215,6 +220,8 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
         return np.where(is_held, np.rint(np.where(is_held, args[0], 0)), -(2.0**31)).astype(np.int32)
     if name == NARROW:
         return cast(args[0], "bfloat16")
+    if name == BITS:
+        return args[0].view(np.float32)
     if name == PAIR:
         low, high = (a.view(np.uint16).astype(np.uint32) for a in args)
         return np.asarray(low | high << np.uint32(16)).astype(np.int32)

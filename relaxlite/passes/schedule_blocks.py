@@ -121,7 +121,9 @@ class Faster:
 Larger: TypeAlias = "Callable[[ManyRows, int], Faster | None]"  # of tiles so many vectors wide; None: there is none
 
 
-def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larger | None = None) -> Stmt:
+def tiled_blocks(
+    found: BlockProduct, lanes: int, streams: Streams, kind: type[ManyRows], larger: Larger | None
+) -> Stmt:
     """All tiles in one parallel loop."""
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
@@ -137,7 +139,7 @@ def tiled_blocks(found: BlockProduct, lanes: int, streams: Streams, larger: Larg
     one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=streams.alone)
     if row is None:
         return tiles(one, found.alone)
-    many = ManyRows(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
+    many = kind(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
     rest, best = tiles(many), None if larger is None else larger(many, found.vectors)
     if best is not None:
         faster = tiles(best.tile, best.vectors)

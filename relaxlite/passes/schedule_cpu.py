@@ -76,12 +76,13 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
-from relaxlite.passes.schedule_blocks import BlockProduct, Larger, block_product, tiled_blocks
+from relaxlite.passes.schedule_blocks import BlockProduct, Larger, ManyRows, block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
 from relaxlite.passes.schedule_groups import Groups, groups_of, tiled_groups
 from relaxlite.passes.schedule_halves import by_halves
+from relaxlite.passes.schedule_in_step import RowsInStep
 from relaxlite.passes.schedule_inner import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
 from relaxlite.passes.schedule_pairs import by_pairs
 from relaxlite.passes.schedule_planes import planes_of, tiled_planes
@@ -388,7 +389,7 @@ class _Rules:
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(blocks, lanes, self._streams(blocks, lanes), self._more_rows)
+            return tiled_blocks(blocks, lanes, self._streams(blocks, lanes), self._some_rows, self._more_rows)
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
@@ -457,7 +458,7 @@ class _Rules:
         if self.packs:
             self.apart.update(found.panels)
         self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, self._streams(found, lanes), self._more_rows)
+        return tiled_groups(groups, found, lanes, self._streams(found, lanes), self._some_rows, self._more_rows)
 
     def _streams(self, found: BlockProduct, lanes: int) -> Streams:
         """How its weights are read, which lie in panels, if they may. In order, where nothing asks for them ahead."""
@@ -501,8 +502,13 @@ class _Rules:
         return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(FOLLOWS))
 
     @property
+    def _some_rows(self) -> type[ManyRows]:
+        """How two rows and more are multiplied with weights in blocks."""
+        return RowsInStep if self.target.has_products_in_step else ManyRows
+
+    @property
     def _more_rows(self) -> Larger | None:
-        """How many rows are multiplied with weights in blocks, where that is not as a few rows are."""
+        """How many rows are, where that is not as a few are."""
         if self.target.has("amx-int8"):
             return by_tiles
         if self.target.has_byte_pairs and not self.target.has_byte_products:

@@ -73,12 +73,14 @@ def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
     return lambda body: body, stmt
 
 
-def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, streams: Streams, larger: Larger | None) -> Stmt:
+def tiled_groups(
+    groups: Groups, found: BlockProduct, lanes: int, streams: Streams, kind: type[ManyRows], larger: Larger | None
+) -> Stmt:
     """All tiles of all groups in one parallel loop."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
     one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=streams.alone)
-    many = ManyRows(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
+    many = kind(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
     best = None if larger is None else larger(many, found.vectors)
     widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)

@@ -22,7 +22,8 @@ from relaxlite.records import dataclass
 
 MOST_DEPTH = 64  # bytes in a row of a tile
 ORIGIN = 3 << 22
-"""As a float32, its bits plus an integer below 2**22 are those of ORIGIN + this integer: MOST_DEPTH * 255 * 128 is."""
+"""As a float32, its bits plus an integer below MOVED are those of ORIGIN + this integer: MOST_DEPTH * 255 * 128 is."""
+ORIGIN_BITS, MOVED = 0x4B400000, 1 << 22
 
 SIGN = 128  # that a signed byte is moved by to be an unsigned one, as its xor with it does
 SIGNS = four_bytes(SIGN)
@@ -81,8 +82,8 @@ class Products:
         float(product) * scale would be: the scale has so few bits that ORIGIN * scale is exact."""
         if len(self.x) > 1 or self.start is not None:
             return None
-        part = scaled(value, self.value)
-        if part is None or rows in symbols_of(part.b) or significant(part.b) > _EXACT:
+        part = scaled_at_once(value, self.value, rows)
+        if part is None:
             return None
         offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
         found = Instead({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
@@ -117,6 +118,12 @@ def scaled(value: Value, total: Value) -> Binary | None:
     return None
 
 
+def scaled_at_once(value: Value, total: Value, rows: SymVar) -> Binary | None:
+    """The same, where the other is a scale of the column of so few bits that ORIGIN * scale is exact."""
+    part = scaled(value, total)
+    return None if part is None or rows in symbols_of(part.b) or significant(part.b) > _EXACT else part
+
+
 def find_products(value: Value) -> Products | None:
     """The part of a value that tiles can compute; None: there is none, or more than one."""
     found = find_sums(value)
@@ -130,6 +137,16 @@ def find_sums(value: Value) -> Sums | None:
         return found
     parts = [part for child in value_children(value) if (part := find_sums(child)) is not None]
     return parts[0] if len(parts) == 1 else None
+
+
+def largest(found: Sums) -> int | None:
+    """How far from 0 the sums may be; None: that is not known."""
+    last = found.sums[-1]
+    zeros = zeros_of(last)
+    if not any(zeros) and _zero_of(last.start) != 0:
+        return None
+    of_codes = sum(4 * max(zero, last.greatest - zero) for zero in zeros)
+    return of_codes * (SIGN if len(found.sums) == 1 else SIGN + (SIGN << found.shift))
 
 
 def _sums(value: Value) -> Sums | None:

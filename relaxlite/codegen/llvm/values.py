@@ -22,7 +22,19 @@ from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.nearest import emit_nearest
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import DOT_PRODUCTS, HALVES, LOOKUP, NARROW, NEAREST, PAIR, PAIRS, WORD, WORDS, type_error
+from relaxlite.ir.intrinsics import (
+    BITS,
+    DOT_PRODUCTS,
+    HALVES,
+    LOOKUP,
+    NARROW,
+    NEAREST,
+    PAIR,
+    PAIRS,
+    WORD,
+    WORDS,
+    type_error,
+)
 from relaxlite.ir.program import (
     Binary,
     Buffer,
@@ -105,6 +117,8 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
         return emit_narrow(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
+    if value.name == BITS:
+        return k.e.cast("bitcast", emit_value(k, value.args[0]), "float")
     a, b, c = (emit_value(k, arg) for arg in value.args)
     return k.e.fma(a, b, c)
 
