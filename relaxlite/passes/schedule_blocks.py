@@ -121,9 +121,16 @@ class Faster:
 Larger: TypeAlias = "Callable[[ManyRows, int], Faster | None]"  # of tiles so many vectors wide; None: there is none
 
 
-def tiled_blocks(
-    found: BlockProduct, lanes: int, streams: Streams, kind: type[ManyRows], larger: Larger | None
-) -> Stmt:
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How weights are read, and multiplied with two rows and more, and with many, where that is another way."""
+
+    streams: Streams
+    some: type[ManyRows]
+    larger: Larger | None
+
+
+def tiled_blocks(found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
     """All tiles in one parallel loop."""
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
@@ -136,11 +143,11 @@ def tiled_blocks(
         count = sum((p.count for p in pieces), sym(0))
         return Substitute(fresh=True).stmt(grid([*others, (down, tile.rows.count), (across, count)], body))
 
-    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=streams.alone)
+    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.alone)
     if row is None:
         return tiles(one, found.alone)
-    many = kind(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
-    rest, best = tiles(many), None if larger is None else larger(many, found.vectors)
+    many = ways.some(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.many)
+    rest, best = tiles(many), None if ways.larger is None else ways.larger(many, found.vectors)
     if best is not None:
         faster = tiles(best.tile, best.vectors)
         rest = IfThenElse(best.condition, faster if best.around is None else best.around(faster), rest)

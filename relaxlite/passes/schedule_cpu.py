@@ -76,7 +76,7 @@ from relaxlite.passes.schedule import (
     with_variant,
     without_unit_loops,
 )
-from relaxlite.passes.schedule_blocks import BlockProduct, Larger, ManyRows, block_product, tiled_blocks
+from relaxlite.passes.schedule_blocks import BlockProduct, Larger, ManyRows, Ways, block_product, tiled_blocks
 from relaxlite.passes.schedule_choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.schedule_conv import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.schedule_dots import Dots, dot_products
@@ -107,7 +107,7 @@ from relaxlite.passes.scheduling.trace import Step, with_steps
 from relaxlite.passes.specialize import Unclamp, clamped_loops
 from relaxlite.passes.two_ways import VARIANTS
 from relaxlite.records import dataclass
-from relaxlite.target import Streams, Target
+from relaxlite.target import Target
 
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
@@ -389,7 +389,7 @@ class _Rules:
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(blocks, lanes, self._streams(blocks, lanes), self._some_rows, self._more_rows)
+            return tiled_blocks(blocks, lanes, self._ways(blocks, lanes))
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
@@ -458,16 +458,25 @@ class _Rules:
         if self.packs:
             self.apart.update(found.panels)
         self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, self._streams(found, lanes), self._some_rows, self._more_rows)
+        return tiled_groups(groups, found, lanes, self._ways(found, lanes))
 
-    def _streams(self, found: BlockProduct, lanes: int) -> Streams:
-        """How its weights are read, which lie in panels, if they may. In order, where nothing asks for them ahead."""
-        streams = self.target.streams_of_blocks
-        if not self.packs:
-            return replace(streams, alone=0, many=0)
-        self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
-        self.in_order.update(() if streams.alone else found.panels)
-        return streams
+    def _ways(self, found: BlockProduct, lanes: int) -> Ways:
+        """How its weights are read, which lie in panels, if they may, in order where nothing asks for them ahead; and
+        how rows are multiplied with them."""
+        target, streams = self.target, self.target.streams_of_blocks
+        if self.packs:
+            self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
+            self.in_order.update(() if streams.alone else found.panels)
+        else:
+            streams = replace(streams, alone=0, many=0)
+        larger: Larger | None = None
+        if target.has("amx-int8"):
+            larger = by_tiles
+        elif target.has_byte_pairs and not target.has_byte_products:
+            larger = partial(by_pairs, target=target)
+        elif target.adds_beside_products and target.loads_per_product > 1:
+            larger = by_halves
+        return Ways(streams, RowsInStep if target.has_products_in_step else ManyRows, larger)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
         """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
@@ -500,20 +509,6 @@ class _Rules:
         self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
         self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
         return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(FOLLOWS))
-
-    @property
-    def _some_rows(self) -> type[ManyRows]:
-        """How two rows and more are multiplied with weights in blocks."""
-        return RowsInStep if self.target.has_products_in_step else ManyRows
-
-    @property
-    def _more_rows(self) -> Larger | None:
-        """How many rows are, where that is not as a few are."""
-        if self.target.has("amx-int8"):
-            return by_tiles
-        if self.target.has_byte_pairs and not self.target.has_byte_products:
-            return partial(by_pairs, target=self.target)
-        return by_halves if self.target.adds_beside_products and self.target.loads_per_product > 1 else None
 
     def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in

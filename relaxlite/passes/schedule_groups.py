@@ -24,9 +24,8 @@ from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.register_tile import ColumnPiece, by_piece, column_pieces, grid
 from relaxlite.passes.schedule import less, nest, with_variant
-from relaxlite.passes.schedule_blocks import MOST_ROWS, BlockProduct, BlockTile, Faster, Larger, ManyRows, OneRow
+from relaxlite.passes.schedule_blocks import MOST_ROWS, BlockProduct, BlockTile, Faster, OneRow, Ways
 from relaxlite.records import dataclass
-from relaxlite.target import Streams
 
 Around = Callable[[Stmt], Stmt]
 
@@ -73,16 +72,14 @@ def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
     return lambda body: body, stmt
 
 
-def tiled_groups(
-    groups: Groups, found: BlockProduct, lanes: int, streams: Streams, kind: type[ManyRows], larger: Larger | None
-) -> Stmt:
+def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
     """All tiles of all groups in one parallel loop."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
-    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=streams.alone)
-    many = kind(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=streams.many)
+    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.alone)
+    many = ways.some(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.many)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
-    best = None if larger is None else larger(many, found.vectors)
+    best = None if ways.larger is None else ways.larger(many, found.vectors)
     widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)
     pieces = column_pieces(column.extent, lanes, widest)
     across = SymVar(f"{column.var.name}o")
