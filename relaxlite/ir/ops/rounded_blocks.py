@@ -115,7 +115,7 @@ class QuantizeBlocks(Op):
             return [of_first, Store(sums, (sym(0), g, i), total[()]), of_all, Store(sums, (sym(1), g, i), total[()])]
 
         buffers = (top, factor, total, numbers, *([mixed] if rotation > 1 else []))
-        return loops("gi", scales.shape, lambda g, i: _local(buffers, of_block(i, g)))
+        return loops("ig", scales.shape[::-1], lambda i, g: _local(buffers, of_block(i, g)))
 
     def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
