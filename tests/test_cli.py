@@ -157,6 +157,12 @@ def test_the_version(run: Run) -> None:
         (["compile", "toy.onnx", "--dynamic-shape", "x=a,,b"], "'a,,b' has an empty dimension; write ? to keep one"),
         (["compile", "toy.onnx", "--dynamic-shape", "x=-2,t"], "argument --dynamic-shape: '-2' in '-2,t' is no size"),
         (["compile", "toy.onnx", "--dynamic-shape", f"x={2**63},t"], f"argument --dynamic-shape: '{2**63}' in "),
+        (
+            ["compile", "a", "b", "--qauntize=q4_0"],
+            "arguments: b --qauntize=q4_0; did you mean --quantize?",
+        ),
+        (["run", "toy.rlx", "--output_dir", "x"], "unrecognized arguments: --output_dir x; did you mean --output-dir?"),
+        (["inspect", "toy.onnx", "--zzz"], "unrecognized arguments: --zzz (`relaxlite inspect --help` says more)"),
         (["inspect", "toy.onnx", "--ir", "--json"], "argument --json: not allowed with argument --ir"),
     ],
 )

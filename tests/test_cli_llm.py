@@ -312,7 +312,16 @@ def test_guesses_may_come_from_another_model_or_from_nobody(run: Run, folder: Pa
         (["compile", "cut.gguf", "-o", "x.rlx"], 1, "cut.gguf: a damaged or truncated GGUF file: "),
         (["generate", "tiny.rlx", "x", "--max-tokens", "99"], 2, "--max-tokens 99 more do not fit into the context"),
         (["generate", "tiny.rlx", ""], 2, "the prompt is empty"),
-        (["generate", "tiny.rlx", "a", "--seed", "1", "b", "--chut"], 2, "unrecognized arguments: --chut"),
+        (
+            ["generate", "tiny.rlx", "a", "--seed", "1", "b", "--chut"],
+            2,
+            "unrecognized arguments: --chut; did you mean --chat",
+        ),
+        (
+            ["generate", "tiny.rlx", "a", "--max-new-tokens", "99"],
+            2,
+            "--max-tokens 99 more do not fit into the context",
+        ),
         (["generate", "tiny.rlx", "a", "--chat", "b"], 2, "--chat takes one prompt"),
         (["generate", "tiny.rlx", "a", "--temperature", "-1"], 2, "error: --temperature must be a number from 0"),
         (["generate", "tiny.rlx", "a", "--temperature", "hot"], 2, "'hot' is not a number"),

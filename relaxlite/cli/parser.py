@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -35,7 +36,16 @@ class _Parser(argparse.ArgumentParser):
             words = [word for word in rest if not word.startswith("-")]
             setattr(found, self.gathers, [*getattr(found, self.gathers), *words])
             rest = [word for word in rest if word.startswith("-")]
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._nearest(rest)}")
         return found, rest
+
+    def _nearest(self, words: list[str]) -> str:
+        """A hint, where the first option among them looks like one that there is."""
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        given = next((word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")), "")
+        close = difflib.get_close_matches(given, known, n=1)
+        return f"; did you mean {close[0]}?" if close else ""
 
     def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""
@@ -422,7 +432,10 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how tokens are chosen (default: as the model's own settings say)")
-    group.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="of a reply (default: 256, where they fit)")
+    group.add_argument(
+        "--max-tokens", "--max-new-tokens", type=_at_least(1), metavar="N",
+        help="of a reply (default: 256, where they fit)",
+    )  # fmt: skip
     group.add_argument(
         "--overflow", choices=OVERFLOW, default=OVERFLOW[0],
         help="where --max-tokens exceed the context: refuse (default), or go on and forget the oldest tokens",
