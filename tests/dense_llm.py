@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import Any
+
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint
@@ -51,6 +54,16 @@ class DenseAttention:
         if c.has_sinks:
             weights = d.op("slice", weights, (0,) * 4, (batch, heads, seq, seq))
         return d.op("transpose", d.op("matmul", weights, turned[2]), axes=(0, 2, 1, 3))
+
+    def convolved(self, layer: int, x: Expr, weight: Any) -> Expr:
+        d, (batch, seq, width) = self.decoder, _dims(x)
+        before = d.op("broadcast_to", np.zeros(1, np.float32), (batch, sym(len(weight) - 1), width))
+        padded = d.op("concat", before, x, axis=1)
+        terms = (
+            d.op("multiply", d.op("slice", padded, (0, j, 0), (batch, seq, width)), factors)
+            for j, factors in enumerate(weight)
+        )
+        return reduce(lambda total, term: d.op("add", total, term), terms)
 
     def _spread(self, x: Expr) -> Var:
         """Each head of keys or values for its group of query heads."""

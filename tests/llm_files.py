@@ -18,7 +18,7 @@ gguf = pytest.importorskip("gguf")
 Array = np.ndarray[Any, Any]
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 64, 256, 2, 128
 EPSILON = 1e-5
-JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe", "exaone4")
+JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe", "exaone4", "lfm2")
 NORMED_WHEN_TURNED = ("hunyuan-dense",)
 GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2", "exaone4", "glm4")
 WITHOUT_PRE_NORMS = ("olmo2", "exaone4")
@@ -31,6 +31,7 @@ UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox", "arcee")
 FUSED_QKV = ("phi3", "phi2", "gpt2", "gptneox", "chatglm")
 FUSED_GATES = ("phi3", "chatglm", "glm4")
 NORMED_BEFORE_MLP_BY = {"gpt-oss": "post_attention_norm", "seed_oss": "post_attention_norm"}  # else "ffn_norm"
+LAST_NORM = {"lfm2": "token_embd_norm"}  # else "output_norm"
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -60,8 +61,10 @@ def tensors(
     shared: int = 0,
     dense_layers: tuple[int, ...] = (),
     parallel: bool = False,
+    convolved: tuple[int, ...] = (),
 ) -> dict[str, Array]:
-    """Random weights in float32 for an architecture. `shared`: the width of an expert for all tokens."""
+    """Random weights in float32 for an architecture. `shared`: the width of an expert for all tokens. `convolved`:
+    layers without attention."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Array:
@@ -89,7 +92,10 @@ def tensors(
     def vector(size: int, around: float = 0.0) -> Array:
         return (around + 0.2 * rng.standard_normal(size)).astype(np.float32)
 
-    found = {"token_embd.weight": matrix(vocab, HIDDEN) * 4, "output_norm.weight": vector(HIDDEN, 1)}
+    found = {
+        "token_embd.weight": matrix(vocab, HIDDEN) * 4,
+        f"{LAST_NORM.get(name, 'output_norm')}.weight": vector(HIDDEN, 1),
+    }
     if not tied:
         found["output.weight"] = matrix(vocab, HIDDEN)
     if name in LAYER_NORMED and name not in COMMANDS:
@@ -122,7 +128,7 @@ def tensors(
         if name == "gpt-oss":
             found[f"{at}attn_sinks.weight"] = vector(HEADS, 1)
         for part, rows in widths.items():
-            if has_experts and part.startswith("ffn"):
+            if (has_experts and part.startswith("ffn")) or (k in convolved and part.startswith("attn")):
                 continue
             found[f"{at}{part}.weight"] = matrix(rows, HIDDEN)
             if part in biases:
@@ -131,6 +137,11 @@ def tensors(
             found[f"{at}{part}.weight"] = vector(HIDDEN, 1)
             if name in LAYER_NORMED and name not in COMMANDS:
                 found[f"{at}{part}.bias"] = vector(HIDDEN)
+        if k in convolved:
+            square, rows = {"in_proj": 3 * HIDDEN, "out_proj": HIDDEN}, vector(3 * HIDDEN, 0.3).reshape(HIDDEN, 3)
+            found |= {f"{at}shortconv.{part}.weight": matrix(n, HIDDEN) for part, n in square.items()}
+            found[f"{at}shortconv.conv.weight"] = rows
+            continue
         for part, size in qk_norms.items():
             found[f"{at}{part}.weight"] = vector(size, 1)
     return found
@@ -188,7 +199,10 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         if name in FUSED_GATES:
             part["ffn_gate.weight"], part["ffn_up.weight"] = np.split(part["ffn_up.weight"], 2)
         h = _normed(name, part, "attn_norm", x) if "attn_norm.weight" in part else x
-        a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
+        if "shortconv.conv.weight" in part:
+            a = _convolution(part, h)
+        else:
+            a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         given, x = x, x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
         if "ffn_norm.weight" in part or "attn_norm.weight" not in part:  # else both read the same
             is_parallel = metadata.get(f"{name}.use_parallel_residual") and name != "stablelm"
@@ -198,9 +212,23 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         x = x + added * (_norm(fed, part["post_ffw_norm.weight"]) if name in POST_NORMED else fed)
     head = w.get("output.weight", w["token_embd.weight"]).astype(np.float64)
     scale = metadata.get(f"{name}.logit_scale", 1.0)
-    logits = _normed(name, w, "output_norm", x) @ head.T * (scale if name in COMMANDS else 1 / scale)
+    logits = (
+        _normed(name, w, LAST_NORM.get(name, "output_norm"), x) @ head.T * (scale if name in COMMANDS else 1 / scale)
+    )
     logits += w.get("output.bias", np.float32(0))
     return _capped(logits, metadata.get(f"{name}.final_logit_softcapping"))
+
+
+def _convolution(part: Mapping[str, Array], x: Array) -> Array:
+    """Token by token."""
+    before, after, given = np.split(_linear(part, "shortconv.in_proj", x), 3, axis=-1)
+    gated, filters = before * given, part["shortconv.conv.weight"]
+    length = filters.shape[1]
+    found = np.zeros_like(x)
+    for t in range(len(x)):
+        for j in range(max(0, length - 1 - t), length):
+            found[t] += filters[:, j] * gated[t - (length - 1) + j]
+    return _linear(part, "shortconv.out_proj", after * found)
 
 
 def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array:

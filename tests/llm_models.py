@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
-from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope
 
 VOCAB, CONTEXT = 61, 96
 
@@ -43,6 +43,10 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "gpt2": {
         "norm": "layer_biased", "is_gated": False, "activation": "gelu", "has_positions": True,
         "unturned": (True, True),
+    },
+    "lfm2": {
+        "layers": 4, "has_qk_norm": True, "is_tied": True,
+        "convolutions": Convolutions(3, (True, False, True, True), has_bias=True),
     },
     "experts": {"experts": Experts(7, 3, 24, True)},
     "gpt_oss": {

@@ -129,8 +129,9 @@ def test_a_ragged_batch_is_one_by_one(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-def test_forks_and_drops_are_recomputation(dtype: str) -> None:
-    engine, oracle = engines("llama", dtype)
+@pytest.mark.parametrize("architecture", ["llama", "lfm2"])
+def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> None:
+    engine, oracle = engines(architecture, dtype)
     ours, theirs = engine.new(), oracle.new()
     for e, s in ((engine, ours), (oracle, theirs)):
         e.forward([(s, tokens(18))])
@@ -146,7 +147,7 @@ def test_forks_and_drops_are_recomputation(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2"])
 def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
     engine, oracle = engines(architecture, dtype)
     prompt = tokens(40)
@@ -188,7 +189,7 @@ def test_long_contexts_are_shared_out_among_threads(architecture: str, monkeypat
 def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "PAGES_OF_PART", 1)
     monkeypatch.setattr(threadpool, "num_threads", lambda: 251)
-    cache = kv_cache.KVCache(kv_cache.CacheLayout(1, 1, 4, page=1, block=4), max_bytes=1 << 30)
+    cache = kv_cache.KVCache(kv_cache.CacheLayout.of_attention(1, 1, 4, page=1, block=4), max_bytes=1 << 30)
     batch = [(cache.new(), 300) for _ in range(20)]
     cache.reserve(batch)
     cache.commit(batch)
@@ -203,7 +204,7 @@ def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkey
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_one_more_token_is_described_as_any_step(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "num_threads", lambda: threads)
-    cache = KVCache(CacheLayout(1, 3, 4, page=PAGE, block=4), max_bytes=1 << 20)
+    cache = KVCache(CacheLayout.of_attention(1, 3, 4, page=PAGE, block=4), max_bytes=1 << 20)
     other, sequence = cache.new(), cache.new()
     taken = 0
     for length in range(100):
@@ -344,7 +345,7 @@ def interrupted(call: Callable[[], Any], line: int) -> bool:
 @pytest.mark.parametrize("what", ["reserve", "fork", "drop", "remove"])
 def test_an_interruption_loses_no_page_and_shares_none_that_is_written(what: str) -> None:
     for line in itertools.count():
-        layout = CacheLayout(1, 1, 2, 4, "float32", 4)
+        layout = CacheLayout.of_attention(1, 1, 2, 4, "float32", 4)
         cache = KVCache(layout, max_bytes=12 * layout.page_bytes)
         first = cache.new()
         for count in (6, 11):

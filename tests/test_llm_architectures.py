@@ -236,6 +236,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "pad_token_id": 0}),
+    "lfm2, biases, four tokens": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 4,
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+    ),
+    "lfm2, all layers attend": ("Lfm2Config", {"block_auto_adjust_ff_dim": False, "pad_token_id": 0}),
     "granite 4": (
         "GraniteMoeHybridConfig",
         {

@@ -123,6 +123,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "exaone4": ("exaone4", {}, {}),
     "exaone4, windows": ("exaone4", {"block_count": 5, "attention.sliding_window": 5}, {}),
     "arcee": ("arcee", {}, {}),
+    "lfm2": (
+        "lfm2",
+        {"block_count": 4, "attention.head_count_kv": [0, files.KV_HEADS, 0, 0], "shortconv.l_cache": 3},
+        {"tied": True, "convolved": (0, 2, 3)},
+    ),
+    "lfm2, the last layer attends": (
+        "lfm2",
+        {"block_count": 3, "attention.head_count_kv": [0, 0, files.KV_HEADS], "shortconv.l_cache": 3},
+        {"convolved": (0, 1)},
+    ),
     "granitemoe": (
         "granitemoe",
         {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64, "residual_scale": 0.22},
@@ -457,6 +467,10 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
         ({"rope.scaling.type": "ntk", "rope.scaling.factor": 4.0}, "scaled by 'ntk' are not known"),
         ({"rope.scaling.type": "longrope"}, "scaled by 'longrope' need tensors, 'rope_factors_short.weight' too"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "is nan; it must be a positive number"),
+        ({"name": "lfm2", "attention.head_count_kv": [0, 0]}, "at least one layer must attend, and all 2 are convolut"),
+        ({"name": "lfm2", "attention.head_count_kv": [0, 2, 0]}, "3 layers are told apart, and there are 2"),
+        ({"name": "lfm2", "attention.head_count_kv": [0, -2]}, "head_count_kv must be one number of all layers that "),
+        ({"name": "lfm2", "attention.head_count_kv": [0, 2], "shortconv.l_cache": 0}, "along 0 tokens must be along 1"),
     ],
 )
 def test_hyperparameters_that_make_no_sense_are_refused(more: dict[str, Any], problem: str, tmp_path: Path) -> None:

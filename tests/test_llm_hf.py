@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight, split_fused
-from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope, RopeScaling
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.tokenizer import Tokenizer
@@ -169,6 +169,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             "exaone4", 102400, 2048, 30, 32, 8, 64, 4096, 65536, 1e-5,
             Rope(1e6, 64, RopeScaling("llama3", 16.0, 8192, 1.0, 4.0)), True, has_qk_norm=True, has_pre_norms=False,
             has_post_norms=True,
+        ),
+    ),
+    "LFM2-350M": (
+        {"block_auto_adjust_ff_dim": True, "block_dim": 1024, "block_ff_dim": 6656, "block_ffn_dim_multiplier": 1.0,
+         "block_multiple_of": 256, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 1024,
+         "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 1024, "max_position_embeddings": 128000,
+         "model_type": "lfm2", "norm_eps": 1e-05, "num_attention_heads": 16, "num_heads": 16, "num_hidden_layers": 16,
+         "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536},
+        DecoderConfig(
+            "lfm2", 65536, 1024, 16, 16, 8, 64, 4608, 128000, 1e-5, Rope(1e6, 64), True, has_qk_norm=True,
+            convolutions=Convolutions(3, tuple(k not in (2, 5, 8, 10, 12, 14) for k in range(16))),
         ),
     ),
     "gpt2": (
@@ -405,6 +416,22 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
             "TinyLlama-1.1B-Chat",
             {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
             "scaled by 'dynamic' are not known",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"model_type": "lfm2", "layer_types": ["conv", "mamba"]},
+            "layer_types must name conv or full_attention for each layer",
+        ),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"model_type": "lfm2", "full_attn_idxs": [99]},
+            "at least one layer must attend, and all 22 are convolutions",
+        ),
+        ("TinyLlama-1.1B-Chat", {"model_type": "lfm2", "block_multiple_of": 0}, "block_multiple_of must be positive"),
+        (
+            "TinyLlama-1.1B-Chat",
+            {"model_type": "lfm2", "block_ffn_dim_multiplier": -1},
+            "block_ffn_dim_multiplier must be a positive number",
         ),
         ("EXAONE-4.0-1.2B", {"layer_types": ["linear_attention"] * 30, "sliding_window": 9}, "layer_types must name"),
         ("Hunyuan-0.5B-Instruct", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic' are not"),

@@ -36,7 +36,7 @@ from tests.test_llm_generation import limit
 from tests.test_llm_tokenizer import sentence_piece
 from tests.tiny_llm import VOCAB, made, random_logits, tokenizer_json
 
-LAYOUT = CacheLayout(layers=3, kv_heads=2, width=4, page=4)
+LAYOUT = CacheLayout.of_attention(layers=3, kv_heads=2, width=4, page=4)
 
 
 @pytest.fixture(scope="module")

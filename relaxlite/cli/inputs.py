@@ -96,7 +96,7 @@ def _sizes_of_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) 
 
 
 def _step_hint(specs: Sequence[TensorSpec]) -> str:
-    if any(spec.name == "keys_0" for spec in specs):
+    if any(spec.name.startswith("keys_") for spec in specs):
         return "; it is one step of a language model, which `relaxlite generate`, `chat` and `eval` run"
     return ""
 

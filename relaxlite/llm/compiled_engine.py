@@ -11,7 +11,7 @@ from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
-from relaxlite.runtime.kv_cache import CacheLayout, KVCache
+from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
 from relaxlite.runtime.module import Executable
 from relaxlite.version import STEP_VERSION, __version__
 
@@ -186,8 +186,7 @@ def _steps(ranges: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
 
 def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
     """Read off the signature of a step whose attention takes `block` rows at once."""
-    specs = {spec.name: spec for spec in inputs}
-    keys = specs["keys_0"]
-    heads, _, width, page = keys.shape
-    layers = sum(name.startswith("keys_") for name in specs)
-    return CacheLayout(layers, int(heads), int(width), int(page), keys.dtype, block)
+    specs = [spec for spec in inputs if len(spec.shape) == 4]
+    keys = next(spec for spec in specs if spec.name.startswith("keys_"))
+    pools = [Pool(int(heads), (int(a), int(b)), spec.dtype) for spec in specs for heads, _, a, b in [spec.shape]]
+    return CacheLayout(tuple(pools), pools[specs.index(keys)].heads, int(keys.shape[3]), keys.dtype, block)

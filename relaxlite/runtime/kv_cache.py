@@ -39,37 +39,44 @@ DTYPES = ("float32", "float16", "int8")
 _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
+class Pool(NamedTuple):
+    """(heads, pages, *shape) of `dtype`"""
+
+    heads: int
+    shape: tuple[int, int]  # of one page of a head
+    dtype: str
+
+    def page_bytes(self) -> int:
+        return self.heads * math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How keys and values lie: of each layer keys (kv_heads, pages, width, page) and values (kv_heads, pages, page,
-    width) of `dtype`; int8 with float32 scales (kv_heads, pages, page, 1) of each. `block`: rows of queries that the
-    attention takes at once."""
+    """The pools of all layers, in the order in which the model takes them: keys (kv_heads, pages, width, page) and
+    values (kv_heads, pages, page, width) of `dtype`, int8 with float32 scales (kv_heads, pages, page, 1) of each; or
+    what a convolution keeps of the tokens. `block`: rows of queries that the attention takes at once."""
 
-    layers: int
+    pools: tuple[Pool, ...]
     kv_heads: int
-    width: int
-    page: int = 64
-    dtype: str = "float32"
-    block: int = 16
+    page: int
+    dtype: str
+    block: int
 
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InvalidArgumentError(f"a cache holds {', '.join(DTYPES)}, not {self.dtype!r}")
-
-    @property
-    def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Shape of one page of a head, and dtype, of each pool of a layer."""
-        keys, values, scales = (self.width, self.page), (self.page, self.width), ((self.page, 1), "float32")
-        return ((keys, self.dtype), (values, self.dtype), *([scales] * 2 if self.dtype == "int8" else []))
+    @staticmethod
+    def of_attention(
+        layers: int, kv_heads: int, width: int, page: int = 64, dtype: str = "float32", block: int = 16
+    ) -> CacheLayout:
+        """Of layers that all attend."""
+        if dtype not in DTYPES:
+            raise InvalidArgumentError(f"a cache holds {', '.join(DTYPES)}, not {dtype!r}")
+        layer = [Pool(kv_heads, (width, page), dtype), Pool(kv_heads, (page, width), dtype)]
+        layer += [Pool(kv_heads, (page, 1), "float32")] * (2 if dtype == "int8" else 0)
+        return CacheLayout(tuple(layer) * layers, kv_heads, page, dtype, block)
 
     @property
     def page_bytes(self) -> int:
         """Of all layers."""
-        return (
-            self.layers
-            * self.kv_heads
-            * sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.shapes)
-        )
+        return sum(pool.page_bytes() for pool in self.pools)
 
 
 class StepInputs(NamedTuple):
@@ -126,7 +133,7 @@ class KVCache:
                 f"a cache of {max_bytes} bytes does not hold one page of {layout.page} tokens, "
                 f"which takes {layout.page_bytes}"
             )
-        self.pools: list[Array] = [self._pool(k, 0) for k in range(len(layout.shapes) * layout.layers)]
+        self.pools: list[Array] = [self._pool(k, 0) for k in range(len(layout.pools))]
         self._references: list[int] = []  # of each page
         self._free: list[int] = []
         self._sequences: dict[int, _Sequence] = {}
@@ -359,12 +366,11 @@ class KVCache:
         """Of zeros: attention computes with what lies behind a page's last token before it drops the result, and where
         that is the garbage of freed memory, numbers below 2**-126 cost a hundred cycles each. Mapped, so that a page
         takes memory once it is written, and a pool that has been replaced gives its own back at once."""
-        shape, dtype = self.layout.shapes[number % len(self.layout.shapes)]
-        shape = (self.layout.kv_heads, pages, *shape)
-        count = math.prod(shape)
-        if not count:
-            return np.zeros(shape, dtype)
-        return np.frombuffer(mmap.mmap(-1, count * np.dtype(dtype).itemsize, **_PRIVATE), dtype).reshape(shape)
+        pool = self.layout.pools[number]
+        shape = (pool.heads, pages, *pool.shape)
+        if not pages:
+            return np.zeros(shape, pool.dtype)
+        return np.frombuffer(mmap.mmap(-1, pages * pool.page_bytes(), **_PRIVATE), pool.dtype).reshape(shape)
 
     def _grow(self, pages: int) -> None:
         """Pools of so many pages, one after the other, so that no more than one is there twice."""

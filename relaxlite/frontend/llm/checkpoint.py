@@ -118,26 +118,9 @@ class Checkpoint:
 def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The weights that a decoder of this configuration has, with their shapes."""
     c = config
-    queries, keys = c.heads * c.head_width, c.kv_heads * c.head_width
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (c.hidden,), "q": (queries, c.hidden), "k": (keys, c.hidden), "v": (keys, c.hidden),
-        "o": (c.hidden, queries), "mlp_norm": (c.hidden,),
-    }  # fmt: skip
-    if not c.has_pre_norms:
-        del layer["attn_norm"], layer["mlp_norm"]
-    if c.has_qkv_bias:
-        layer |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
-    if c.has_o_bias:
-        layer |= {"o_bias": (c.hidden,)}
-    if c.has_qk_norm:
-        joint = c.is_qk_norm_joint
-        layer |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
-    if c.has_sinks:
-        layer["sinks"] = (c.heads,)
-    if c.has_post_norms:
-        layer |= {"attn_post_norm": (c.hidden,), "mlp_post_norm": (c.hidden,)}
-    if c.has_one_norm:
-        layer.pop("mlp_norm", None)
+    first = ["attn_norm"] if c.has_pre_norms else []
+    others = ["mlp_norm"] if c.has_pre_norms and not c.has_one_norm else []
+    others += ["attn_post_norm", "mlp_post_norm"] if c.has_post_norms else []
     whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.is_tied:
         whole["head"] = (c.vocab, c.hidden)
@@ -145,12 +128,48 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         whole["head_bias"] = (c.vocab,)
     if c.has_positions:
         whole["positions"] = (c.context, c.hidden)
-    if c.norm == "layer_biased":
-        for names in (whole, layer):
-            names |= {f"{name}_bias": shape for name, shape in names.items() if name.endswith("norm")}
-    return whole | {
-        f"layers.{k}.{name}": shape for k in range(c.layers) for name, shape in (layer | _mlp_weights(c, k)).items()
-    }
+    is_biased = c.norm == "layer_biased"
+    if is_biased:
+        whole["norm_bias"] = (c.hidden,)
+    for k in range(c.layers):
+        mixing = _convolution_weights(c) if c.is_convolved(k) else _attention_weights(c)
+        layer = _norms(first, c.hidden, is_biased) | mixing | _norms(others, c.hidden, is_biased) | _mlp_weights(c, k)
+        whole |= {f"layers.{k}.{name}": shape for name, shape in layer.items()}
+    return whole
+
+
+def _norms(names: Iterable[str], width: int, is_biased: bool) -> dict[str, tuple[int, ...]]:
+    endings = ("", "_bias") if is_biased else ("",)
+    return {f"{name}{ending}": (width,) for name in names for ending in endings}
+
+
+def _attention_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    queries, keys = c.heads * c.head_width, c.kv_heads * c.head_width
+    found: dict[str, tuple[int, ...]] = {
+        "q": (queries, c.hidden), "k": (keys, c.hidden), "v": (keys, c.hidden), "o": (c.hidden, queries)
+    }  # fmt: skip
+    if c.has_qkv_bias:
+        found |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+    if c.has_o_bias:
+        found |= {"o_bias": (c.hidden,)}
+    if c.has_qk_norm:
+        joint = c.is_qk_norm_joint
+        found |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
+    if c.has_sinks:
+        found["sinks"] = (c.heads,)
+    return found
+
+
+def _convolution_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    assert c.convolutions is not None
+    square = (c.hidden, c.hidden)
+    found: dict[str, tuple[int, ...]] = {
+        "conv_before": square, "conv_after": square, "conv_given": square, "conv_out": square,
+        "conv": (c.hidden, c.convolutions.length),
+    }  # fmt: skip
+    if c.convolutions.has_bias:
+        found |= {f"{name}_bias": (c.hidden,) for name in found}
+    return found
 
 
 def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:

@@ -118,8 +118,18 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolutions:
+    """Layers that mix tokens by a convolution of each channel along the last `length` tokens, between two gates, in
+    place of attention (LFM2): out(after(x) * convolution(before(x) * given(x)))."""
+
+    length: int
+    layers: tuple[bool, ...]
+    has_bias: bool = False  # of the convolution, and of the products around it
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder: token embedding, `layers` times (attention, MLP or experts), norm, logits.
+    """A decoder: token embedding, `layers` times (attention or convolution, MLP or experts), norm, logits.
 
     Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for;
     `usual_context`: those that it is compiled for unless more are asked for, where that costs something.
@@ -167,6 +177,10 @@ class DecoderConfig:
     logit_cap: float | None = None  # c * tanh(logits / c)
     usual_context: int | None = None
     experts: Experts | None = None
+    convolutions: Convolutions | None = None
+
+    def is_convolved(self, layer: int) -> bool:
+        return self.convolutions is not None and self.convolutions.layers[layer]
 
     def is_local_layer(self, layer: int) -> bool:
         if self.window is None:

@@ -13,7 +13,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
-from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, layer_names
+from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, Architecture, layer_names
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
@@ -44,7 +44,7 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
         if name in tensors
     }
     config = replace(config, rope=_with_divisors(config, divisors, source))
-    names = {theirs: ours for ours, theirs in _names(config, architecture.gguf or GGUF_LAYER).items()}
+    names = {theirs: ours for ours, theirs in _names(config, architecture).items()}
     weights = {names.get(theirs, theirs): _weight(tensor, source) for theirs, tensor in tensors.items()}
     weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
@@ -75,8 +75,11 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return found
 
 
-def _names(config: DecoderConfig, layer: Mapping[str, str]) -> dict[str, str]:
-    return GGUF_WHOLE | {f"layers.{k}.{ours}": f"blk.{k}.{theirs}" for k, ours, theirs in layer_names(layer, config)}
+def _names(config: DecoderConfig, architecture: Architecture) -> dict[str, str]:
+    found = dict(architecture.gguf_whole or GGUF_WHOLE)
+    for k, ours, theirs in layer_names(architecture.gguf or GGUF_LAYER, config):
+        found[f"layers.{k}.{ours}"] = f"blk.{k}.{theirs}"
+    return found
 
 
 def _weight(tensor: TensorInfo, source: str) -> Weight:

@@ -31,10 +31,14 @@ _CODES_AT_ONCE = 1 << 18  # bytes of codes that are unpacked and packed again wh
 
 
 class Mixer(Protocol):
-    """How tokens look at others: dense attention over one batch, or over a cache of keys and values."""
+    """How tokens look at others: densely over one batch, or over a cache of keys and values."""
 
     def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
         """From queries [..., heads, width], keys and values [..., kv_heads, width] to [..., heads, width]."""
+        ...
+
+    def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
+        """Each channel of x [..., width] convolved along the tokens, up to each, by weight [length, width]."""
         ...
 
 
@@ -127,12 +131,14 @@ class Decoder:
             x = self.op("add", x, self._widened(self.op("gather", numbers, positions, axis=0)))
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
-            attended = self.attended(k, normed, positions, mix)
+            is_convolved = self.config.is_convolved(k)
+            attended = self.convolved(k, normed, mix) if is_convolved else self.attended(k, normed, positions, mix)
             if wanted is not None and k == self.config.layers - 1:
                 attended, x = (self.op("gather", rows, wanted, axis=0) for rows in (attended, x))
                 if self.config.has_one_norm:
                     normed = self.op("gather", normed, wanted, axis=0)
-            attended = self.linear(f"layers.{k}.o", attended, self.config.has_o_bias)
+            out, has_bias = self._out_of(k)
+            attended = self.linear(out, attended, has_bias)
             given, x = x, self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
             if not self.config.has_one_norm:
                 normed = self.pre_norm(f"layers.{k}.mlp_norm", given if self.config.is_parallel else x)
@@ -173,6 +179,25 @@ class Decoder:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         mixed = mix(k, q, keys, values)
         return self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
+
+    def convolved(self, k: int, x: Expr, mix: Mixer) -> Var:
+        """What a convolution between two gates makes of the tokens: [..., hidden]"""
+        c, name = self.config.convolutions, f"layers.{k}.conv"
+        assert c is not None
+        before, after, given = (
+            self.linear(f"{name}_{kind}", x, c.has_bias, is_kept=True) for kind in ("before", "after", "given")
+        )
+        mixed = mix.convolved(k, self.op("multiply", before, given), np.ascontiguousarray(self.vector(name).T))
+        if c.has_bias:
+            mixed = self.op("add", mixed, self.vector(f"{name}_bias"))
+        return self.op("multiply", after, mixed)
+
+    def _out_of(self, k: int) -> tuple[str, bool]:
+        """The product behind what mixed the tokens, and whether it has a bias."""
+        convolutions = self.config.convolutions
+        if convolutions is not None and convolutions.layers[k]:
+            return f"layers.{k}.conv_out", convolutions.has_bias
+        return f"layers.{k}.o", self.config.has_o_bias
 
     def mlp(self, k: int, x: Expr) -> Var:
         name, experts = f"layers.{k}", self.config.experts_of(k)

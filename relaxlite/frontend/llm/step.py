@@ -44,7 +44,7 @@ EXPORTED = "exported"  # as passes/reachable.py does
 COARSE = "coarse"  # as passes/word_products.py does
 BATCH_INVARIANT = "batch_invariant"  # as passes/schedule_choice.py does
 ENTRY, FILL = "main", "fill"
-POOLS = ("keys_", "values_", "key_scales_", "value_scales_")
+POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
 _GREATEST = 127  # of an int8
 
 
@@ -75,9 +75,10 @@ def build_step(
             tokens, positions, slots, table, spans, *others = params
             wanted = others.pop(0) if name == ENTRY else None
             layers = decoder.in_function(is_coarse=name == FILL)
-            mix = CachedAttention(layers, others, slots, table, spans, block)
+            names_of = [parameter for parameter in types if parameter.startswith(POOLS)]
+            mix = Cached(layers, dict(zip(names_of, others, strict=True)), slots, table, spans, block)
             hidden = layers.hidden(tokens, positions, mix, wanted)
-            bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools)))
+            bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools.values())))
     facts = {
         "context": config.context,
         "attention_block": block,
@@ -114,11 +115,15 @@ def _parameters(
         types["wanted"] = TensorType.of((bb.symbol("rows", lower=1, upper=step_tokens),), "int64")
     pages = bb.symbol("pages", lower=1)
     for layer in range(config.layers):
-        types |= _pools(layer, pages, config.kv_heads, config.head_width, page, cache_dtype)
+        types |= _pools(layer, pages, config, page, cache_dtype)
     return types
 
 
-def _pools(layer: int, pages: SymVar, heads: int, width: int, page: int, dtype: str) -> dict[str, TensorType]:
+def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: str) -> dict[str, TensorType]:
+    if config.is_convolved(layer):  # numbers of 8 bits would need a scale for each channel
+        kept = "float16" if dtype == "float16" else "float32"
+        return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), kept)}
+    heads, width = config.kv_heads, config.head_width
     found = {
         f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
         f"values_{layer}": TensorType.of((heads, pages, page, width), dtype),
@@ -139,11 +144,11 @@ def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
 
 
 @dataclass(slots=True)
-class CachedAttention:
-    """Causal attention over the cache: a `Mixer`. `pools` are the latest contents, in the order of the parameters."""
+class Cached:
+    """A `Mixer` over the cache. `pools` are the latest contents by the names of the parameters, in their order."""
 
     decoder: Decoder
-    pools: list[Var]
+    pools: dict[str, Var]
     slots: Expr
     table: Expr
     blocks: Expr
@@ -151,9 +156,8 @@ class CachedAttention:
 
     def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
         d, c = self.decoder, self.decoder.config
-        count = len(self.pools) // c.layers
-        at = layer * count
-        keys, values, *scales = self.pools[at : at + count]
+        names = [name for kind in POOLS if (name := f"{kind}{layer}") in self.pools]
+        keys, values, *scales = (self.pools[name] for name in names)
         assert isinstance(keys.ty, TensorType)
         if scales:
             q, k = self._rotated(q), self._rotated(k)
@@ -162,7 +166,7 @@ class CachedAttention:
         if scales:
             news = zip(scales, (key_scale, value_scale), strict=True)
             made += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
-        self.pools[at : at + count] = made
+        self.pools |= zip(names, made, strict=True)
         scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
         window = c.window if c.is_local_layer(layer) else None
         sinks = [d.vector(f"layers.{layer}.sinks")] if c.has_sinks else []
@@ -170,6 +174,15 @@ class CachedAttention:
             "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:], *sinks,
             scale=scale, window=window, cap=c.score_cap, block=self.block,
         )  # fmt: skip
+
+    def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
+        d, name = self.decoder, f"convolved_{layer}"
+        pool = self.pools[name]
+        assert isinstance(pool.ty, TensorType)
+        row = d.op("expand_dims", x, axes=(1,))
+        kept = row if pool.ty.dtype == "float32" else d.op("cast", row, dtype=pool.ty.dtype)
+        self.pools[name] = d.op("kv_append", pool, kept, self.slots)
+        return d.op("paged_convolution", self.pools[name], weight, x, self.table, self.blocks)
 
     def _rotated(self, x: Expr) -> Expr:
         """Times an orthogonal matrix: queries and keys that both are have the same products, and no element of a key is

@@ -27,6 +27,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     nn_resize,
     nn_rotary,
     nn_sample,
+    paged_convolution,
     quantize,
     ragged_cache,
     recurrent,

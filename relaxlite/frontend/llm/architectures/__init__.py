@@ -17,6 +17,7 @@ from relaxlite.frontend.llm.architectures.gpt_oss import GPT_OSS
 from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from relaxlite.frontend.llm.architectures.hunyuan import HUNYUAN
 from relaxlite.frontend.llm.architectures.layer_normed import COHERE, COHERE2, GPT2, GPT_NEOX, PHI, STABLELM, STARCODER2
+from relaxlite.frontend.llm.architectures.lfm2 import LFM2
 from relaxlite.frontend.llm.architectures.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SMOLLM3
 from relaxlite.frontend.llm.architectures.mixtral import MIXTRAL
 from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3, OLMOE
@@ -28,7 +29,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, MIXTRAL,
     QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE, GPT_OSS,
     COHERE2, ERNIE, SEED_OSS, GLM, GLM4, HUNYUAN, EXAONE4, ARCEE, GRANITE_HYBRID,
-    MINISTRAL, MINISTRAL3,
+    MINISTRAL, MINISTRAL3, LFM2,
 )  # fmt: skip
 
 

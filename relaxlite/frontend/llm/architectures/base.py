@@ -408,10 +408,10 @@ class Architecture:
     weights in a layer where they differ from the usual ones; `fused`: those of them that are the rows of several
     weights, one after another. `defaults` is what config.json may leave out, by its keys. `is_interleaved`: GGUF stores
     its queries and keys with the two elements that are turned together side by side; `is_interleaved_in_folders`:
-    Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`: its names of
-    weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it stores as
-    [in, out], `from_folder`: makes weights by our names of those that lie otherwise in folders, `keys`: the usual keys
-    of config.json, by those that it has.
+    Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`, `gguf_whole`:
+    names of weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it
+    stores as [in, out], `from_folder`: makes weights by our names of those that lie otherwise in folders, `keys`: the
+    usual keys of config.json, by those that it has.
     """
 
     names: tuple[str, ...]
@@ -424,6 +424,7 @@ class Architecture:
     norm_offset: float = 0.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     hugging_face_whole: Mapping[str, str] | None = None
+    gguf_whole: Mapping[str, str] | None = None
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()
     from_folder: Callable[[dict[str, Weight], DecoderConfig, str], dict[str, Weight]] | None = None

@@ -1,0 +1,117 @@
+"""LFM2 (Liquid AI, arXiv 2511.23404): most layers mix tokens by a short convolution between two gates, the others by
+attention with norms of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.base import (
+    GGUF_LAYER,
+    GGUF_WHOLE,
+    HUGGING_FACE_LAYER,
+    HUGGING_FACE_WHOLE,
+    Architecture,
+    Hyperparameters,
+)
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig
+
+_KINDS = {"conv": True, "full_attention": False}
+
+
+def _lfm2(h: Hyperparameters) -> DecoderConfig:
+    layers, convolved = _convolved(h)
+    specific: dict[str, Any] = {"layers": layers, "has_qk_norm": True}
+    if any(convolved):
+        length = h.raw.get("lfm2.shortconv.l_cache" if h.is_gguf else "conv_L_cache", 3)
+        if not isinstance(length, int) or not 1 <= length <= 64:
+            raise ImportModelError(f"{h.source}: a convolution along {length!r} tokens must be along 1 to 64")
+        has_bias = not h.is_gguf and h.raw.get("conv_bias", False) is True
+        specific["convolutions"] = Convolutions(length, convolved, has_bias)
+    if h.is_gguf:
+        return h.decoder("lfm2", kv_heads=_kv_heads(h), **specific)
+    if h.raw.get("tie_embedding") is not None:
+        specific["is_tied"] = bool(h.raw["tie_embedding"])
+    return h.decoder("lfm2", intermediate=_intermediate(h), rope=h.rope(h.head_width(None), 1e6), **specific)
+
+
+def _convolved(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
+    """How many layers there are, and which of them are convolutions."""
+    layers = h.integer("layers")
+    if h.is_gguf:
+        counts = h.get("kv_heads")
+        counts = counts if isinstance(counts, list) else [counts] * layers
+        found = tuple(count == 0 for count in counts)
+    else:
+        attending = h.raw.get("full_attn_idxs")
+        usual = ["full_attention" if attending is None or k in attending else "conv" for k in range(layers)]
+        types = h.raw.get("layer_types") or usual
+        if not isinstance(types, list) or set(types) - set(_KINDS):
+            raise ImportModelError(f"{h.source}: layer_types must name {' or '.join(_KINDS)} for each layer")
+        found = tuple(_KINDS[kind] for kind in types)
+    if all(found):
+        raise ImportModelError(f"{h.source}: at least one layer must attend, and all {layers} are convolutions")
+    if len(found) != layers:
+        raise ImportModelError(f"{h.source}: {len(found)} layers are told apart, and there are {layers}")
+    return layers, found
+
+
+def _kv_heads(h: Hyperparameters) -> int:
+    """GGUF says 0 of convolutions."""
+    counts = h.get("kv_heads")
+    some = {count for count in counts if count} if isinstance(counts, list) else {counts}
+    (count,) = some if len(some) == 1 else (None,)
+    if not isinstance(count, int) or count < 1:
+        raise ImportModelError(f"{h.source}: {h.key('kv_heads')} must be one number of all layers that attend")
+    return count
+
+
+def _intermediate(h: Hyperparameters) -> int:
+    """Two thirds of what is said, times a factor, rounded up, where that is to be adjusted."""
+    said = h.raw.get("block_ff_dim") or h.integer("intermediate")
+    multiple, factor = h.raw.get("block_multiple_of", 256), h.raw.get("block_ffn_dim_multiplier", 1.0)
+    if not isinstance(said, int) or not isinstance(multiple, int) or said < 1 or multiple < 1:
+        raise ImportModelError(f"{h.source}: block_ff_dim and block_multiple_of must be positive integers")
+    if not h.raw.get("block_auto_adjust_ff_dim", True):
+        return said
+    width = int(2 * said / 3)
+    if factor is None:
+        return width
+    if not isinstance(factor, int | float) or not factor > 0:
+        raise ImportModelError(f"{h.source}: block_ffn_dim_multiplier must be a positive number")
+    return -(-int(factor * width) // multiple) * multiple
+
+
+def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Filters of one channel each [hidden, 1, length] as a matrix."""
+    found = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(".conv") and len(weight.shape) == 3 and weight.shape[1] == 1:
+            found[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
+    return found
+
+
+_FUSED = ("conv_before", "conv_after", "conv_given")
+LFM2 = Architecture(
+    ("lfm2",),
+    _lfm2,
+    hugging_face={
+        **HUGGING_FACE_LAYER,
+        "attn_norm": "operator_norm.weight", "mlp_norm": "ffn_norm.weight", "o": "self_attn.out_proj.weight",
+        "q_norm": "self_attn.q_layernorm.weight", "k_norm": "self_attn.k_layernorm.weight",
+        "gate": "feed_forward.w1.weight", "up": "feed_forward.w3.weight", "down": "feed_forward.w2.weight",
+        "conv_in": "conv.in_proj.weight", "conv": "conv.conv.weight", "conv_out": "conv.out_proj.weight",
+        "conv_in_bias": "conv.in_proj.bias", "conv_bias": "conv.conv.bias", "conv_out_bias": "conv.out_proj.bias",
+    },
+    gguf={
+        **GGUF_LAYER,
+        "conv_in": "shortconv.in_proj.weight", "conv": "shortconv.conv.weight", "conv_out": "shortconv.out_proj.weight",
+    },
+    fused={"conv_in": _FUSED, "conv_in_bias": tuple(f"{name}_bias" for name in _FUSED)},
+    hugging_face_whole={**HUGGING_FACE_WHOLE, "norm": "model.embedding_norm.weight"},
+    gguf_whole={**GGUF_WHOLE, "norm": "token_embd_norm.weight"},
+    from_folder=_from_folder,
+    keys={"norm_eps": "rms_norm_eps"},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 128000, "tie_word_embeddings": True},
+)  # fmt: skip
