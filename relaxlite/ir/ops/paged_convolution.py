@@ -92,15 +92,11 @@ class PagedConvolution(Op):
             once = For(SymVar("once"), there, LetIndex(found, number, of_page))
             return LetIndex(place, index(position + t - (length - 1 - j)).value, once)
 
-        number = SymVar("w")
+        w = SymVar("w")
         sizes = equality_checks("paged_convolution: like has other rows than the result", (like.shape[0], out.shape[0]))
-        return seq(
-            *sizes,
-            compute(out, lambda *i: literal(0.0, out.dtype)),
-            For(
-                number, blocks.shape[0], block(number), "parallel"
-            ),  # rows do not overlap, which is the caller's promise
-        )
+        # rows do not overlap, which is the caller's promise: no loop can show it
+        rows_of_blocks = For(w, blocks.shape[0], block(w), "parallel")
+        return seq(*sizes, compute(out, lambda *i: literal(0.0, out.dtype)), rows_of_blocks)
 
     def reference(self, pool: Any, weight: Any, like: Any, table: Any, blocks: Any) -> Any:
         out, page = np.zeros((len(like), weight.shape[1]), np.float32), pool.shape[2]
