@@ -17,8 +17,8 @@ from relaxlite.passes.in_place import IN_PLACE
 from relaxlite.passes.manager import PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from tests.emulated_tiles import emulated_tiles
+from tests.test_bf16_tiles import needs_dots, rounded
 from tests.test_bf16_tiles import product as float_product
-from tests.test_bf16_tiles import rounded
 from tests.test_block_products import (
     LOW_BITS,
     MIXED,
@@ -100,6 +100,7 @@ def test_two_sums_of_mixed_quads_are_those_of_rounded_numbers(
     assert tiles.counts["dot"]
 
 
+@needs_dots  # of few rows
 @pytest.mark.parametrize(("k", "n"), [(32, 64), (96, 80), (64, 200)])
 def test_products_in_bfloat16_are_those_of_rounded_operands(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, k: int, n: int
