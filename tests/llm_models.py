@@ -8,6 +8,7 @@ import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
 from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope
+from relaxlite.runtime.kv_cache import CacheLayout, Pool
 
 VOCAB, CONTEXT = 61, 96
 
@@ -56,6 +57,14 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "experts, some layers, one shared": {"experts": Experts(5, 2, 24, False, 40, True, (False, True))},
 }  # fmt: skip
 ARCHITECTURES = tuple(_SPECIFIC)
+
+
+def attention_layout(
+    layers: int, kv_heads: int, width: int, page: int = 64, dtype: str = "float32", block: int = 16
+) -> CacheLayout:
+    """Of layers that all attend."""
+    layer = [Pool(kv_heads, (width, page), dtype), Pool(kv_heads, (page, width), dtype)]
+    return CacheLayout(tuple(layer) * layers, kv_heads, page, dtype, block)
 
 
 def small_checkpoint(architecture: str, seed: int = 0, **changes: Any) -> Checkpoint:

@@ -27,6 +27,7 @@ from relaxlite.cli import demo
 from relaxlite.cli import generate as generate_command
 from relaxlite.cli.chat import Conversation
 from relaxlite.cli.generate import stats_text
+from relaxlite.cli.inputs import _step_hint
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.cli.wording import as_typed
 from relaxlite.llm import compiling
@@ -89,6 +90,13 @@ def test_pools_are_told_once_and_a_step_is_no_model_to_run(
     for command in ("run", "bench", "profile"):
         done = run(command, "tiny.rlx")
         assert done.status != 0 and "one step of a language model, which `relaxlite generate`, `chat`" in done.err
+
+
+@pytest.mark.parametrize(("name", "is_step"), [("keys_0", True), ("keys_12", True), ("keys_cache", False)])
+def test_another_model_with_keys_was_called_a_step(name: str, is_step: bool) -> None:
+    """keys_0 is no input of a model whose first layer is a convolution."""
+    spec: Any = SimpleNamespace(name=name)
+    assert bool(_step_hint([spec])) == is_step
 
 
 def test_compile_quantizes_first_where_that_is_asked_for(run: Run, tmp_path: Path) -> None:

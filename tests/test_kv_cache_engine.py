@@ -22,10 +22,10 @@ from relaxlite.frontend.llm.config import Rope
 from relaxlite.frontend.llm.step import MOST_PARTS, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.runtime import kv_cache, threadpool
-from relaxlite.runtime.kv_cache import CacheLayout, KVCache
+from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.module import Executable
 from tests.dense_llm import build_dense
-from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, small_checkpoint
+from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, attention_layout, small_checkpoint
 from tests.recomputing_engine import RecomputingEngine
 
 PAGE = 4
@@ -189,7 +189,7 @@ def test_long_contexts_are_shared_out_among_threads(architecture: str, monkeypat
 def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "PAGES_OF_PART", 1)
     monkeypatch.setattr(threadpool, "num_threads", lambda: 251)
-    cache = kv_cache.KVCache(kv_cache.CacheLayout.of_attention(1, 1, 4, page=1, block=4), max_bytes=1 << 30)
+    cache = kv_cache.KVCache(attention_layout(1, 1, 4, page=1, block=4), max_bytes=1 << 30)
     batch = [(cache.new(), 300) for _ in range(20)]
     cache.reserve(batch)
     cache.commit(batch)
@@ -204,7 +204,7 @@ def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkey
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_one_more_token_is_described_as_any_step(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "num_threads", lambda: threads)
-    cache = KVCache(CacheLayout.of_attention(1, 3, 4, page=PAGE, block=4), max_bytes=1 << 20)
+    cache = KVCache(attention_layout(1, 3, 4, page=PAGE, block=4), max_bytes=1 << 20)
     other, sequence = cache.new(), cache.new()
     taken = 0
     for length in range(100):
@@ -345,7 +345,7 @@ def interrupted(call: Callable[[], Any], line: int) -> bool:
 @pytest.mark.parametrize("what", ["reserve", "fork", "drop", "remove"])
 def test_an_interruption_loses_no_page_and_shares_none_that_is_written(what: str) -> None:
     for line in itertools.count():
-        layout = CacheLayout.of_attention(1, 1, 2, 4, "float32", 4)
+        layout = attention_layout(1, 1, 2, 4, "float32", 4)
         cache = KVCache(layout, max_bytes=12 * layout.page_bytes)
         first = cache.new()
         for count in (6, 11):

@@ -29,14 +29,15 @@ from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.tokenizer import TextStream, Tokenizer
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime import kv_cache
-from relaxlite.runtime.kv_cache import CacheLayout, KVCache
+from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.module import Executable
+from tests.llm_models import attention_layout
 from tests.test_llm_fill import FILLS, small
 from tests.test_llm_generation import limit
 from tests.test_llm_tokenizer import sentence_piece
 from tests.tiny_llm import VOCAB, made, random_logits, tokenizer_json
 
-LAYOUT = CacheLayout.of_attention(layers=3, kv_heads=2, width=4, page=4)
+LAYOUT = attention_layout(layers=3, kv_heads=2, width=4, page=4)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -96,7 +97,7 @@ def _sizes_of_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) 
 
 
 def _step_hint(specs: Sequence[TensorSpec]) -> str:
-    if any(spec.name.startswith("keys_") for spec in specs):
+    if any(re.fullmatch(r"keys_\d+", spec.name) for spec in specs):
         return "; it is one step of a language model, which `relaxlite generate`, `chat` and `eval` run"
     return ""
 

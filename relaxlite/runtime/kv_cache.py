@@ -62,16 +62,10 @@ class CacheLayout:
     dtype: str
     block: int
 
-    @staticmethod
-    def of_attention(
-        layers: int, kv_heads: int, width: int, page: int = 64, dtype: str = "float32", block: int = 16
-    ) -> CacheLayout:
-        """Of layers that all attend."""
-        if dtype not in DTYPES:
-            raise InvalidArgumentError(f"a cache holds {', '.join(DTYPES)}, not {dtype!r}")
-        layer = [Pool(kv_heads, (width, page), dtype), Pool(kv_heads, (page, width), dtype)]
-        layer += [Pool(kv_heads, (page, 1), "float32")] * (2 if dtype == "int8" else 0)
-        return CacheLayout(tuple(layer) * layers, kv_heads, page, dtype, block)
+    def __post_init__(self) -> None:
+        wrong = next((pool.dtype for pool in self.pools if pool.dtype not in DTYPES), None)
+        if wrong is not None:
+            raise InvalidArgumentError(f"a cache holds {', '.join(DTYPES)}, not {wrong!r}")
 
     @property
     def page_bytes(self) -> int:
