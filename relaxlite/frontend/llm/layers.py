@@ -184,9 +184,8 @@ class Decoder:
         """What a convolution between two gates makes of the tokens: [..., hidden]"""
         c, name = self.config.convolutions, f"layers.{k}.conv"
         assert c is not None
-        before, after, given = (
-            self.linear(f"{name}_{kind}", x, c.has_bias, is_kept=True) for kind in ("before", "after", "given")
-        )
+        before, given = (self.linear(f"{name}_{kind}", x, c.has_bias, is_kept=True) for kind in ("before", "given"))
+        after = self.linear(f"{name}_after", x, c.has_bias)
         mixed = mix.convolved(k, self.op("multiply", before, given), np.ascontiguousarray(self.vector(name).T))
         if c.has_bias:
             mixed = self.op("add", mixed, self.vector(f"{name}_bias"))

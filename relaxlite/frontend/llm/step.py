@@ -5,9 +5,8 @@
 
 Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
 runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
-asked for. A layer that convolves has convolved_K in place of its keys and values. The pools are donated: a call writes
-the new tokens' into the caller's arrays. A change of
-any of this is another STEP_VERSION.
+asked for. A layer that convolves has convolved_K in place of keys and values. The pools are donated: a call writes the
+new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
 
 Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
 cache, and may compute products more coarsely (passes/integer_products.py, passes/word_products.py), as nobody sees
