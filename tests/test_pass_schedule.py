@@ -535,6 +535,28 @@ def test_a_scatter_of_rows_moves_the_index_out_and_vectorizes_the_row() -> None:
     assert ["serial", "serial", "vectorized"] in kinds(program(SERIAL["a scatter of rows"]))
 
 
+def test_numbers_of_a_kernels_own_were_changed_one_by_one_where_a_constant_of_the_loop_was_loaded() -> None:
+    """An update of rank one of a local matrix: what the inner loop reads of `x` does not move."""
+    text = """
+@program(symbols=(), outputs=1)
+def p(x: Buffer((8,), "float32"), out: Buffer((8, 32), "float32")):
+    for t in parallel(4):
+        with allocate((8, 32), "float32", "local") as own:
+            for i in serial(8):
+                for j in serial(32):
+                    own[i, j] = float32(1.0)
+            for i in serial(8):
+                for j in serial(32):
+                    own[i, j] = own[i, j] * float32(2.0) + x[i]
+            for i in serial(8):
+                for j in serial(32):
+                    out[i, j] = own[i, j]
+"""
+    made = schedule_program(program(text), TARGETS[256])
+    found = [around[-1] for store, around in _stores(made.body, []) if store.buffer.name == "own"]
+    assert found == ["vectorized", "vectorized"]
+
+
 # Programs as the rules arrange them
 
 

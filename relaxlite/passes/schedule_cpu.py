@@ -371,7 +371,7 @@ class _Rules:
     def _contiguous(self, loop: For) -> bool:
         """Worth vectorizing: the accesses that move along the loop move by one element, most of them."""
         strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
-        return not strides or any(s == 1 for s in strides)
+        return any(s == 1 for s in strides) or all(s == 0 for s in strides)
 
     # Reductions
 
