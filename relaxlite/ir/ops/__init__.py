@@ -10,6 +10,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
     contraction,
     creation,
     data_dependent,
+    delta_rule,
     detection,
     elementwise,
     grouped_products,
