@@ -10,7 +10,7 @@ import numpy as np
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.layers import Decoder
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Expr, Var
+from relaxlite.ir.expr import Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
@@ -64,6 +64,20 @@ class DenseAttention:
             for j, factors in enumerate(weight)
         )
         return reduce(lambda total, term: d.op("add", total, term), terms)
+
+    def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
+        d, (batch, seq, heads, width) = self.decoder, _dims(v)
+        net = d.config.delta_net
+        assert net is not None
+        flat = [d.op("reshape", x, (batch * seq, *_dims(x)[2:])) for x in (q, k, v, decay, beta)]
+        first = d.op("arange", np.int64(0), np.int64(1), (batch,))
+        length = d.op("broadcast_to", d.op("shape_to_tensor", (seq,)), (batch,))
+        none = d.op("broadcast_to", np.int64([-1]), (batch,))
+        columns = (d.op("multiply", first, length), length, none, none)
+        spans = d.op("concat", *(d.op("expand_dims", x, axes=(1,)) for x in columns), axis=1)
+        pool = np.zeros((net.heads, 1, net.key_width, net.width), np.float32)
+        both = d.op("gated_delta_rule", *flat, pool, spans, tiled=net.tiled)
+        return d.op("reshape", d.bb.emit(TupleGetItem(both, 0)), (batch, seq, heads, width))
 
     def _spread(self, x: Expr) -> Var:
         """Each head of keys or values for its group of query heads."""

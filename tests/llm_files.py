@@ -18,7 +18,9 @@ gguf = pytest.importorskip("gguf")
 Array = np.ndarray[Any, Any]
 VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 64, 256, 2, 128
 EPSILON = 1e-5
-JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe", "exaone4", "lfm2")
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
+STATE_HEADS, STATE_KEYS, STATE_WIDTH, STATE_LENGTH = 4, 2, 32, 4  # of layers of the gated delta rule
+JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe", "exaone4", "lfm2", *HYBRIDS)
 NORMED_WHEN_TURNED = ("hunyuan-dense",)
 GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2", "exaone4", "glm4")
 WITHOUT_PRE_NORMS = ("olmo2", "exaone4")
@@ -30,7 +32,7 @@ LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", *COMMANDS)
 UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox", "arcee")
 FUSED_QKV = ("phi3", "phi2", "gpt2", "gptneox", "chatglm")
 FUSED_GATES = ("phi3", "chatglm", "glm4")
-NORMED_BEFORE_MLP_BY = {"gpt-oss": "post_attention_norm", "seed_oss": "post_attention_norm"}  # else "ffn_norm"
+NORMED_BEFORE_MLP_BY = dict.fromkeys(("gpt-oss", "seed_oss", *HYBRIDS), "post_attention_norm")  # else "ffn_norm"
 LAST_NORM = {"lfm2": "token_embd_norm"}  # else "output_norm"
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
@@ -46,6 +48,11 @@ def fields(name: str, **more: Any) -> dict[str, Any]:
         epsilon: EPSILON, "rope.freq_base": 10000.0, "attention.key_length": WIDTH,
         "attention.value_length": WIDTH,
     }  # fmt: skip
+    if name in HYBRIDS:
+        common |= {
+            "ssm.conv_kernel": STATE_LENGTH, "ssm.state_size": STATE_WIDTH, "ssm.group_count": STATE_KEYS,
+            "ssm.time_step_rank": STATE_HEADS, "ssm.inner_size": STATE_HEADS * STATE_WIDTH,
+        }  # fmt: skip
     return {f"{name}.{key}": value for key, value in {**common, **more}.items()}
 
 
@@ -62,9 +69,10 @@ def tensors(
     dense_layers: tuple[int, ...] = (),
     parallel: bool = False,
     convolved: tuple[int, ...] = (),
+    remembering: tuple[int, ...] = (),
 ) -> dict[str, Array]:
-    """Random weights in float32 for an architecture. `shared`: the width of an expert for all tokens. `convolved`:
-    layers without attention."""
+    """Random weights in float32 for an architecture. `shared`: the width of an expert for all tokens. `convolved`,
+    `remembering`: layers without attention."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Array:
@@ -85,12 +93,26 @@ def tensors(
                 if part.endswith("_exps")
             }
             biases[f"{at}ffn_gate_inp.bias"] = vector(experts)
-        if shared and name == "qwen2moe":
+        if shared and name in ("qwen2moe", *HYBRIDS):
             found["ffn_gate_inp_shexp"] = vector(HIDDEN) * HIDDEN**-0.5
         return {f"{at}{part}.weight": weight for part, weight in found.items()} | biases
 
     def vector(size: int, around: float = 0.0) -> Array:
         return (around + 0.2 * rng.standard_normal(size)).astype(np.float32)
+
+    def of_states() -> dict[str, Array]:
+        wide, channels = STATE_HEADS * STATE_WIDTH, (STATE_HEADS + 2 * STATE_KEYS) * STATE_WIDTH
+        rows = {"attn_qkv": channels, "attn_gate": wide}
+        rows |= (
+            {"ssm_ba": 2 * STATE_HEADS} if name == "qwen3next" else {"ssm_beta": STATE_HEADS, "ssm_alpha": STATE_HEADS}
+        )
+        found = {f"{part}.weight": matrix(n, HIDDEN) for part, n in rows.items()}
+        return found | {
+            "ssm_out.weight": matrix(HIDDEN, wide),
+            "ssm_conv1d.weight": vector(channels * STATE_LENGTH, 0.2).reshape(channels, STATE_LENGTH),
+            "ssm_a": -np.abs(vector(STATE_HEADS, 0.5)), "ssm_dt.bias": vector(STATE_HEADS),
+            "ssm_norm.weight": vector(STATE_WIDTH, 1),
+        }  # fmt: skip
 
     found = {
         "token_embd.weight": matrix(vocab, HIDDEN) * 4,
@@ -106,6 +128,8 @@ def tensors(
         found["position_embd.weight"] = matrix(CONTEXT, HIDDEN)
     widths = {"attn_q": HEADS * WIDTH, "attn_k": KV_HEADS * WIDTH, "attn_v": KV_HEADS * WIDTH, "attn_output": HIDDEN}
     widths |= {"ffn_gate": INTER, "ffn_up": INTER, "ffn_down": HIDDEN}
+    if name in HYBRIDS:
+        widths["attn_q"] *= 2
     if name in FUSED_GATES:
         widths["ffn_up"] = 2 * INTER
     if name in (*UNGATED, *FUSED_GATES):
@@ -128,7 +152,9 @@ def tensors(
         if name == "gpt-oss":
             found[f"{at}attn_sinks.weight"] = vector(HEADS, 1)
         for part, rows in widths.items():
-            if (has_experts and part.startswith("ffn")) or (k in convolved and part.startswith("attn")):
+            if (has_experts and part.startswith("ffn")) or (
+                k in (*convolved, *remembering) and part.startswith("attn")
+            ):
                 continue
             found[f"{at}{part}.weight"] = matrix(rows, HIDDEN)
             if part in biases:
@@ -141,6 +167,9 @@ def tensors(
             square, rows = {"in_proj": 3 * HIDDEN, "out_proj": HIDDEN}, vector(3 * HIDDEN, 0.3).reshape(HIDDEN, 3)
             found |= {f"{at}shortconv.{part}.weight": matrix(n, HIDDEN) for part, n in square.items()}
             found[f"{at}shortconv.conv.weight"] = rows
+            continue
+        if k in remembering:
+            found |= {f"{at}{part}": weight for part, weight in of_states().items()}
             continue
         for part, size in qk_norms.items():
             found[f"{at}{part}.weight"] = vector(size, 1)
@@ -201,6 +230,8 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         h = _normed(name, part, "attn_norm", x) if "attn_norm.weight" in part else x
         if "shortconv.conv.weight" in part:
             a = _convolution(part, h)
+        elif "ssm_conv1d.weight" in part:
+            a = _remembered(name, part, h)
         else:
             a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         given, x = x, x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
@@ -222,13 +253,41 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
 def _convolution(part: Mapping[str, Array], x: Array) -> Array:
     """Token by token."""
     before, after, given = np.split(_linear(part, "shortconv.in_proj", x), 3, axis=-1)
-    gated, filters = before * given, part["shortconv.conv.weight"]
-    length = filters.shape[1]
-    found = np.zeros_like(x)
+    return _linear(part, "shortconv.out_proj", after * _filtered(before * given, part["shortconv.conv.weight"]))
+
+
+def _filtered(x: Array, filters: Array) -> Array:
+    length, found = filters.shape[1], np.zeros_like(x)
     for t in range(len(x)):
         for j in range(max(0, length - 1 - t), length):
-            found[t] += filters[:, j] * gated[t - (length - 1) + j]
-    return _linear(part, "shortconv.out_proj", after * found)
+            found[t] += filters[:, j] * x[t - (length - 1) + j]
+    return found
+
+
+def _remembered(name: str, part: Mapping[str, Array], x: Array) -> Array:
+    """Token by token, head by head."""
+    keys, shared = STATE_KEYS * STATE_WIDTH, STATE_HEADS // STATE_KEYS
+    mixed = _filtered(_linear(part, "attn_qkv", x), part["ssm_conv1d.weight"])
+    q, k, v = (
+        y.reshape(len(x), -1, STATE_WIDTH) for y in np.split(mixed / (1 + np.exp(-mixed)), [keys, 2 * keys], axis=1)
+    )
+    q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    if name == "qwen3next":
+        of_keys = _linear(part, "ssm_ba", x).reshape(len(x), STATE_KEYS, 2, shared)
+        beta, alpha = (of_keys[:, :, j].reshape(len(x), STATE_HEADS) for j in range(2))
+    else:
+        beta, alpha = _linear(part, "ssm_beta", x), _linear(part, "ssm_alpha", x)
+    decay = np.exp(part["ssm_a"] * np.log1p(np.exp(alpha + part["ssm_dt.bias"])))
+    beta, found = 1 / (1 + np.exp(-beta)), np.zeros_like(v)
+    for h in range(STATE_HEADS):
+        state, of = np.zeros((STATE_WIDTH, STATE_WIDTH)), h // shared if name == "qwen3next" else h % STATE_KEYS
+        for t in range(len(x)):
+            state = decay[t, h] * state
+            state += np.outer(k[t, of], beta[t, h] * (v[t, h] - k[t, of] @ state))
+            found[t, h] = q[t, of] @ state / STATE_WIDTH**0.5
+    gate = _linear(part, "attn_gate", x)
+    normed = _norm(found, part["ssm_norm.weight"]).reshape(len(x), -1)
+    return _linear(part, "ssm_out", normed * gate / (1 + np.exp(-gate)))
 
 
 def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array:
@@ -292,6 +351,8 @@ def _attention(
     divisors: Array | None,
 ) -> Array:  # fmt: skip
     q, keys, values = (_linear(part, f"attn_{c}", x) for c in "qkv")
+    if name in HYBRIDS:
+        q, gate = (y.reshape(len(x), -1) for y in np.split(q.reshape(len(x), HEADS, -1), 2, axis=-1))
     if name in JOINTLY_NORMED:
         q, keys = _norm(q, part["attn_q_norm.weight"]), _norm(keys, part["attn_k_norm.weight"])
     q, keys, values = (y.reshape(len(x), -1, WIDTH) for y in (q, keys, values))
@@ -335,7 +396,8 @@ def _attention(
         if name == "gpt-oss":
             total += np.exp(part["attn_sinks.weight"][head] - scores.max(-1, keepdims=True))
         heads.append(weights / total @ values[:, shared])
-    return _linear(part, "attn_output", np.concatenate(heads, -1))
+    found = np.concatenate(heads, -1)
+    return _linear(part, "attn_output", found / (1 + np.exp(-gate)) if name in HYBRIDS else found)
 
 
 def _turn(x: Array, angles: Array, *, interleaved: bool) -> Array:

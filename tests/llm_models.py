@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, DeltaNet, Experts, Rope
 from relaxlite.runtime.kv_cache import CacheLayout, Pool
 
 VOCAB, CONTEXT = 61, 96
@@ -49,6 +49,10 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "layers": 4, "has_qk_norm": True, "is_tied": True,
         "convolutions": Convolutions(3, (True, False, True, True), has_bias=True),
     },
+    "qwen3_5": {
+        "layers": 4, "has_qk_norm": True, "has_output_gate": True, "head_width": 16, "rope": Rope(1e5, 4),
+        "delta_net": DeltaNet(2, 4, 8, 12, 4, (True, True, False, True)),
+    },
     "experts": {"experts": Experts(7, 3, 24, True)},
     "gpt_oss": {
         "has_sinks": True, "window": 5, "is_local": (True, False), "activation": "gelu_sigmoid", "gate_limit": 0.5,
@@ -71,6 +75,9 @@ def small_checkpoint(architecture: str, seed: int = 0, **changes: Any) -> Checkp
     config = DecoderConfig(architecture, **{**_SIZES, **_SPECIFIC[architecture], **changes})
     rng = np.random.default_rng(seed)
     weights = {name: _random(rng, shape) for name, shape in expected_weights(config).items()}
+    for name, weight in weights.items():
+        if name.endswith(".delta_rate"):
+            weight.data[:] *= -1  # what is remembered fades
     return Checkpoint(config, weights, None, {"source": "random"})
 
 

@@ -21,8 +21,8 @@ from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.config import Rope
 from relaxlite.frontend.llm.step import MOST_PARTS, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
-from relaxlite.runtime import kv_cache, threadpool
-from relaxlite.runtime.kv_cache import KVCache
+from relaxlite.runtime import kv_cache, state_slots, threadpool
+from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
 from relaxlite.runtime.module import Executable
 from tests.dense_llm import build_dense
 from tests.llm_models import ARCHITECTURES, CONTEXT, VOCAB, attention_layout, small_checkpoint
@@ -30,6 +30,7 @@ from tests.recomputing_engine import RecomputingEngine
 
 PAGE = 4
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "int8": 6e-2}  # of the largest logit
+TOLERANCE["states"] = 1e-4  # small queries and keys are made as long as others, and what rounded them too
 
 
 @cache
@@ -129,7 +130,7 @@ def test_a_ragged_batch_is_one_by_one(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "lfm2"])
+@pytest.mark.parametrize("architecture", ["llama", "lfm2", "qwen3_5"])
 def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> None:
     engine, oracle = engines(architecture, dtype)
     ours, theirs = engine.new(), oracle.new()
@@ -147,7 +148,7 @@ def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2", "qwen3_5"])
 def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
     engine, oracle = engines(architecture, dtype)
     prompt = tokens(40)
@@ -325,7 +326,7 @@ def interrupted(call: Callable[[], Any], line: int) -> bool:
     lines = itertools.count()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != kv_cache.__file__:
+        if frame.f_code.co_filename not in (kv_cache.__file__, state_slots.__file__):
             return None
         if event == "line" and next(lines) == line:
             raise KeyboardInterrupt
@@ -377,8 +378,91 @@ def test_an_interruption_loses_no_page_and_shares_none_that_is_written(what: str
     assert line > 5
 
 
-def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, oracle = engines("llama", chunk=4)
+@pytest.mark.parametrize("what", ["reserve", "commit", "cancel", "fork", "drop", "remove"])
+def test_an_interruption_leaves_states_that_stand_for_the_tokens_there_are(what: str) -> None:
+    """Whatever comes then: no slot that somebody reads is written, and none is lost."""
+    for line in itertools.count():
+        paged = attention_layout(1, 1, 2, 4, "float32", 4)
+        layout = CacheLayout((*paged.pools, Pool(2, (3, 5), "float32", is_state=True)), 1, 4, "float32", 4)
+        cache = KVCache(layout, max_bytes=12 * layout.page_bytes + 9 * layout.state_bytes)
+        first = cache.new()
+        for count in (18, 1, 1):
+            cache.reserve([(first, count)])
+            cache.commit([(first, count)])
+        others = [cache.fork(first), cache.fork(first, 19)]
+        step = [(first, 5), (others[1], 3), (others[0], 1)]
+        if what in ("commit", "cancel"):
+            cache.reserve(step)
+        calls = {
+            "reserve": lambda c=cache, s=step: c.reserve(s),
+            "commit": lambda c=cache, s=step: c.commit(s),
+            "cancel": lambda c=cache, s=step: c.cancel(s),
+            "fork": lambda c=cache, s=first: c.fork(s, 18),
+            "drop": lambda c=cache, s=first: c.drop(s, 2),
+            "remove": lambda c=cache, s=first: c.remove(s),
+        }
+        came = interrupted(calls[what], line)
+        if what == "reserve":
+            cache.cancel(step)
+        states = cache._states
+        assert states is not None
+        for sequence in list(cache._sequences):
+            assert cache.length(sequence) == states.length(sequence), line
+            assert len(cache._sequences[sequence].pages) >= -(-cache.length(sequence) // 4), line
+            before = [state.slot for kept in states._sequences.values() for state in kept.states]
+            cache.reserve([(sequence, 1)])
+            (_, _, read, written) = cache.describe([(sequence, 0, 1)])[4][0].tolist()
+            assert written not in {read, *(s for s in before if before.count(s) > 1)}, line
+            cache.commit([(sequence, 1)])
+        for sequence in list(cache._sequences):
+            cache.remove(sequence)
+        states.count_again()
+        assert sorted(states._free) == list(range(states.count)), line
+        if not came:
+            break
+    assert line > 3
+
+
+def test_guesses_that_are_dropped_cost_no_more_than_their_step() -> None:
+    engine, oracle = engines("qwen3_5")
+    ours, theirs = engine.new(), oracle.new()
+    for given in (tokens(20), [1], [2, 3, 4, 5]):  # a prompt, a token, and one with three guesses
+        close(engine.forward([(ours, given)])[0], oracle.forward([(theirs, given)])[0])
+    engine.drop(ours, 2)
+    oracle.drop(theirs, 2)
+    assert (engine.length(ours), engine.cache.length(ours)) == (23, 21)  # the two that stay are computed again
+    close(engine.forward([(ours, [7])])[0], oracle.forward([(theirs, [7])])[0])
+    for given in ([8], [9]):
+        close(engine.forward([(ours, given)])[0], oracle.forward([(theirs, given)])[0])
+    engine.drop(ours, 4)  # another reply: back to the end of the prompt
+    oracle.drop(theirs, 4)
+    assert (engine.length(ours), engine.cache.length(ours)) == (22, 20)
+    close(engine.forward([(ours, [7])])[0], oracle.forward([(theirs, [7])])[0])
+
+
+def test_states_that_find_no_room_are_refused_and_the_others_go_on() -> None:
+    layout = CompiledEngine(step("qwen3_5")).cache.layout
+    engine, oracle = engines("qwen3_5", max_bytes=20 * layout.page_bytes + 3 * layout.state_bytes)
+    ours, theirs, others = engine.new(), oracle.new(), [engine.new() for _ in range(9)]
+    engine.forward([(ours, tokens(6))])
+    oracle.forward([(theirs, tokens(6))])
+    held = []
+    with pytest.raises(CacheFullError, match=r"the cache is full: there is no room for more than \d+ states"):
+        for other in others:
+            engine.forward([(other, [1])])
+            held.append(other)
+    assert [engine.length(s) for s in (ours, *others)] == [6, *([1] * len(held)), *([0] * (9 - len(held)))]
+    for other in held:
+        engine.remove(other)
+    for _ in range(3):
+        close(engine.forward([(ours, [5])])[0], oracle.forward([(theirs, [5])])[0])
+    with pytest.raises(InvalidArgumentError, match="does not hold one page of 4 tokens and 3 states, which takes"):
+        engines("qwen3_5", max_bytes=layout.page_bytes + layout.state_bytes)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_a_step_that_fails_leaves_all_as_it_was(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, oracle = engines(architecture, chunk=4)
     ours, theirs = engine.new(), oracle.new()
     engine.forward([(ours, tokens(6))])
     oracle.forward([(theirs, tokens(6))])
@@ -446,10 +530,13 @@ class Sequences(RuleBasedStateMachine):
     """Any order of operations; pages are neither lost nor used twice."""
 
     sequences = st.integers(0, 10**6)
+    architecture, kind = "mistral", "float32"
 
     def __init__(self) -> None:
         super().__init__()
-        self.ours, self.theirs = engines("mistral", max_bytes=24 * engines("mistral")[0].cache.layout.page_bytes)
+        layout = engines(self.architecture)[0].cache.layout
+        room = 24 * layout.page_bytes + 12 * layout.state_bytes
+        self.ours, self.theirs = engines(self.architecture, max_bytes=room)
         self.pairs: list[tuple[int, int]] = []
 
     def pick(self, number: int) -> tuple[int, int]:
@@ -479,7 +566,7 @@ class Sequences(RuleBasedStateMachine):
             return
         wanted = self.theirs.forward([(b, t) for (_, b), t in zip(chosen, given, strict=False)], wanted=wanted_rows)
         for a, b in zip(found, wanted, strict=True):
-            close(a, b)
+            close(a, b, self.kind)
 
     @precondition(lambda self: 0 < len(self.pairs) < 6)
     @rule(number=sequences, share=st.floats(0, 1))
@@ -517,7 +604,27 @@ class Sequences(RuleBasedStateMachine):
         assert [self.ours.length(a) for a, _ in self.pairs] == [self.theirs.length(b) for _, b in self.pairs]
 
 
-TestSequences = Sequences.TestCase
-TestSequences.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class SequencesWithStates(Sequences):
+    """The same of a model with states, which cannot be cut back: slots are not lost, nor shared by what is written."""
+
+    architecture, kind = "qwen3_5", "states"
+
+    @invariant()
+    def slots_are_accounted_for(self) -> None:
+        states = self.ours.cache._states
+        assert states is not None
+        held = Counter(state.slot for kept in states._sequences.values() for state in kept.states)
+        held.update(kept.next for kept in states._sequences.values() if kept.next is not None)
+        assert {k: n for k, n in enumerate(states._references) if n} == held
+        assert sorted([*states._free, *held]) == list(range(states.count))
+        for kept in states._sequences.values():
+            lengths = [state.length for state in kept.states]
+            assert lengths == sorted(set(lengths)) and len(lengths) <= 3
+            assert kept.next is None or held[kept.next] == 1
+
+
+TestSequences, TestSequencesWithStates = Sequences.TestCase, SequencesWithStates.TestCase
+for each in (TestSequences, TestSequencesWithStates):
+    each.settings = settings(
+        max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    )

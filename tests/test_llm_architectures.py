@@ -35,6 +35,14 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
     "short_factor": [1.0 + 0.1 * k for k in range(8)], "long_factor": [2.0 + 3 * k for k in range(8)],
 }  # fmt: skip
+HYBRID = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5,
+    "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -251,6 +259,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2, all layers attend": ("Lfm2Config", {"block_auto_adjust_ff_dim": False, "pad_token_id": 0}),
+    "qwen3.5": ("Qwen3_5TextConfig", {**HYBRID, "full_attention_interval": 3}),
+    "qwen3.5, heads of keys for each, tied": (
+        "Qwen3_5TextConfig",
+        {
+            **HYBRID,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "qwen3.5 with experts": ("Qwen3_5MoeTextConfig", {**HYBRID, **EXPERTS, "full_attention_interval": 3}),
+    "qwen3-next": ("Qwen3NextConfig", {**HYBRID, **EXPERTS, "num_hidden_layers": 4, "pad_token_id": 0}),
     "granite 4": (
         "GraniteMoeHybridConfig",
         {

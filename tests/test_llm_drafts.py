@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite.errors import CacheFullError, InvalidArgumentError
-from relaxlite.frontend.llm.config import Rope
+from relaxlite.frontend.llm.config import DeltaNet, Rope
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
@@ -281,18 +281,21 @@ def test_other_drafts_are_refused() -> None:
 # The compiled engine
 
 
-@pytest.fixture(scope="module")
-def compiled() -> CompiledEngine:
-    made = quantize_checkpoint(checkpoint(hidden=64, head_width=16, intermediate=96, rope=Rope(1e4, 16)), "q4_0")
+SHAPE: dict[str, Any] = {"hidden": 64, "head_width": 16, "intermediate": 96, "rope": Rope(1e4, 16)}
+STATES = {"layers": 3, "has_output_gate": True, "delta_net": DeltaNet(2, 4, 16, 24, 4, (True, False, True))}
+
+
+@pytest.fixture(scope="module", params=[{}, STATES], ids=["all layers attend", "some have states"])
+def compiled(request: pytest.FixtureRequest) -> CompiledEngine:
+    made = quantize_checkpoint(checkpoint(**SHAPE, **request.param), "q4_0")
     return CompiledEngine(rl.compile(build_step(made), precision="int12"))
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(kv_heads: int, cache_dtype: str) -> None:
+@pytest.mark.parametrize("more", [{"kv_heads": 1}, {"kv_heads": 2}, {"kv_heads": 4}, STATES])
+def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(more: Any, cache_dtype: str) -> None:
     """Of 4, 2 and 1 heads that share keys, so of tiles with at least as many rows."""
-    shape = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_width": 16, "intermediate": 96}
-    tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 16)), "q4_0")
+    tiny = quantize_checkpoint(checkpoint(**SHAPE, **more), "q4_0")
     compiled = CompiledEngine(rl.compile(build_step(tiny, cache_dtype=cache_dtype), precision="int12"))
     tokens = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
     sequence = compiled.new()

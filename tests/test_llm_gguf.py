@@ -133,6 +133,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"block_count": 3, "attention.head_count_kv": [0, 0, files.KV_HEADS], "shortconv.l_cache": 3},
         {"convolved": (0, 1)},
     ),
+    "qwen35": ("qwen35", {"block_count": 5, "rope.dimension_count": 16}, {"remembering": (0, 1, 2, 4)}),
+    "qwen35, every second layer attends": (
+        "qwen35", {"full_attention_interval": 2, "rope.dimension_count": 16}, {"remembering": (0,), "tied": True}
+    ),
+    "qwen35moe": (
+        "qwen35moe",
+        {"attention.recurrent_layers": [False, True], "expert_count": 5, "expert_used_count": 2,
+         "expert_feed_forward_length": files.INTER, "expert_shared_feed_forward_length": 96},
+        {"remembering": (1,), "experts": 5, "shared": 96},
+    ),
+    "qwen3next": (
+        "qwen3next",
+        {"block_count": 4, "rope.dimension_count": 16, "expert_count": 5, "expert_used_count": 2,
+         "expert_feed_forward_length": files.INTER, "expert_shared_feed_forward_length": 96},
+        {"remembering": (0, 1, 2), "experts": 5, "shared": 96},
+    ),
     "granitemoe": (
         "granitemoe",
         {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64, "residual_scale": 0.22},
@@ -162,6 +178,19 @@ def test_logits_are_those_of_a_plain_computation(case: str, tmp_path: Path) -> N
     metadata = files.fields(name, **more)
     weights = files.tensors(name, layers=metadata[f"{name}.block_count"], **kind)
     check_logits(files.write(tmp_path / "m.gguf", name, metadata, weights), name, metadata, weights)
+
+
+def test_blocks_that_guess_tokens_ahead_are_left_out(tmp_path: Path) -> None:
+    """As Qwen3.5 has them behind its layers."""
+    metadata = files.fields("qwen35", full_attention_interval=2, **{"rope.dimension_count": 16})
+    weights = files.tensors("qwen35", remembering=(0,))
+    ahead = {name.replace("blk.1.", "blk.2."): w for name, w in weights.items() if name.startswith("blk.1.")}
+    ahead["blk.2.nextn.eh_proj.weight"] = np.ones((files.HIDDEN, 2 * files.HIDDEN), np.float32)
+    said = {**metadata, "qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    path = files.write(tmp_path / "m.gguf", "qwen35", said, {**weights, **ahead})
+    check_logits(path, "qwen35", metadata, weights)
+    with pytest.raises(ImportModelError, match=r"weights blk.2.nextn.eh_proj.weight is|weights? .* missing"):
+        read_checkpoint(files.write(path, "qwen35", {**said, "qwen35.nextn_predict_layers": 0}, {**weights, **ahead}))
 
 
 def test_frequencies_that_a_file_brings_divide(tmp_path: Path) -> None:
@@ -471,6 +500,17 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
         ({"name": "lfm2", "attention.head_count_kv": [0, 2, 0]}, "3 layers are told apart, and there are 2"),
         ({"name": "lfm2", "attention.head_count_kv": [0, -2]}, "head_count_kv must be one number of all layers that "),
         ({"name": "lfm2", "attention.head_count_kv": [0, 2], "shortconv.l_cache": 0}, "along 0 tokens must be along 1"),
+        (
+            {"name": "qwen35", "ssm.group_count": None},
+            "'qwen35.ssm.group_count' is None; it must be a positive integer",
+        ),
+        ({"name": "qwen35", "ssm.group_count": 3}, "4 heads of values cannot share 3 of keys"),
+        ({"name": "qwen35", "ssm.inner_size": 130}, "qwen35.ssm.inner_size = 130 is no multiple of 4 heads"),
+        ({"name": "qwen35", "ssm.conv_kernel": 1}, "must be along 2 tokens at least, not 1"),
+        ({"name": "qwen35", "full_attention_interval": 0}, "qwen35.full_attention_interval = 0 must be positive"),
+        ({"name": "qwen35"}, "at least one layer must attend, and none of 2 does"),
+        ({"name": "qwen35", "attention.recurrent_layers": [True]}, "1 layers are told apart, and there are 2"),
+        ({"name": "qwen35", "nextn_predict_layers": 2}, "nextn_predict_layers = 2 must be fewer than all blocks"),
     ],
 )
 def test_hyperparameters_that_make_no_sense_are_refused(more: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight, split_fused
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope, RopeScaling
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, DeltaNet, Experts, Rope, RopeScaling
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.tokenizer import Tokenizer
@@ -180,6 +180,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
         DecoderConfig(
             "lfm2", 65536, 1024, 16, 16, 8, 64, 4608, 128000, 1e-5, Rope(1e6, 64), True, has_qk_norm=True,
             convolutions=Convolutions(3, tuple(k not in (2, 5, 8, 10, 12, 14) for k in range(16))),
+        ),
+    ),
+    "Qwen3.5-0.8B": (
+        {"image_token_id": 248056, "model_type": "qwen3_5", "tie_word_embeddings": True, "vision_config": {"depth": 12},
+         "text_config": {"attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4,
+                         "head_dim": 256, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3584,
+                         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6, "linear_conv_kernel_dim": 4,
+                         "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+                         "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+                         "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "num_attention_heads": 8,
+                         "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+                         "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                                             "partial_rotary_factor": 0.25, "rope_theta": 1e7, "rope_type": "default"},
+                         "vocab_size": 248320}},
+        DecoderConfig(
+            "qwen3_5", 248320, 1024, 24, 8, 2, 256, 3584, 262144, 1e-6, Rope(1e7, 64), True, has_qk_norm=True,
+            has_output_gate=True, delta_net=DeltaNet(16, 16, 128, 128, 4, (True, True, True, False) * 6),
         ),
     ),
     "gpt2": (
@@ -432,6 +449,16 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
             "TinyLlama-1.1B-Chat",
             {"model_type": "lfm2", "block_ffn_dim_multiplier": -1},
             "block_ffn_dim_multiplier must be a positive number",
+        ),
+        *(
+            ("TinyLlama-1.1B-Chat", {"model_type": "qwen3_5_text", **more}, problem)
+            for more, problem in (
+                ({"layer_types": ["mamba"]}, "layer_types must name linear_attention or full_attention for each layer"),
+                ({"layer_types": ["linear_attention"] * 22}, "at least one layer must attend, and none of 22 does"),
+                ({"full_attention_interval": -4}, "full_attention_interval = -4 must be positive"),
+                ({"attn_output_gate": False}, "attn_output_gate = False is not supported, only True is"),
+                ({"linear_key_head_dim": -1}, "'linear_key_head_dim' is -1; it must be a positive integer"),
+            )
         ),
         ("EXAONE-4.0-1.2B", {"layer_types": ["linear_attention"] * 30, "sliding_window": 9}, "layer_types must name"),
         ("Hunyuan-0.5B-Instruct", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic' are not"),

@@ -55,6 +55,7 @@ def pieces(pre: str, text: str) -> list[str]:
         ("smollm", "a 12", ["a", " ", "1", "2"]),
         ("llama-bpe", "I'LL pay 12345\n\n x", ["I", "'LL", " pay", " ", "123", "45", "\n\n", " x"]),
         ("qwen2", "(x) 123", ["(x", ")", " ", "1", "2", "3"]),
+        ("qwen35", "กู 12 x̌.", ["กู", " ", "1", "2", " x̌", "."]),  # marks belong to their letters
         ("tekken", "camelCase HTTPServer 12/\n", ["camel", "Case", " HTTPServer", " ", "1", "2", "/\n"]),
         ("gpt-4o", "camelCase don't 1234", ["camel", "Case", " don't", " ", "123", "4"]),
         ("deepseek-v3", "日本 1234 .foo", ["日本", " ", "123", "4", " .", "foo"]),
@@ -96,7 +97,7 @@ def test_words_that_are_tokens_stay_whole_where_the_model_wants_that() -> None:
         assert made(byte_level(pre, tokens=tokens, merges=["a b"])).encode("abc").tokens == wanted
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "command-r", "mpt", "olmo"])
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "command-r", "mpt", "olmo"])
 def test_characters_are_composed_where_the_model_was_trained_so(pre: str) -> None:
     """As the NFC of their tokenizer.json files; llama.cpp leaves it out."""
     assert made(byte_level(pre)).encode("e\u0301").ids == made(byte_level(pre)).encode("é").ids

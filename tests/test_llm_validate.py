@@ -60,6 +60,13 @@ def test_steps_are_validated(kind: str | None, cache_dtype: str) -> None:
     assert build(module, validate=step_samples(module)).kernels
 
 
+def test_steps_with_states_are_validated() -> None:
+    module = module_of(small_checkpoint("qwen3_5"), has_fill=True)
+    samples = step_samples(module)
+    assert all(np.any(pool) for call in samples["main"] for pool in call[7:])
+    assert build(module, validate=samples).kernels
+
+
 class _LargerNorms(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "rms_norm":

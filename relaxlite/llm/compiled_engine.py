@@ -9,6 +9,7 @@ import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
+from relaxlite.llm.told import Told
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
@@ -18,6 +19,7 @@ from relaxlite.version import STEP_VERSION, __version__
 CACHE_BYTES = 1 << 30
 CHUNK = 128  # tokens of a long prompt in one step, where the step does not say it
 FILL = "fill"  # the function that gives no logits
+STATES = ("tails_", "states_")  # as frontend/llm/step.py calls what has a slot for each state
 LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
 _Found = TypeVar("_Found")
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
@@ -54,26 +56,42 @@ class CompiledEngine:
         self._chunk = int(facts.get("chunk", CHUNK)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
+        self._told = Told() if self.cache.layout.state_bytes else None
         self._turn = Turn()
 
     def new(self) -> int:
         with self._turn.lock:
-            return self.cache.new()
+            made = self.cache.new()
+            if self._told is not None:
+                self._told.begin(made)
+            return made
 
     def fork(self, sequence: int, length: int | None = None) -> int:
         with self._turn.lock:
-            return self.cache.fork(sequence, length)
+            if self._told is None:
+                return self.cache.fork(sequence, length)
+            tokens = self._told.first(sequence, length)
+            made = self.cache.fork(sequence, min(len(tokens), self.cache.length(sequence)))
+            self._told.begin(made, tokens)
+            return made
 
     def drop(self, sequence: int, count: int) -> None:
         with self._turn.lock:
-            self.cache.drop(sequence, count)
+            if self._told is None:
+                self.cache.drop(sequence, count)
+                return
+            kept = self._told.first(sequence, self._told.length(sequence) - count)
+            self.cache.drop(sequence, max(0, self.cache.length(sequence) - len(kept)))
+            self._told.begin(sequence, kept)
 
     def remove(self, sequence: int) -> None:
         with self._turn.lock:
             self.cache.remove(sequence)
+            if self._told is not None:
+                self._told.end(sequence)
 
     def length(self, sequence: int) -> int:
-        return self.cache.length(sequence)
+        return self.cache.length(sequence) if self._told is None else self._told.length(sequence)
 
     def forward(
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
@@ -84,6 +102,7 @@ class CompiledEngine:
                 return [found]
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
+        batch = self._with_owed(batch)
         return self._appended(batch, lambda: self._logits(batch, asked, asked if exact is None else exact))
 
     def _next(self, sequence: int, tokens: Sequence[int]) -> Array | None:
@@ -93,17 +112,30 @@ class CompiledEngine:
         if len(tokens) != 1 or type(tokens[0]) is not int or not 0 <= tokens[0] < self.vocab:
             return None
         with self._turn.lock:
+            told = self._told
+            if told is not None and told.behind(sequence, self.cache.length(sequence)):
+                return None
             step = self.cache.next_token(sequence, tokens[0])
             if step is None or self.cache.length(sequence) >= self.context:
                 return None
             made: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
+            if told is not None:
+                told.extend(sequence, self.cache.length(sequence), tokens)
             self.cache.commit(((sequence, 1),))
         return made
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
-        given = {sequence: np.asarray(tokens, np.int64)}
-        self._appended([(sequence, tokens)], lambda: self._fill_in(given, [(sequence, 0, len(tokens))]))
+        batch = self._with_owed([(sequence, tokens)])
+        given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
+        self._appended(batch, lambda: self._fill_in(given, [(sequence, 0, len(given[sequence]))]))
+
+    def _with_owed(self, batch: Batch) -> Batch:
+        """With the tokens of each sequence that the cache has no more, before the new ones."""
+        told = self._told
+        if told is None:
+            return batch
+        return [(s, [*told.behind(s, self.cache.length(s)), *tokens]) for s, tokens in batch]
 
     def _appended(self, batch: Batch, compute: Callable[[], _Found]) -> _Found:
         """What is computed, by which the sequences are that much longer; they are as they were where it fails."""
@@ -115,6 +147,9 @@ class CompiledEngine:
             except BaseException:
                 self.cache.cancel(counts)
                 raise
+            if self._told is not None:  # before the cache: what it has not got is computed again
+                for sequence, tokens in batch:
+                    self._told.extend(sequence, self.cache.length(sequence), tokens)
             self.cache.commit(counts)
         return found
 
@@ -188,5 +223,9 @@ def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
     """Read off the signature of a step whose attention takes `block` rows at once."""
     specs = [spec for spec in inputs if len(spec.shape) == 4]
     keys = next(spec for spec in specs if spec.name.startswith("keys_"))
-    pools = [Pool(int(heads), (int(a), int(b)), spec.dtype) for spec in specs for heads, _, a, b in [spec.shape]]
+    pools = [
+        Pool(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATES))
+        for spec in specs
+        for heads, _, a, b in [spec.shape]
+    ]
     return CacheLayout(tuple(pools), pools[specs.index(keys)].heads, int(keys.shape[3]), keys.dtype, block)

@@ -26,12 +26,14 @@ import numpy as np
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
+from relaxlite.runtime.state_slots import StateSlots
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 _Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, position of the first row
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
 PAGES_OF_PART = 2  # at least: those of one page are slower than of two, which cost a row next to nothing, many 2 to 5 %
+STATES = 3  # of one sequence: as it is, before the last step, which becomes the next one, and behind the prompt
 MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
 DTYPES = ("float32", "float16", "int8")
 
@@ -40,11 +42,12 @@ _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if h
 
 
 class Pool(NamedTuple):
-    """(heads, pages, *shape) of `dtype`"""
+    """(heads, pages, *shape) of `dtype`; `is_state`: (heads, slots, *shape), of states (state_slots.py)"""
 
     heads: int
-    shape: tuple[int, int]  # of one page of a head
+    shape: tuple[int, int]  # of one page of a head, or one slot
     dtype: str
+    is_state: bool = False
 
     def page_bytes(self) -> int:
         return self.heads * math.prod(self.shape) * np.dtype(self.dtype).itemsize
@@ -54,7 +57,8 @@ class Pool(NamedTuple):
 class CacheLayout:
     """The pools of all layers, in the order in which the model takes them: keys (kv_heads, pages, width, page) and
     values (kv_heads, pages, page, width) of `dtype`, int8 with float32 scales (kv_heads, pages, page, 1) of each; or
-    what a convolution keeps of the tokens. `block`: rows of queries that the attention takes at once."""
+    what a convolution keeps of the tokens. Behind all of these those of states. `block`: rows of queries that the
+    attention takes at once."""
 
     pools: tuple[Pool, ...]
     kv_heads: int
@@ -70,7 +74,12 @@ class CacheLayout:
     @property
     def page_bytes(self) -> int:
         """Of all layers."""
-        return sum(pool.page_bytes() for pool in self.pools)
+        return sum(pool.page_bytes() for pool in self.pools if not pool.is_state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot of all layers; 0: a sequence has no state beside its pages."""
+        return sum(pool.page_bytes() for pool in self.pools if pool.is_state)
 
 
 class StepInputs(NamedTuple):
@@ -83,19 +92,36 @@ class StepInputs(NamedTuple):
     blocks: Array
 
 
+class StatefulInputs(NamedTuple):
+    """The same for a model with states, of each sequence in `spans` int64 [b, 4] too (ir/ops/delta_rule.py)."""
+
+    positions: Array
+    slots: Array
+    table: Array
+    blocks: Array
+    spans: Array
+
+
 class NextToken:
     """The step of one sequence by one token, in arrays that are written again for the next one."""
 
     def __init__(self) -> None:
-        self._numbers = np.zeros(10, np.int64)
+        self._numbers = np.zeros(14, np.int64)
         self.tokens, self.positions, self.slots, self.wanted = (self._numbers[k : k + 1] for k in range(4))
-        self.blocks = self._numbers[4:].reshape(1, -1)
-        self.inputs = StepInputs(self.positions, self.slots, np.zeros((1, 1), np.int32), self.blocks)
+        self.blocks, self.spans = self._numbers[4:10].reshape(1, -1), self._numbers[10:].reshape(1, -1)
+        self.inputs: StepInputs | StatefulInputs
 
-    def become(self, token: int, position: int, slot: int, table: Array, blocks: Array | None) -> None:
-        """`blocks`: None for one in one part."""
-        self._numbers[:] = token, position, slot, 0, 0, 0, 1, position, 0, 1
-        self.inputs = StepInputs(self.positions, self.slots, table, self.blocks if blocks is None else blocks)
+    def become(
+        self, token: int, position: int, slot: int, table: Array, blocks: Array | None, states: tuple[int, int] | None
+    ) -> None:
+        """`blocks`: None for one in one part; `states`: the slots of the states before and behind, if there are any."""
+        self._numbers[:10] = token, position, slot, 0, 0, 0, 1, position, 0, 1
+        inputs = StepInputs(self.positions, self.slots, table, self.blocks if blocks is None else blocks)
+        if states is None:
+            self.inputs = inputs
+        else:
+            self._numbers[10:] = 0, 1, *states
+            self.inputs = StatefulInputs(*inputs, self.spans)
 
 
 @dataclass(slots=True)
@@ -121,13 +147,21 @@ class KVCache:
 
     def __init__(self, layout: CacheLayout, *, max_bytes: int) -> None:
         self.layout = layout
-        self.max_pages = max_bytes // layout.page_bytes
-        if self.max_pages < 1:
+        self._max_bytes = max_bytes
+        least = layout.page_bytes + STATES * layout.state_bytes
+        if max_bytes < least:
+            states = f" and {STATES} states" if layout.state_bytes else ""
             raise InvalidArgumentError(
-                f"a cache of {max_bytes} bytes does not hold one page of {layout.page} tokens, "
-                f"which takes {layout.page_bytes}"
+                f"a cache of {max_bytes} bytes does not hold one page of {layout.page} tokens{states}, "
+                f"which takes {least}"
             )
-        self.pools: list[Array] = [self._pool(k, 0) for k in range(len(layout.pools))]
+        paged = [pool for pool in layout.pools if not pool.is_state]
+        self._pools: list[Array] = [self._pool(k, 0) for k in range(len(paged))]
+        self._states: StateSlots | None = None
+        if layout.state_bytes:
+            self._states = StateSlots(
+                len(layout.pools) - len(paged), lambda k, slots: self._pool(len(paged) + k, slots), self._may_have
+            )
         self._references: list[int] = []  # of each page
         self._free: list[int] = []
         self._sequences: dict[int, _Sequence] = {}
@@ -137,6 +171,20 @@ class KVCache:
         self._grow(min(FIRST_PAGES, self.max_pages))
 
     # what it holds
+
+    @property
+    def pools(self) -> list[Array]:
+        return self._pools if self._states is None else self._pools + self._states.pools
+
+    @property
+    def max_pages(self) -> int:
+        """States take their part."""
+        states = 0 if self._states is None else max(self._states.count, STATES) * self.layout.state_bytes
+        return (self._max_bytes - states) // self.layout.page_bytes
+
+    def _may_have(self, slots: int) -> bool:
+        """Whether there may be so many states beside the pages that are used."""
+        return slots * self.layout.state_bytes + max(self.used_pages, 1) * self.layout.page_bytes <= self._max_bytes
 
     def length(self, sequence: int) -> int:
         return self._of(sequence).length
@@ -163,29 +211,40 @@ class KVCache:
         return self._next
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A sequence of the first `length` tokens of another (None: all), which shares its pages."""
+        """A sequence of the first `length` tokens of another (None: all), which shares its pages; of a model with
+        states, of as many of these as there is a state for."""
         source = self._of(sequence)
         length = source.length if length is None else length
         if not isinstance(length, Integral) or not 0 <= length <= source.length:
             raise InvalidArgumentError(f"sequence {sequence} has {source.length} tokens, not {length} to fork")
         made = self.new()
+        if self._states is not None:
+            length = self._states.fitting(sequence, int(length))
         fork = self._sequences[made]
         for page in source.pages[: self._pages_of(length)]:
             self._references[page] += 1
             fork.append(page)
+        if self._states is not None:
+            self._states.fork(sequence, made, length)
         fork.length = int(length)
         return made
 
     def drop(self, sequence: int, count: int) -> None:
-        """Forget the last `count` tokens; pages that are not needed any more are given back."""
+        """Forget the last `count` tokens, of a model with states those more that no state stands for; pages that are
+        not needed any more are given back."""
         found = self._of(sequence)
         if not isinstance(count, Integral) or not 0 <= count <= found.length:
             raise InvalidArgumentError(f"sequence {sequence} has {found.length} tokens, not {count} to drop")
         found.length -= int(count)
+        if self._states is not None:
+            self._states.drop(sequence, found.length)
+            found.length = self._states.length(sequence)
         self._trim(found)
 
     def remove(self, sequence: int) -> None:
         found = self._of(sequence)
+        if self._states is not None:
+            self._states.remove(sequence)
         found.length = 0
         self._trim(found)
         del self._sequences[sequence]
@@ -213,11 +272,15 @@ class KVCache:
                 self._own_last_page(found)
             for _ in range(more):
                 found.append(self._take())
+        if self._states is not None:
+            for sequence, count in batch:
+                if count:
+                    self._states.reserve(sequence)
 
     def next_token(self, sequence: int, token: int) -> NextToken | None:
         """What `reserve` and `describe` make of one more token, in few operations, up to the next call; None where it
         takes a page. The sequence is as it was."""
-        found, size = self._sequences.get(sequence), self.layout.page
+        found, size, states = self._sequences.get(sequence), self.layout.page, None
         if found is None or not found.length % size or self._wanted_pages:
             return None
         position = found.length
@@ -228,10 +291,16 @@ class KVCache:
         step, blocks = self._next_token, None
         if number + 1 >= 2 * PAGES_OF_PART and self._usual_parts() > 1:
             blocks = np.array(self._parted([(0, 0, 1, position)]))
-        step.become(token, position, page * size + position % size, found.table[: number + 1].reshape(1, -1), blocks)
+        if self._states is not None:
+            if self._states.length(sequence) != position:
+                return None
+            self._states.reserve(sequence)
+            states = self._states.span(sequence, True)
+        table = found.table[: number + 1].reshape(1, -1)
+        step.become(token, position, page * size + position % size, table, blocks, states)
         return step
 
-    def describe(self, parts: Sequence[tuple[int, int, int]]) -> StepInputs:
+    def describe(self, parts: Sequence[tuple[int, int, int]]) -> StepInputs | StatefulInputs:
         """The inputs for parts (sequence, first, count): tokens `first` to `first + count` of those that are reserved,
         counted from the sequence's length, one part after the other."""
         page = self.layout.page
@@ -251,7 +320,16 @@ class KVCache:
             slots.append(found.table[at // page].astype(np.int64) * page + at % page)
             blocks += self._within_pages(k, row, start, count)
             row += count
-        return StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(self._parted(blocks)))
+        inputs = StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(self._parted(blocks)))
+        return inputs if self._states is None else StatefulInputs(*inputs, self._spans(parts))
+
+    def _spans(self, parts: Sequence[tuple[int, int, int]]) -> Array:
+        assert self._states is not None
+        spans, row = [], 0
+        for sequence, first, count in parts:
+            spans.append((row, count, *self._states.span(sequence, first == 0)))
+            row += count
+        return np.array(spans, np.int64)
 
     def _within_pages(self, sequence: int, row: int, start: int, count: int) -> list[_Block]:
         """Blocks that end where pages do, as the rows of each block see the same pages, and are equally high there."""
@@ -284,7 +362,10 @@ class KVCache:
     def commit(self, batch: Sequence[tuple[int, int]]) -> None:
         """The reserved tokens are written: the sequences are that much longer."""
         for sequence, count in batch:
-            self._sequences[sequence].length += count
+            found = self._sequences[sequence]
+            if self._states is not None and count:
+                self._states.commit(sequence, found.length + count, count)
+            found.length += count
 
     def cancel(self, batch: Sequence[tuple[int, int]]) -> None:
         """Give back what was reserved, or as much as an interrupted `reserve` has got."""
@@ -292,6 +373,8 @@ class KVCache:
             if (found := self._sequences.get(sequence)) is not None:
                 self._trim(found)
                 found.table[: len(found.pages)] = found.pages
+            if self._states is not None:
+                self._states.cancel(sequence)
 
     # pages
 
@@ -299,6 +382,8 @@ class KVCache:
         found = self._sequences.get(sequence)
         if found is None:
             raise InvalidArgumentError(f"there is no sequence {sequence}")
+        if self._states is not None:  # an interruption may have come between the two
+            found.length = self._states.length(sequence)
         return found
 
     def _pages_of(self, length: int) -> int:
@@ -316,7 +401,7 @@ class KVCache:
         if page is None:
             return
         made, at = self._take(), sequence.length // self.layout.page
-        for pool in self.pools:
+        for pool in self._pools:
             pool[:, made] = pool[:, page]
         sequence.pages[at] = made
         sequence.table[at] = made
@@ -371,13 +456,13 @@ class KVCache:
         old = len(self._references)
         self._wanted_pages = pages
         try:
-            for k, pool in enumerate(self.pools):
+            for k, pool in enumerate(self._pools):
                 if pool.shape[1] != pages:
                     made = self._pool(k, pages)
                     made[:, :old] = pool[:, :old]
-                    self.pools[k] = made
+                    self._pools[k] = made
         except (MemoryError, OSError) as error:
-            self.pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self.pools]
+            self._pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self._pools]
             self._wanted_pages = 0
             raise CacheFullError(f"there is no memory for a cache of {pages * self.layout.page_bytes} bytes") from error
         self._references += [0] * (pages - old)

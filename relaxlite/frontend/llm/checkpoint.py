@@ -3,7 +3,7 @@
 Weights have our names, whatever the checkpoint calls them:
 
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]    head_bias [vocab]    positions [context, hidden]
-    layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, attn_post_norm,
+    layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, q_gate, attn_post_norm,
                mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
                router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden]
 
@@ -132,7 +132,7 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if is_biased:
         whole["norm_bias"] = (c.hidden,)
     for k in range(c.layers):
-        mixing = _convolution_weights(c) if c.is_convolved(k) else _attention_weights(c)
+        mixing = _MIXING[c.mixing(k)](c)
         layer = _norms(first, c.hidden, is_biased) | mixing | _norms(others, c.hidden, is_biased) | _mlp_weights(c, k)
         whole |= {f"layers.{k}.{name}": shape for name, shape in layer.items()}
     return whole
@@ -157,6 +157,8 @@ def _attention_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
         found |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
     if c.has_sinks:
         found["sinks"] = (c.heads,)
+    if c.has_output_gate:
+        found["q_gate"] = (queries, c.hidden)
     return found
 
 
@@ -170,6 +172,19 @@ def _convolution_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if c.convolutions.has_bias:
         found |= {f"{name}_bias": (c.hidden,) for name in found}
     return found
+
+
+def _delta_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    assert c.delta_net is not None
+    heads, channels, wide = c.delta_net.heads, c.delta_net.channels, c.delta_net.heads * c.delta_net.width
+    return {
+        "delta_qkv": (channels, c.hidden), "delta_gate": (wide, c.hidden), "delta_beta": (heads, c.hidden),
+        "delta_alpha": (heads, c.hidden), "delta_out": (c.hidden, wide), "delta_conv": (channels, c.delta_net.length),
+        "delta_rate": (heads,), "delta_step": (heads,), "delta_scale": (c.delta_net.width,),
+    }  # fmt: skip
+
+
+_MIXING = {"attention": _attention_weights, "convolution": _convolution_weights, "delta": _delta_weights}
 
 
 def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from relaxlite.records import dataclass
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 Norm = Literal["rms", "layer", "layer_biased"]
+Mixing = Literal["attention", "convolution", "delta"]
 GELU_SIGMOID = 1.702  # of gelu_sigmoid: x * sigmoid(1.702 * x), Hendrycks and Gimpel, arXiv 1606.08415
 
 
@@ -128,8 +129,29 @@ class Convolutions:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Layers that keep one matrix of each head for all past tokens, changed by the gated delta rule (Yang et al., arXiv
+    2412.06464), in place of attention (Qwen3-Next, Qwen3.5). `length`: tokens that a convolution of queries, keys and
+    values sees before. Each head of queries and keys serves heads / key_heads in a row, or, `tiled`, every
+    key_heads-th."""
+
+    key_heads: int
+    heads: int
+    key_width: int
+    width: int
+    length: int
+    layers: tuple[bool, ...]
+    tiled: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values, side by side."""
+        return 2 * self.key_heads * self.key_width + self.heads * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder: token embedding, `layers` times (attention or convolution, MLP or experts), norm, logits.
+    """A decoder: token embedding, `layers` times (attention or what stands for it, MLP or experts), norm, logits.
 
     Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for;
     `usual_context`: those that it is compiled for unless more are asked for, where that costs something.
@@ -163,6 +185,7 @@ class DecoderConfig:
     is_qk_norm_last: bool = False  # it comes behind the rotary embedding
     has_pre_norms: bool = True  # norms of what attention and MLP read
     has_post_norms: bool = False  # norms of what they give, before it is added
+    has_output_gate: bool = False  # what attention gives, times a sigmoid of another product
     has_sinks: bool = False  # a score of each head that the softmax of attention counts, with a value of 0
     query_scale: float | None = None  # None: head_width**-0.5
     query_growth: tuple[float, int] | None = None  # (a, n): at position p times 1 + a * ln(1 + p // n)
@@ -178,9 +201,13 @@ class DecoderConfig:
     usual_context: int | None = None
     experts: Experts | None = None
     convolutions: Convolutions | None = None
+    delta_net: DeltaNet | None = None
 
-    def is_convolved(self, layer: int) -> bool:
-        return self.convolutions is not None and self.convolutions.layers[layer]
+    def mixing(self, layer: int) -> Mixing:
+        """How its tokens look at those before."""
+        if self.convolutions is not None and self.convolutions.layers[layer]:
+            return "convolution"
+        return "delta" if self.delta_net is not None and self.delta_net.layers[layer] else "attention"
 
     def is_local_layer(self, layer: int) -> bool:
         if self.window is None:

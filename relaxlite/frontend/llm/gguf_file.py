@@ -37,7 +37,8 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     architecture = find_architecture(name, source)
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     raw |= {f"{name}.{key}": value for key, value in _seen_in(tensors).items()}
-    config = architecture.describe(Hyperparameters(source, raw, True, f"{name}."))
+    hyperparameters = Hyperparameters(source, raw, True, f"{name}.")
+    config = architecture.describe(hyperparameters)
     divisors = {
         kind: _divisors(config, _weight(tensors.pop(name), source), name, source)
         for kind, name in _DIVISORS.items()
@@ -45,7 +46,14 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     }
     config = replace(config, rope=_with_divisors(config, divisors, source))
     names = {theirs: ours for ours, theirs in _names(config, architecture).items()}
-    weights = {names.get(theirs, theirs): _weight(tensor, source) for theirs, tensor in tensors.items()}
+    unused = tuple(f"blk.{k}." for k in range(config.layers, hyperparameters.integer("layers")))
+    weights = {
+        names.get(theirs, theirs): _weight(tensor, source)
+        for theirs, tensor in tensors.items()
+        if not theirs.startswith(unused)
+    }
+    if architecture.from_gguf is not None:
+        weights = architecture.from_gguf(weights, config, source)
     weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved:

@@ -32,7 +32,8 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack", "*.gguf")
 _KEYS = {"num_local_experts": "num_experts"}  # the usual key, where a config.json has another
 _OTHER_PARTS = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "visual.",
+    "model.visual.", "mtp.",
 )  # fmt: skip
 _IGNORED = (
     "rotary_emb.inv_freq",

@@ -16,6 +16,7 @@ import numpy as np
 from relaxlite.config import compile_threads
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig, Rope
+from relaxlite.frontend.llm.delta_net import delta_net
 from relaxlite.frontend.llm.mixture import mixture
 from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
@@ -39,6 +40,11 @@ class Mixer(Protocol):
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         """Each channel of x [..., width] convolved along the tokens, up to each, by weight [length, width]."""
+        ...
+
+    def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
+        """What the gated delta rule makes of queries and keys [..., key_heads, key_width], values [..., heads, width],
+        decay and beta [..., heads]: [..., heads, width]"""
         ...
 
 
@@ -131,8 +137,7 @@ class Decoder:
             x = self.op("add", x, self._widened(self.op("gather", numbers, positions, axis=0)))
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
-            is_convolved = self.config.is_convolved(k)
-            attended = self.convolved(k, normed, mix) if is_convolved else self.attended(k, normed, positions, mix)
+            attended = self.mixed(k, normed, positions, mix)
             if wanted is not None and k == self.config.layers - 1:
                 attended, x = (self.op("gather", rows, wanted, axis=0) for rows in (attended, x))
                 if self.config.has_one_norm:
@@ -160,6 +165,13 @@ class Decoder:
 
     # layers
 
+    def mixed(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
+        """What a layer's tokens found in those before, up to the product behind it."""
+        kind = self.config.mixing(k)
+        if kind == "attention":
+            return self.attended(k, x, positions, mix)
+        return self.convolved(k, x, mix) if kind == "convolution" else delta_net(self, k, x, mix)
+
     def attended(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """What all heads of a layer found, side by side: [..., heads * width]"""
         c, name = self.config, f"layers.{k}"
@@ -178,7 +190,10 @@ class Decoder:
         if is_by_head and c.is_qk_norm_last:
             q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
         mixed = mix(k, q, keys, values)
-        return self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
+        found = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
+        if c.has_output_gate:
+            found = self.op("multiply", found, self.op("sigmoid", self.linear(f"{name}.q_gate", x)))
+        return found
 
     def convolved(self, k: int, x: Expr, mix: Mixer) -> Var:
         """What a convolution between two gates makes of the tokens: [..., hidden]"""
@@ -193,10 +208,10 @@ class Decoder:
 
     def _out_of(self, k: int) -> tuple[str, bool]:
         """The product behind what mixed the tokens, and whether it has a bias."""
-        convolutions = self.config.convolutions
-        if convolutions is not None and convolutions.layers[k]:
-            return f"layers.{k}.conv_out", convolutions.has_bias
-        return f"layers.{k}.o", self.config.has_o_bias
+        kind, convolutions = self.config.mixing(k), self.config.convolutions
+        if kind == "convolution":
+            return f"layers.{k}.conv_out", convolutions is not None and convolutions.has_bias
+        return (f"layers.{k}.o", self.config.has_o_bias) if kind == "attention" else (f"layers.{k}.delta_out", False)
 
     def mlp(self, k: int, x: Expr) -> Var:
         name, experts = f"layers.{k}", self.config.experts_of(k)

@@ -15,6 +15,7 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
 _SEED_CODER = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
@@ -61,6 +62,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("smaug-bpe dbrx glm4 chatglm-bpe", _LLAMA3),
     **_named("deepseek-r1-qwen stablelm2 hunyuan megrez kormo", _QWEN2),
     **_named("qwen2", _QWEN2, composes=True),
+    **_named("qwen35", _QWEN35, composes=True),
     **_named("tekken", _by_case("", r"\p{N}"), keeps_words=True),
     **_named("gpt-4o llama4 kanana2", _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")),
     **_named("seed-coder", _SEED_CODER),

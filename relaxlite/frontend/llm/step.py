@@ -5,7 +5,8 @@
 
 Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
 runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
-asked for. A layer that convolves has convolved_K in place of keys and values. The pools are donated: a call writes the
+asked for. A layer that convolves has convolved_K in place of keys and values. Where layers have states (delta_net.py),
+`spans` int64[b, 4] follow the blocks, and tails_K, states_K all other pools. The pools are donated: a call writes the
 new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
 
 Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
@@ -25,7 +26,7 @@ from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.config import DecoderConfig, Experts
 from relaxlite.frontend.llm.layers import Decoder
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, Expr, Tuple, Var
+from relaxlite.ir.expr import Attrs, Expr, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
@@ -45,6 +46,7 @@ COARSE = "coarse"  # as passes/word_products.py does
 BATCH_INVARIANT = "batch_invariant"  # as passes/schedule_choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
+STATES = ("tails_", "states_")  # pools too, with a slot for each state
 _GREATEST = 127  # of an int8
 
 
@@ -66,17 +68,18 @@ def build_step(
     block = max(1, BLOCK_ROWS // (config.heads // config.kv_heads))
     for name in (ENTRY, FILL) if has_fill else (ENTRY,):
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
-        given = [k for k, parameter in enumerate(types) if parameter.startswith(POOLS)]
+        given = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
         outputs = ("logits",) if name == ENTRY else ()
         marks = {EXPORTED: True, COARSE: True} if name == FILL else {}
         names = {"input_names": tuple(types), "output_names": (*outputs, *list(types)[given[0] :])}
         attrs = Attrs({DONATED: tuple(given), **names, **marks})
         with bb.function(name, attrs, **types) as params:
-            tokens, positions, slots, table, spans, *others = params
-            wanted = others.pop(0) if name == ENTRY else None
+            of = dict(zip(types, params, strict=True))
+            tokens, positions, slots, table, blocks = params[:5]
+            wanted = of.get("wanted")
             layers = decoder.in_function(is_coarse=name == FILL)
-            names_of = [parameter for parameter in types if parameter.startswith(POOLS)]
-            mix = Cached(layers, dict(zip(names_of, others, strict=True)), slots, table, spans, block)
+            pools = dict(list(of.items())[given[0] :])
+            mix = Cached(layers, pools, slots, table, blocks, block, of.get("spans"))
             hidden = layers.hidden(tokens, positions, mix, wanted)
             bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools.values())))
     facts = {
@@ -111,16 +114,30 @@ def _parameters(
         "table": TensorType.of((batch, context_pages), "int32"),
         "blocks": TensorType.of((blocks, 6), "int64"),
     }
+    delta = config.delta_net
+    if delta is not None:
+        types["spans"] = TensorType.of((batch, 4), "int64")
     if has_wanted:
         types["wanted"] = TensorType.of((bb.symbol("rows", lower=1, upper=step_tokens),), "int64")
     pages = bb.symbol("pages", lower=1)
     for layer in range(config.layers):
         types |= _pools(layer, pages, config, page, cache_dtype)
+    if delta is not None:
+        states = bb.symbol("states", lower=1)
+        shapes = {
+            "tails": (1, states, delta.length - 1, delta.channels),
+            "states": (delta.heads, states, delta.key_width, delta.width),
+        }
+        for layer in range(config.layers):
+            if config.mixing(layer) == "delta":
+                types |= {f"{name}_{layer}": TensorType.of(shape, "float32") for name, shape in shapes.items()}
     return types
 
 
 def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: str) -> dict[str, TensorType]:
-    if config.is_convolved(layer):  # numbers of 8 bits would need a scale for each channel
+    if config.mixing(layer) == "delta":
+        return {}
+    if config.mixing(layer) == "convolution":  # numbers of 8 bits would need a scale for each channel
         kept = "float16" if dtype == "float16" else "float32"
         return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), kept)}
     heads, width = config.kv_heads, config.head_width
@@ -153,6 +170,7 @@ class Cached:
     table: Expr
     blocks: Expr
     block: int
+    spans: Expr | None = None
 
     def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
         d, c = self.decoder, self.decoder.config
@@ -177,12 +195,27 @@ class Cached:
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         d, name = self.decoder, f"convolved_{layer}"
+        if name not in self.pools:
+            return self._with_state("state_convolution", f"tails_{layer}", x, weight)
         pool = self.pools[name]
         assert isinstance(pool.ty, TensorType)
         row = d.op("expand_dims", x, axes=(1,))
         kept = row if pool.ty.dtype == "float32" else d.op("cast", row, dtype=pool.ty.dtype)
         self.pools[name] = d.op("kv_append", pool, kept, self.slots)
         return d.op("paged_convolution", self.pools[name], weight, x, self.table, self.blocks)
+
+    def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
+        delta = self.decoder.config.delta_net
+        tiled = delta is not None and delta.tiled
+        return self._with_state("gated_delta_rule", f"states_{layer}", q, k, v, decay, beta, tiled=tiled)
+
+    def _with_state(self, op: str, name: str, *operands: Any, **attrs: Any) -> Var:
+        """What an op gives for states, whose pool then has those that it leaves."""
+        d, pool = self.decoder, self.pools[name]
+        both = d.op(op, *operands, pool, self.spans, **attrs)
+        found, states = (d.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
+        self.pools[name] = d.op("store_states", pool, states, self.spans)
+        return found
 
     def _rotated(self, x: Expr) -> Expr:
         """Times an orthogonal matrix: queries and keys that both are have the same products, and no element of a key is

@@ -23,13 +23,14 @@ from relaxlite.frontend.llm.architectures.mixtral import MIXTRAL
 from relaxlite.frontend.llm.architectures.olmo import OLMO2, OLMO3, OLMOE
 from relaxlite.frontend.llm.architectures.phi3 import PHI3
 from relaxlite.frontend.llm.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from relaxlite.frontend.llm.architectures.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from relaxlite.frontend.llm.architectures.seed_oss import SEED_OSS
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA, MISTRAL, SMOLLM3, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, MIXTRAL,
     QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE, GPT_OSS,
     COHERE2, ERNIE, SEED_OSS, GLM, GLM4, HUNYUAN, EXAONE4, ARCEE, GRANITE_HYBRID,
-    MINISTRAL, MINISTRAL3, LFM2,
+    MINISTRAL, MINISTRAL3, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
 )  # fmt: skip
 
 

@@ -410,8 +410,8 @@ class Architecture:
     its queries and keys with the two elements that are turned together side by side; `is_interleaved_in_folders`:
     Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`, `gguf_whole`:
     names of weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it
-    stores as [in, out], `from_folder`: makes weights by our names of those that lie otherwise in folders, `keys`: the
-    usual keys of config.json, by those that it has.
+    stores as [in, out], `from_folder`, `from_gguf`: make weights by our names of those that lie otherwise there,
+    `keys`: the usual keys of config.json, by those that it has.
     """
 
     names: tuple[str, ...]
@@ -428,6 +428,7 @@ class Architecture:
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()
     from_folder: Callable[[dict[str, Weight], DecoderConfig, str], dict[str, Weight]] | None = None
+    from_gguf: Callable[[dict[str, Weight], DecoderConfig, str], dict[str, Weight]] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
 
 

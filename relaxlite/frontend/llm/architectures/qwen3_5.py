@@ -1,0 +1,195 @@
+"""Qwen3-Next and Qwen3.5: three of four layers are of the gated delta rule, the others attend with norms of queries and
+keys and a gate of what they give; also with mixtures of experts, and one more that all tokens go through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import DecoderConfig, DeltaNet, Experts
+
+_KINDS = {"linear_attention": True, "full_attention": False}
+_SIZES = {  # ours -> as config.json calls it, and GGUF behind its architecture's name
+    "key_heads": ("linear_num_key_heads", "ssm.group_count"),
+    "heads": ("linear_num_value_heads", "ssm.time_step_rank"),
+    "key_width": ("linear_key_head_dim", "ssm.state_size"),
+    "width": ("linear_value_head_dim", "ssm.inner_size"),  # GGUF: of all heads
+    "length": ("linear_conv_kernel_dim", "ssm.conv_kernel"),
+}
+
+
+def _qwen3_5(h: Hyperparameters) -> DecoderConfig:
+    return _hybrid(h, "qwen3_5", None)
+
+
+def _qwen3_5_moe(h: Hyperparameters) -> DecoderConfig:
+    return _hybrid(h, "qwen3_5_moe", h.experts(is_normed=True, has_shared_gate=True))
+
+
+def _qwen3_next(h: Hyperparameters) -> DecoderConfig:
+    return _hybrid(h, "qwen3_next", h.experts(is_normed=True, has_shared_gate=True), tiled=False)
+
+
+def _hybrid(h: Hyperparameters, name: str, experts: Experts | None, *, tiled: bool = True) -> DecoderConfig:
+    """`tiled`: GGUF has the heads of values in this order."""
+    h.refuse(hidden_act="silu", attention_bias=False, attn_output_gate=True)
+    width = h.head_width(256)
+    layers = h.integer("layers") - _guessing_layers(h)
+    net = _delta_net(h, layers, tiled and h.is_gguf)
+    return h.decoder(
+        name, layers=layers, head_width=width, rope=h.rope(width), has_qk_norm=True, has_output_gate=True,
+        experts=experts, delta_net=net,
+    )  # fmt: skip
+
+
+def _guessing_layers(h: Hyperparameters) -> int:
+    """Of the blocks that GGUF counts, those at the end that guess tokens further ahead: we have other guesses."""
+    found = h.raw.get(f"{h.prefix}nextn_predict_layers", 0) if h.is_gguf else 0
+    if not isinstance(found, int) or not 0 <= found < h.integer("layers"):
+        raise ImportModelError(f"{h.source}: {h.prefix}nextn_predict_layers = {found!r} must be fewer than all blocks")
+    return found
+
+
+def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> DeltaNet | None:
+    """None: all layers attend."""
+    remembering = _remembering(h, layers)
+    if not any(remembering):
+        return None
+    sizes = {ours: _size(h, ours) for ours in _SIZES}
+    if h.is_gguf:
+        if sizes["width"] % sizes["heads"]:
+            raise ImportModelError(
+                f"{h.source}: {h.prefix}ssm.inner_size = {sizes['width']} is no multiple of {sizes['heads']} heads"
+            )
+        sizes["width"] //= sizes["heads"]
+    if sizes["heads"] % sizes["key_heads"]:
+        raise ImportModelError(
+            f"{h.source}: {sizes['heads']} heads of values cannot share {sizes['key_heads']} of keys"
+        )
+    if sizes["length"] < 2:
+        raise ImportModelError(f"{h.source}: a convolution must be along 2 tokens at least, not {sizes['length']}")
+    return DeltaNet(**sizes, layers=remembering, tiled=tiled)
+
+
+def _size(h: Hyperparameters, ours: str) -> int:
+    key = h.prefix + _SIZES[ours][1] if h.is_gguf else _SIZES[ours][0]
+    found = h.raw.get(key)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 2**20:
+        raise ImportModelError(f"{h.source}: the hyperparameter {key!r} is {found!r}; it must be a positive integer")
+    return found
+
+
+def _remembering(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
+    """By layer, whether it is of the gated delta rule: as the checkpoint says, or all but every n-th."""
+    said = h.raw.get(f"{h.prefix}attention.recurrent_layers" if h.is_gguf else "layer_types")
+    if said is None:
+        every = h.raw.get(f"{h.prefix}full_attention_interval", 4)
+        if not isinstance(every, int) or every < 1:
+            raise ImportModelError(f"{h.source}: {h.prefix}full_attention_interval = {every!r} must be positive")
+        found = tuple((k + 1) % every != 0 for k in range(layers))
+    elif h.is_gguf:
+        found = tuple(map(bool, said[:layers])) if isinstance(said, list) else ()
+    else:
+        if not isinstance(said, list) or set(said) - set(_KINDS):
+            raise ImportModelError(f"{h.source}: layer_types must name {' or '.join(_KINDS)} for each layer")
+        found = tuple(_KINDS[kind] for kind in said)
+    if len(found) != layers:
+        raise ImportModelError(f"{h.source}: {len(found)} layers are told apart, and there are {layers}")
+    if all(found):
+        raise ImportModelError(f"{h.source}: at least one layer must attend, and none of {layers} does")
+    return found
+
+
+def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Each head's query and the gate of what it gives, which are rows of one weight, as two; and what Qwen3-Next has
+    for each head of keys side by side."""
+    found, net = dict(weights), config.delta_net
+    queries = np.arange(2 * config.heads * config.head_width).reshape(config.heads, 2, config.head_width)
+    for k in range(config.layers):
+        name = f"layers.{k}"
+        _split(found, f"{name}.q", {f"{name}.q": queries[:, 0], f"{name}.q_gate": queries[:, 1]}, source)
+        if net is not None:
+            shared = net.heads // net.key_heads
+            wide = [net.key_width, net.key_width, shared * net.width, shared * net.width]
+            q, key, value, gate = _columns(net.key_heads, wide)
+            qkv = np.concatenate([q.reshape(-1), key.reshape(-1), value.reshape(-1)])
+            _split(found, f"{name}.qkvz", {f"{name}.delta_qkv": qkv, f"{name}.delta_gate": gate}, source)
+            beta, alpha = _columns(net.key_heads, [shared, shared])
+            _split(found, f"{name}.ba", {f"{name}.delta_beta": beta, f"{name}.delta_alpha": alpha}, source)
+    return found
+
+
+def _columns(heads: int, widths: list[int]) -> list[np.ndarray[Any, Any]]:
+    """The numbers of the rows of each part, where every head has all parts, one after the other."""
+    places = np.arange(heads * sum(widths)).reshape(heads, -1)
+    return np.split(places, np.cumsum(widths)[:-1], axis=1)
+
+
+def _split(weights: dict[str, Weight], name: str, parts: dict[str, np.ndarray[Any, Any]], source: str) -> None:
+    """In place of a weight those that have some of its rows each."""
+    if name not in weights:
+        return
+    weight, rows = weights.pop(name), sum(order.size for order in parts.values())
+    if weight.shape[:1] != (rows,):
+        raise ImportModelError(
+            f"{source}: weight {name} has shape {weight.shape}; as {' and '.join(parts)} it would have {rows} rows"
+        )
+    for part, order in parts.items():
+        weights[part] = weight.picked(order.reshape(-1), (order.size, *weight.shape[1:]))
+
+
+def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Filters of one channel each [channels, 1, length] as a matrix, and rates themselves, not their logarithms."""
+    found = _apart(weights, config, source)
+    for name, weight in weights.items():
+        if name.endswith(".delta_conv") and len(weight.shape) == 3 and weight.shape[1] == 1:
+            found[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
+        elif name.endswith(".delta_rate"):
+            found[name] = Weight(-np.exp(weight.to_float32()), weight.shape)
+    return found
+
+
+_HUGGING_FACE = {
+    **HUGGING_FACE_LAYER,
+    "delta_qkv": "linear_attn.in_proj_qkv.weight", "delta_gate": "linear_attn.in_proj_z.weight",
+    "delta_beta": "linear_attn.in_proj_b.weight", "delta_alpha": "linear_attn.in_proj_a.weight",
+    "qkvz": "linear_attn.in_proj_qkvz.weight", "ba": "linear_attn.in_proj_ba.weight",
+    "delta_conv": "linear_attn.conv1d.weight", "delta_rate": "linear_attn.A_log", "delta_step": "linear_attn.dt_bias",
+    "delta_scale": "linear_attn.norm.weight", "delta_out": "linear_attn.out_proj.weight",
+    "experts.gate_up": "mlp.experts.gate_up_proj", "experts.down": "mlp.experts.down_proj",
+}  # fmt: skip
+_GGUF = {
+    **GGUF_LAYER,
+    "mlp_norm": "post_attention_norm.weight",
+    "delta_qkv": "attn_qkv.weight", "delta_gate": "attn_gate.weight", "delta_beta": "ssm_beta.weight",
+    "delta_alpha": "ssm_alpha.weight", "ba": "ssm_ba.weight", "qkvz": "ssm_in.weight",
+    "delta_conv": "ssm_conv1d.weight", "delta_rate": "ssm_a", "delta_step": "ssm_dt.bias",
+    "delta_scale": "ssm_norm.weight", "delta_out": "ssm_out.weight", "experts.gate_up": "ffn_gate_up_exps.weight",
+}  # fmt: skip
+_GGUF = {ours: theirs for ours, theirs in _GGUF.items() if ours != "attn_post_norm"}
+_SHARED: dict[str, Any] = {
+    "hugging_face": _HUGGING_FACE, "gguf": _GGUF, "fused": {"gate_up": ("gate", "up")}, "norm_offset": 1.0,
+    "from_folder": _from_folder, "from_gguf": _apart,
+}  # fmt: skip
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+QWEN3_5 = Architecture(("qwen3_5", "qwen3_5_text", "qwen35"), _qwen3_5, defaults=_DEFAULTS, **_SHARED)
+QWEN3_5_MOE = Architecture(
+    ("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe"), _qwen3_5_moe, defaults={**_DEFAULTS, **_EXPERTS}, **_SHARED
+)
+QWEN3_NEXT = Architecture(
+    ("qwen3_next", "qwen3next"),
+    _qwen3_next,
+    defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10},
+    **_SHARED,
+)

@@ -1,0 +1,49 @@
+"""Layers of the gated delta rule (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from relaxlite.ir.expr import Expr, Var
+from relaxlite.ir.symbolic import sym
+from relaxlite.ir.types import TensorType
+
+if TYPE_CHECKING:
+    from relaxlite.frontend.llm.layers import Decoder, Mixer
+
+_EPSILON = 1e-6  # of the lengths of queries and keys
+
+
+def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
+    """What the heads of layer k remember, normed and gated, side by side: [..., heads * width]"""
+    c, name = d.config.delta_net, f"layers.{k}.delta"
+    assert c is not None and isinstance(x.ty, TensorType) and x.ty.shape is not None
+    lead = tuple(sym(dim) for dim in x.ty.shape[:-1])
+
+    def heads(y: Expr, first: int, count: int, width: int) -> Var:
+        """[..., count, width] of the channels from `first` on"""
+        part = d.op("slice", y, (*(0 for _ in lead), first), (*lead, count * width))
+        return d.op("reshape", part, (*lead, count, width))
+
+    # what a state keeps, and so all that follow see
+    qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_kept=True) for part in ("qkv", "alpha", "beta"))
+    mixed = mix.convolved(k, qkv, np.ascontiguousarray(d.vector(f"{name}_conv").T))
+    mixed = d.op("multiply", mixed, d.op("sigmoid", mixed))
+    keys = c.key_heads * c.key_width
+    query, key = (heads(mixed, first, c.key_heads, c.key_width) for first in (0, keys))
+    value = heads(mixed, 2 * keys, c.heads, c.width)
+    # of length 1, which a norm of root mean squares gives times a constant; queries less, as those of attention
+    unit = np.full(c.key_width, c.key_width**-0.5, np.float32)
+    query, key = (
+        d.op("rms_norm", y, unit * np.float32(factor), epsilon=_EPSILON / c.key_width)
+        for y, factor in ((query, c.key_width**-0.5), (key, 1.0))
+    )
+    step = d.op("softplus", d.op("add", alpha, d.vector(f"{name}_step")))
+    decay = d.op("multiply", step, d.vector(f"{name}_rate"))
+    found = mix.remembered(k, query, key, value, decay, d.op("sigmoid", beta))
+    normed = d.op("rms_norm", found, d.vector(f"{name}_scale"), epsilon=d.config.norm_epsilon)
+    gate = d.linear(f"{name}_gate", x)
+    flat = d.op("reshape", normed, (*lead, c.heads * c.width))
+    return d.op("multiply", flat, d.op("multiply", gate, d.op("sigmoid", gate)))
