@@ -11,8 +11,9 @@ import relaxlite as rl
 from relaxlite.errors import InputError, PassError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, Expr, Tuple
+from relaxlite.ir.expr import Attrs, Expr, Tuple, TupleGetItem
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.donate import DONATED
 from relaxlite.passes.manager import PassContext
@@ -110,6 +111,62 @@ def test_an_intermediate_that_dies_is_updated_where_it_lies() -> None:
     assert taken(context) == [True]
     pool, x, slots = arrays(5)
     np.testing.assert_allclose(exe(pool, x, slots), expect(np.exp(pool), x, slots), rtol=1e-6)
+
+
+def with_states(make: Any) -> IRModule:
+    """main(pool, x, spans) = make(pool, what a convolution behind its states gives, the pool with its new states)."""
+    bb = BlockBuilder()
+    rows, slots, spans = bb.symbol("rows"), bb.symbol("slots"), bb.symbol("spans")
+    types = {
+        "pool": TensorType.of((1, slots, 2, 5), "float32"),
+        "x": TensorType.of((rows, 5), "float32"),
+        "spans": TensorType.of((spans, 4), "int64"),
+    }
+    with bb.function("main", Attrs({DONATED: (0,)}), **types) as (pool, x, found):
+        both = bb.emit(get_op("state_convolution")(x, np.full((3, 5), 0.5, np.float32), pool, found))
+        y, new = (bb.emit(TupleGetItem(both, k)) for k in range(2))
+        bb.result(make(bb, pool, y, new))
+    return bb.module()
+
+
+SPANS = np.array([(0, 4, -1, 1), (4, 1, 0, 2), (5, 0, 3, 4), (5, 2, 3, -1)])
+
+
+def states_of(pool: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    reference: Any = get_op("state_convolution").reference
+    return reference(x, np.full((3, 5), 0.5, np.float32), pool, SPANS)
+
+
+def test_of_several_results_one_is_updated_where_it_lies() -> None:
+    module = with_states(lambda bb, pool, y, new: Tuple((bb.emit(ops.add(y, y)), new)))
+    rng = np.random.default_rng(0)
+    pool, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 5, 2, 5), (7, 5)))
+    exe, context = compiled(module, validate=[(pool.copy(), x, SPANS)])
+    assert taken(context) == [True]
+    wanted = states_of(pool, x)
+    np.testing.assert_allclose(exe(pool, x, SPANS), 2 * wanted[0], rtol=1e-6)
+    np.testing.assert_array_equal(pool, wanted[1])
+
+
+def test_an_update_whose_other_result_nobody_uses_stays() -> None:
+    rng = np.random.default_rng(1)
+    pool, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 5, 2, 5), (7, 5)))
+    module = with_states(lambda bb, pool, y, new: Tuple((new,)))
+    exe, context = compiled(module, validate=[(pool.copy(), x, SPANS)])
+    assert taken(context) == [True]
+    wanted = states_of(pool, x)[1]
+    exe(pool, x, SPANS)
+    np.testing.assert_array_equal(pool, wanted)
+
+
+def test_old_states_that_are_read_later_are_kept_until_then() -> None:
+    exe, context = compiled(with_states(lambda bb, pool, y, new: Tuple((bb.emit(ops.subtract(new, pool)), new))))
+    assert not any(taken(context))
+    rng = np.random.default_rng(2)
+    pool, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 5, 2, 5), (7, 5)))
+    old, wanted = pool.copy(), states_of(pool, x)[1]
+    np.testing.assert_array_equal(exe(pool, x, SPANS), wanted - old)
+    np.testing.assert_array_equal(pool, wanted)
 
 
 def test_arrays_that_cannot_be_overwritten_are_refused() -> None:

@@ -2,31 +2,34 @@
 
     y = call(scatter, x, places, values)      =>      call(scatter_in_place, places, values, x)      y is x from here on
 
-What counts as an update, the loops say: a nest that copies an input to the output, and others that store into it and do
-not read it. The original may be overwritten where nothing reads its memory later (aliases.py), and the function has
+What counts as an update, the loops say: a nest that copies an input to an output, and others that store into it and do
+not read it. Other outputs stay: `t = call(scan, x, pool)` becomes `t = (call(scan_in_place, x, pool), pool)`. The
+original may be overwritten where nothing reads its memory later (aliases.py), and the function has
 made it, or was given it for good: parameters that its attribute `donated` names, by their numbers. The last results of
 such a function are the new contents of these, in their order. This pass sees to it that they end in the callers' memory
 and drops the results: `main(x, cache) -> (y, new cache)` becomes `main(x, cache) -> y`. An update that cannot be in
 place, as the old contents are read later, is copied there at the end.
 
 A call that fails may have overwritten donated memory; the interpreter runs it again on what is there. So an update must
-not read what it replaces: values that are stored come from other operands.
+not read what it replaces: values that are stored come from other operands, or, where the op says so, from elsewhere in
+the same one (attribute READS_APART).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from relaxlite.errors import PassError
-from relaxlite.ir.expr import Attrs, Call, Expr, Function, GlobalVar, Let, Tuple, Var
+from relaxlite.ir.expr import Attrs, Call, Expr, Function, GlobalVar, Let, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Buffer, Check, Load, Stmt, TensorProgram, compute, seq
 from relaxlite.ir.program_verifier import INPLACE
-from relaxlite.ir.program_visitor import loads, program_symbols, stores
-from relaxlite.ir.types import UNIT, TensorType
+from relaxlite.ir.program_visitor import Substitute, loads, program_symbols, stores
+from relaxlite.ir.types import UNIT, TensorType, TupleType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.aliases import Aliases, find_aliases
-from relaxlite.passes.legalize import ProgramTable
+from relaxlite.passes.legalize import READS_APART, ProgramTable
 from relaxlite.passes.loop_pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.manager import PassContext
 
@@ -44,7 +47,7 @@ def donate(module: IRModule, context: PassContext) -> IRModule:
     """Updates of what dies happen in place, and donated parameters hold their new contents at the end."""
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
-    originals = {name: k for name, p in module.programs().items() if (k := updated_input(p)) is not None}
+    originals = {name: update for name, p in module.programs().items() if (update := update_of(p)) is not None}
     for name, function in module.functions().items():
         if originals or donated_params(function):
             rewriter = _Donate(module, context, table, originals, function)
@@ -52,34 +55,39 @@ def donate(module: IRModule, context: PassContext) -> IRModule:
     return module.updated(definitions)
 
 
-def updated_input(program: TensorProgram) -> int | None:
-    """The number of the input of which the one output is a copy with some elements replaced, or None."""
-    if program.num_outputs != 1:
-        return None
-    (out,) = program.outputs
+class Update(NamedTuple):
+    """The number of an input, and of the output that is a copy of it with some elements replaced."""
+
+    input: int
+    output: int
+
+
+def update_of(program: TensorProgram) -> Update | None:
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
     store = injective_store(perfect_nest(stages[0])) if len(stages) > 1 else None
-    if store is None or store.buffer is not out or not isinstance(store.value, Load):
+    if store is None or store.buffer not in program.outputs or not isinstance(store.value, Load):
         return None
-    source = store.value.buffer
+    source, out = store.value.buffer, store.buffer
     if store.value.indices != store.indices or source not in program.inputs or source.shape != out.shape:
         return None
-    rest = seq(*stages[1:])
-    if any(load.buffer in (source, out) for load in loads(rest)):
+    rest, unread = seq(*stages[1:]), (out,) if program.attrs.get(READS_APART) else (source, out)
+    if any(load.buffer in unread for load in loads(rest)):
         return None
-    if any(s.buffer is not out or s.combine is not None for s in stores(rest) if s.buffer in program.params):
+    if any(s.buffer is out and s.combine is not None for s in stores(rest)):
         return None
-    return program.inputs.index(source)
+    return Update(program.inputs.index(source), program.outputs.index(out))
 
 
-def _in_place(program: TensorProgram, original: int) -> TensorProgram:
-    """The program without the copy: (other inputs..., the tensor that is updated)."""
+def _in_place(program: TensorProgram, update: Update) -> TensorProgram:
+    """The program without the copy: (other inputs..., the tensor that is updated, other outputs...)."""
     stages = list(top_stages(program))
     copy = next(k for k, s in enumerate(stages) if not isinstance(s, Check))
-    kept = seq(*stages[:copy], *stages[copy + 1 :])
-    inputs = [b for k, b in enumerate(program.inputs) if k != original]
+    source, out = program.inputs[update.input], program.outputs[update.output]
+    kept = Substitute(buffers={source: out}).stmt(seq(*stages[:copy], *stages[copy + 1 :]))
+    others = tuple(b for b in program.outputs if b is not out)
+    params = (*(b for b in program.inputs if b is not source), out, *others)
     attrs = Attrs({**program.attrs, INPLACE: True})
-    return replace(program, params=(*inputs, *program.outputs), body=kept, num_outputs=0, attrs=attrs)
+    return replace(program, params=params, body=kept, num_outputs=len(others), attrs=attrs)
 
 
 class _Donate(Rewriter):
@@ -88,32 +96,45 @@ class _Donate(Rewriter):
         module: IRModule,
         context: PassContext,
         table: ProgramTable,
-        originals: dict[str, int],
+        originals: dict[str, Update],
         function: Function,
     ) -> None:
         super().__init__()
         self._module, self._context, self._table, self._originals = module, context, table, originals
         self._aliases: Aliases = find_aliases(function, module)
         self._given = donated_params(function)
+        self._fields: dict[Expr, tuple[Expr, ...]] = {}  # of calls with several results
+        self._others: list[Expr] = []  # of these, what is not updated: new memory
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if isinstance(value, TupleGetItem) and value.value in self._fields:
+            return self._fields[value.value][value.index]
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
-        number, name = self._originals.get(value.callee.name), value.callee.name
+        update, name = self._originals.get(value.callee.name), value.callee.name
         program = self._module[name]
-        if number is None or not isinstance(program, TensorProgram) or len(value.args) != len(program.inputs):
+        if update is None or not isinstance(program, TensorProgram) or len(value.args) != len(program.inputs):
             return None
+        number = update.input
         x = self._before(var, number)
-        reason = self._obstacle(var, x, number)
+        reason = self._obstacle(var, x, update)
         self._context.decide("donate", f"{var.name} of {name} in {getattr(x, 'name', 'a constant')}", reason is None,
                              reason or "nothing reads the old contents later")  # fmt: skip
         if reason is not None:
             return None
-        callee = self._table.add(f"{name}_in_place", _in_place(program, number))
+        callee = self._table.add(f"{name}_in_place", _in_place(program, update))
         target = value.args[number]
         args = (*(arg for k, arg in enumerate(value.args) if k != number), target)
-        self.bb.emit(Call(callee, args, value.attrs, value.sym_args, UNIT, value.loc), "_")
-        return target
+        if not isinstance(value.ty, TupleType):
+            self.bb.emit(Call(callee, args, value.attrs, value.sym_args, UNIT, value.loc), "_")
+            return target
+        types = tuple(ty for k, ty in enumerate(value.ty.fields) if k != update.output)
+        ty = types[0] if len(types) == 1 else TupleType(types)
+        whole = self.bb.emit(Call(callee, args, value.attrs, value.sym_args, ty, value.loc), var.name)
+        others = [whole] if len(types) == 1 else [self.bb.emit(TupleGetItem(whole, k)) for k in range(len(types))]
+        self._others += others
+        self._fields[var] = (*others[: update.output], target, *others[update.output :])
+        return Tuple(self._fields[var])
 
     def _before(self, var: Var, number: int) -> Expr:
         """The operand as the function had it, by whose name alias sets know it."""
@@ -121,9 +142,10 @@ class _Donate(Rewriter):
         assert isinstance(binding, Let) and isinstance(binding.value, Call)
         return binding.value.args[number]
 
-    def _obstacle(self, var: Var, x: Expr, number: int) -> str | None:
+    def _obstacle(self, var: Var, x: Expr, update: Update) -> str | None:
         """Why the update cannot be in place, or None."""
-        if not isinstance(x, Var) or x.ty != var.ty:
+        ty = var.ty.fields[update.output] if isinstance(var.ty, TupleType) else var.ty
+        if not isinstance(x, Var) or x.ty != ty:
             return "the original is a constant, or of another type"
         step, roots = self._aliases.step(var), self._aliases.roots(x)
         is_given = len(roots) == 1 and roots[0] in self._given
@@ -133,7 +155,7 @@ class _Donate(Rewriter):
             return f"'{x.name}' is read later"
         call = self._aliases.steps[step].value  # type: ignore[union-attr]
         assert isinstance(call, Call)
-        others = (arg for k, arg in enumerate(call.args) if k != number)
+        others = (arg for k, arg in enumerate(call.args) if k != update.input)
         if any(self._aliases.may_alias(x, arg) for arg in others):
             return f"another operand shares the memory of '{x.name}'"
         return None
@@ -145,7 +167,8 @@ class _Donate(Rewriter):
         result = function.body.result
         fields = result.fields if isinstance(result, Tuple) else (result,)
         kept, new = fields[: -len(self._given)], fields[-len(self._given) :]
-        if any(root in self._given for field in kept for root in self._aliases.roots(field)):
+        known = [field for field in kept if field not in self._others]
+        if any(root in self._given for field in known for root in self._aliases.roots(field)):
             raise PassError("a result lies in the memory of a donated parameter, which is overwritten")
         with self.bb.body() as scope:
             for binding in function.body.bindings():

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from relaxlite.errors import PassError
 from relaxlite.ir.equality import structural_hash
-from relaxlite.ir.expr import Call, Constant, Expr, GlobalVar, ShapeValue, Var
+from relaxlite.ir.expr import NO_ATTRS, Attrs, Call, Constant, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import Buffer, Literal, Load, TensorProgram, Value
@@ -17,6 +17,7 @@ from relaxlite.ir.text import attrs_key
 from relaxlite.ir.types import ShapeType, TensorType, TupleType
 from relaxlite.ir.visitor import Rewriter
 
+READS_APART = "reads_apart"  # attribute of programs of such ops
 RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins later, not to loops
 
 
@@ -134,7 +135,8 @@ def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:
         body = _InlineLiterals(literals).stmt(body)
     kept = _tensors(call)
     params = (*(by_arg[arg] for arg in kept), *outs)
-    return TensorProgram(params, program_symbols(params, body), body, len(outs)), kept
+    attrs = Attrs({READS_APART: True}) if op.reads_apart else NO_ATTRS
+    return TensorProgram(params, program_symbols(params, body), body, len(outs), attrs), kept
 
 
 def _name(op: Op, k: int) -> str:

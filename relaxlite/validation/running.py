@@ -22,6 +22,7 @@ from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, OUT_OF_MEMORY
 from relaxlite.codegen.llvm.module import emit_kernel
 from relaxlite.errors import ExecutionError, OutOfBoundsError, OutOfMemoryError
 from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, TensorProgram
+from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.runtime.native import NativeLibrary, load_objects
@@ -98,8 +99,8 @@ def _value(expr: SymExpr, values: Mapping[SymVar, int]) -> int | None:
 class Remembering:
     """`run_program` that knows what it ran before: most passes leave most programs, and what they are given, alone.
 
-    Results stay up to `limit` bytes. Programs that are given the memory for their results may read what is there: they
-    run each time.
+    Results stay up to `limit` bytes. Programs that are given the memory for their results may read what is there, and
+    those that update an operand leave more than results: they run each time.
     """
 
     def __init__(self, limit: int = 1 << 29) -> None:
@@ -114,7 +115,7 @@ class Remembering:
         outputs: Sequence[Any] | None = None,
         name: str = "program",
     ) -> list[Any]:
-        if outputs is not None:
+        if outputs is not None or program.attrs.get(INPLACE):
             return run_program(program, inputs, symbols, outputs, name)
         values = interpreter.program_symbols(program, inputs, symbols)
         key = (id(program), *(values[s] for s in program.symbols), *map(_digest, inputs))

@@ -210,11 +210,9 @@ class Cached:
         return self._with_state("gated_delta_rule", f"states_{layer}", q, k, v, decay, beta, tiled=tiled)
 
     def _with_state(self, op: str, name: str, *operands: Any, **attrs: Any) -> Var:
-        """What an op gives for states, whose pool then has those that it leaves."""
-        d, pool = self.decoder, self.pools[name]
-        both = d.op(op, *operands, pool, self.spans, **attrs)
-        found, states = (d.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
-        self.pools[name] = d.op("store_states", pool, states, self.spans)
+        """What an op gives whose state lies in that pool, which then has the new one."""
+        both = self.decoder.op(op, *operands, self.pools[name], self.spans, **attrs)
+        found, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
         return found
 
     def _rotated(self, x: Expr) -> Expr:

@@ -3,14 +3,15 @@
 Models that mix tokens so (Qwen3-Next, Qwen3.5) keep of each sequence a matrix for each head, and the last rows that the
 convolution sees, however long the sequence is. States of all sequences lie in pools, one slot each. Tokens of all
 sequences of a step stand one after another, without padding; `spans` int64 (s, 4) say whose they are: the first row,
-how many, the slot with the state before them (negative: none, it is zero), and the slot for the state behind them.
-Both ops give the states behind as a result, which `store_states` puts into the pool: a step reads what the ones before
-have left, whatever it writes.
+how many, the slot with the state before them (negative: none, it is zero), and the slot for the state behind them
+(negative: it goes nowhere). No span reads a slot that one writes. Where the pool is donated and dies, it is updated in
+place (passes/donate.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,29 +22,45 @@ from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.nn_attention import fold
 from relaxlite.ir.ops.scalars import Scalar, index, literal
-from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Stmt, Store, compute, loops, seq
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    Check,
+    For,
+    Intrinsic,
+    LetIndex,
+    Load,
+    Stmt,
+    Store,
+    compute,
+    loops,
+    seq,
+)
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
 SPAN_FIELDS = 4
 COLUMNS = 32  # of a state, which do not depend on others: 128 x 32 floats stay in a first cache from token to token
+CHAINS = 2  # of sums, if rows are even: additions of one wait for each other
 CHANNELS = 512  # of a convolution, in one task
 
 
 @register
 class GatedDeltaRule(Op):
-    """(out (n, heads, width), states (s, heads, key_width, width)): for each token of a span and each head, from the
-    state S before it (Yang et al., "Gated Delta Networks", arXiv 2412.06464):
+    """(out (n, heads, width), the pool with the new states): for each token of a span and each head, from the state S
+    before it (Yang et al., "Gated Delta Networks", arXiv 2412.06464):
 
-        S = exp(decay) * S;  S = S + k (x) (beta * (v - k . S));  out = q . S
+        S = exp(decay) * S;  c = beta * (v - k . S);  S = S + k (x) c;  out = q . S
 
     q, k float32 (n, key_heads, key_width), v (n, heads, width), decay, beta (n, heads), pool (heads, slots, key_width,
     width). Each head of keys serves heads / key_heads in a row, or, `tiled`, every key_heads-th. Rows that no span
-    names are 0; spans do not overlap.
+    names are 0; spans do not overlap. The loops add q . S up beside k . S, of S as it was, and (q . k) * c then: so
+    they read S twice, not three times.
     """
 
     name = "gated_delta_rule"
     operands = ("q", "k", "v", "decay", "beta", "pool", "spans")
+    reads_apart = True
     attrs: ClassVar[Mapping[str, Attr]] = {"tiled": Attr("bool", False)}
 
     def infer(self, *operands: Expr, tiled: bool) -> Type:
@@ -52,7 +69,7 @@ class GatedDeltaRule(Op):
         if [t.rank for t in types] != [3, 3, 3, 2, 2, 4, 2]:
             self.fail(f"q, k, v, decay, beta, pool and spans must have ranks 3, 3, 3, 2, 2, 4, 2, got {told}")
         _check_kinds(self, types, told)
-        q, k, v, decay, beta, pool, spans = (t.shape or () for t in types)
+        q, k, v, decay, beta, pool, _ = (t.shape or () for t in types)
         key_heads, key_width, heads, width = (as_int(d) or 0 for d in (*k[1:], *v[1:]))
         if not (key_heads and key_width and heads and width) or heads % key_heads:
             self.fail(f"heads and widths must be known, and heads of keys divide those of values, got {told}")
@@ -60,67 +77,79 @@ class GatedDeltaRule(Op):
         wanted.append((pool, (v[1], pool[1], k[2], v[2])))
         if any(PROVER.can_prove_ne(a, b) for found, right in wanted for a, b in zip(found, right, strict=True)):
             self.fail(f"rows, heads or widths of q, k, v, decay, beta and the pool do not fit: {told}")
-        return TupleType(
-            (
-                TensorType.of((v[0], heads, width), "float32"),
-                TensorType.of((spans[0], heads, key_width, width), "float32"),
-            )
-        )
+        return TupleType((TensorType.of((v[0], heads, width), "float32"), types[5]))
 
     def lower(
         self, q: Buffer, k: Buffer, v: Buffer, decay: Buffer, beta: Buffer, pool: Buffer, spans: Buffer,
         *, out: tuple[Buffer, Buffer], tiled: bool,
     ) -> Stmt:  # fmt: skip
-        y, states = out
+        y, new = out
         heads, width, key_width = (as_int(d) or 1 for d in (*v.shape[1:], k.shape[2]))
-        key_heads, columns = as_int(k.shape[1]) or 1, _divisor(width, COLUMNS)
+        key_heads, columns, chains = as_int(k.shape[1]) or 1, _divisor(width, COLUMNS), _divisor(key_width, CHAINS)
         parts = width // columns
         state = Buffer("state", (sym(key_width), sym(columns)), "float32", "local")
-        delta = Buffer("delta", (sym(columns),), "float32", "local")
-        factor = Buffer("factor", (), "float32", "local")
+        delta, *sums_of = (
+            Buffer(name, (sym(columns),), "float32", "local")
+            for name in ("delta", *(f"{kind}{chain}" for kind in ("found", "asked") for chain in range(chains)))
+        )
+        found, asked = sums_of[:chains], sums_of[chains:]
+        factor, alike = (Buffer(name, (), "float32", "local") for name in ("factor", "alike"))
 
         def task(t: SymExpr) -> Stmt:
             w, h, begin = SymVar("w"), SymVar("h", upper=heads - 1), SymVar("begin", upper=width - columns)
             key_head = h % key_heads if tiled else h // (heads // key_heads)
             row = SymVar("row", lower=None)
 
-            def remembered(e: SymExpr, queried: Buffer, finish: Callable[[Scalar], Stmt]) -> Stmt:
-                """finish(queried . S) of one column."""
-                return fold(
-                    "float32", "add", sym(key_width),
-                    lambda d: Scalar(state[d, e]) * Scalar(queried[row, key_head, d]), finish,
-                )  # fmt: skip
+            def sums(d: SymExpr, e: SymExpr) -> Stmt:
+                """What key and query add to their sums, of one column and a row of the state for each chain."""
+                places = [d * chains + chain for chain in range(chains)]
+                return seq(
+                    *(
+                        Store(to[chain], (e,), (Scalar(state[at, e]) * Scalar(x[row, key_head, at])).value, "add")
+                        for x, to in ((k, found), (q, asked))
+                        for chain, at in enumerate(places)
+                    )
+                )
 
-            def changed(e: SymExpr, found: Scalar) -> Stmt:
-                missing = Scalar(v[row, h, begin + e]) - found * Scalar(factor[()])
-                return Store(delta, (e,), (missing * Scalar(beta[row, h])).value)
+            def changed(e: SymExpr) -> Stmt:
+                of_key, of_query = (reduce(Scalar.__add__, (Scalar(x[e]) for x in to)) for to in (found, asked))
+                missing = Scalar(v[row, h, begin + e]) - of_key * Scalar(factor[()])
+                change = missing * Scalar(beta[row, h])
+                result = of_query * Scalar(factor[()]) + change * Scalar(alike[()])
+                return seq(Store(delta, (e,), change.value), Store(y, (row, h, begin + e), result.value))
 
             def renewed(d: SymExpr, e: SymExpr) -> Stmt:
                 old = Scalar(state[d, e]) * Scalar(factor[()])
-                return Store(state, (d, e), (old + Scalar(k[row, key_head, d]) * Scalar(delta[e])).value)
-
-            def given(e: SymExpr, found: Scalar) -> Stmt:
-                return Store(y, (row, h, begin + e), found.value)
+                return Store(state, (d, e), Intrinsic("fma", (k[row, key_head, d], delta[e], old.value), "float32"))
 
             def token() -> Stmt:
                 return seq(
                     Store(factor, (), Scalar(decay[row, h]).exp().value),
-                    loops("e", (columns,), lambda e: remembered(e, k, lambda found: changed(e, found))),
+                    fold(
+                        "float32", "add", sym(key_width),
+                        lambda d: Scalar(q[row, key_head, d]) * Scalar(k[row, key_head, d]),
+                        lambda total: Store(alike, (), total.value),
+                    ),
+                    *(compute(x, lambda *i: literal(0.0, "float32")) for x in (*found, *asked)),
+                    loops("de", (key_width // chains, columns), sums),
+                    loops("e", (columns,), changed),
                     loops("de", (key_width, columns), renewed),
-                    loops("e", (columns,), lambda e: remembered(e, q, lambda found: given(e, found))),
-                )
+                )  # fmt: skip
 
-            def span(first: SymExpr, rows: SymExpr, slot: SymExpr) -> Stmt:
-                kept = _is_there(slot)
+            def span(first: SymExpr, rows: SymExpr, slot: SymExpr, to: SymExpr) -> Stmt:
+                def kept(d: SymExpr, e: SymExpr) -> Stmt:
+                    return Store(new, (h, to, d, begin + e), state[d, e])
+
+                known = _is_there(slot)
                 return seq(
-                    For(SymVar("none"), 1 - kept, compute(state, lambda *i: literal(0.0, "float32"))),
-                    For(SymVar("some"), kept, compute(state, lambda d, e: pool[h, slot, d, begin + e])),
+                    For(SymVar("none"), 1 - known, compute(state, lambda *i: literal(0.0, "float32"))),
+                    For(SymVar("some"), known, compute(state, lambda d, e: pool[h, slot, d, begin + e])),
                     loops("t", (rows,), lambda t: LetIndex(row, index(first + t).value, token())),
-                    loops("de", (key_width, columns), lambda d, e: Store(states, (w, h, d, begin + e), state[d, e])),
+                    For(SymVar("kept"), _is_there(to), loops("de", (key_width, columns), kept)),
                 )
 
             body = _with_span(self.name, spans, w, y.shape[0], pool.shape[1], span)
-            for buffer in (state, delta, factor):
+            for buffer in (state, delta, *sums_of, factor, alike):
                 body = Allocate(buffer, body)
             fields = ((begin, t % parts * columns), (h, t // parts % heads), (w, t // (heads * parts)))
             for var, place in fields:
@@ -135,24 +164,25 @@ class GatedDeltaRule(Op):
         )
         # rows do not overlap, which is the caller's promise: no loop can show it
         tasks = For(t, spans.shape[0] * (heads * parts), task(t), "parallel")
-        return seq(*checks, compute(y, lambda *i: literal(0.0, "float32")), tasks)
+        copy, zeros = compute(new, lambda *i: pool[i]), compute(y, lambda *i: literal(0.0, "float32"))
+        return seq(*checks, copy, zeros, tasks)
 
     def reference(
         self, q: Any, k: Any, v: Any, decay: Any, beta: Any, pool: Any, spans: Any, *, tiled: bool
     ) -> tuple[Any, Any]:
         heads, shared = v.shape[1], v.shape[1] // k.shape[1]
         places = np.arange(heads) % k.shape[1] if tiled else np.arange(heads) // shared
-        out = np.zeros(v.shape, np.float32)
-        states = np.zeros((len(spans), heads, k.shape[2], v.shape[2]), np.float32)
-        for w, (first, rows, slot, _) in enumerate(spans.tolist()):
-            state = np.zeros_like(states[w]) if slot < 0 else pool[:, slot]
+        out, new = np.zeros(v.shape, np.float32), pool.copy()
+        for first, rows, slot, to in spans.tolist():
+            state = np.zeros_like(pool[:, 0]) if slot < 0 else pool[:, slot]
             for row in range(first, first + rows):
                 key, state = k[row, places], state * np.exp(decay[row])[:, None, None]
                 missing = v[row] - np.einsum("hd,hde->he", key, state)
                 state = state + key[:, :, None] * (missing * beta[row][:, None])[:, None, :]
                 out[row] = np.einsum("hd,hde->he", q[row, places], state)
-            states[w] = state
-        return out, states
+            if to >= 0:
+                new[:, to] = state
+        return out, new
 
     def samples(self) -> Iterable[Sample]:
         def negative(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -162,7 +192,7 @@ class GatedDeltaRule(Op):
         kinds = ("float32",) * 6 + ("int64",)
         for key_heads, heads, key_width, width, tiled in (
             (2, 4, 8, 16, True),
-            (2, 4, 6, 40, False),
+            (2, 4, 5, 40, False),
             (1, 1, 16, 7, False),
         ):
             keys, values, gates = (7, key_heads, key_width), (7, heads, width), (7, heads)
@@ -172,14 +202,15 @@ class GatedDeltaRule(Op):
 
 @register
 class StateConvolution(Op):
-    """(out (n, width), states (s, 1, l - 1, width)): of each row of a span the sum over j < l of weight[j] * the row
-    l - 1 - j places before it, channel by channel, x float32 (n, width) behind the l - 1 rows of its slot in the pool
-    (1, slots, l - 1, width); and the last l - 1 rows of each. weight (l, width), l > 1. Rows that no span names are 0;
-    spans do not overlap.
+    """(out (n, width), the pool with the last l - 1 rows of each span): of each row of a span the sum over j < l of
+    weight[j] * the row l - 1 - j places before it, channel by channel, x float32 (n, width) behind the l - 1 rows of
+    its slot in the pool (1, slots, l - 1, width). weight (l, width), l > 1. Rows that no span names are 0; spans do not
+    overlap.
     """
 
     name = "state_convolution"
     operands = ("x", "weight", "pool", "spans")
+    reads_apart = True
 
     def infer(self, *operands: Expr) -> Type:
         types = [self.tensor(x, name) for x, name in zip(operands, self.operands, strict=True)]
@@ -187,19 +218,17 @@ class StateConvolution(Op):
         if [t.rank for t in types] != [2, 2, 4, 2]:
             self.fail(f"x, weight, pool and spans must have ranks 2, 2, 4, 2, got {told}")
         _check_kinds(self, types, told)
-        x, weight, pool, spans = (t.shape or () for t in types)
+        x, weight, pool, _ = (t.shape or () for t in types)
         length, width = (as_int(d) or 0 for d in weight)
         if length < 2 or not width:
             self.fail(f"a weight (l, width) of known sizes is needed, with l of 2 at least, got {told}")
         wanted = [(x, (x[0], weight[1])), (pool, (sym(1), pool[1], sym(length - 1), weight[1]))]
         if any(PROVER.can_prove_ne(a, b) for found, right in wanted for a, b in zip(found, right, strict=True)):
             self.fail(f"x and the pool must be as wide as the weight, and the pool one row less long, got {told}")
-        return TupleType(
-            (TensorType.of((x[0], width), "float32"), TensorType.of((spans[0], 1, length - 1, width), "float32"))
-        )
+        return TupleType((TensorType.of((x[0], width), "float32"), types[2]))
 
     def lower(self, x: Buffer, weight: Buffer, pool: Buffer, spans: Buffer, *, out: tuple[Buffer, Buffer]) -> Stmt:
-        y, states = out
+        y, new = out
         length, width = (as_int(d) or 1 for d in weight.shape)
         channels = _divisor(width, CHANNELS)
         parts = width // channels
@@ -207,35 +236,54 @@ class StateConvolution(Op):
         def task(t: SymExpr) -> Stmt:
             w, begin = SymVar("w"), SymVar("begin", upper=width - channels)
 
-            def span(first: SymExpr, rows: SymExpr, slot: SymExpr) -> Stmt:
-                kept = _is_there(slot)
+            def span(first: SymExpr, rows: SymExpr, slot: SymExpr, to: SymExpr) -> Stmt:
+                known, kept, past = _is_there(slot), _is_there(to), length - 1
 
                 def along(place: SymExpr, make: Callable[[SymExpr, Scalar], Stmt]) -> Stmt:
                     """make(channel, element) of the row `place` of the span, which may lie before it; else nothing."""
                     at, inside = SymVar("at", lower=None), smin(smax(place + 1, sym(0)), sym(1))
 
-                    def channel(load: Callable[[SymExpr], Load]) -> Stmt:
+                    def row_of(load: Callable[[SymExpr], Load]) -> Stmt:
                         return loops("c", (channels,), lambda c: make(begin + c, Scalar(load(begin + c))))
 
-                    new = LetIndex(at, index(first + place).value, channel(lambda c: x[at, c]))
-                    past = channel(lambda c: pool[sym(0), slot, at, c])
-                    old = LetIndex(at, index(place + (length - 1)).value, past)
-                    return seq(For(SymVar("new"), inside, new), For(SymVar("old"), (1 - inside) * kept, old))
+                    own = LetIndex(at, index(first + place).value, row_of(lambda c: x[at, c]))
+                    old = LetIndex(at, index(place + past).value, row_of(lambda c: pool[sym(0), slot, at, c]))
+                    return seq(For(SymVar("own"), inside, own), For(SymVar("old"), (1 - inside) * known, old))
 
-                def row(t: SymExpr) -> Stmt:
+                def first_row(t: SymExpr) -> Stmt:
+                    """One of those that see rows before the span."""
+
                     def term(j: int) -> Callable[[SymExpr, Scalar], Stmt]:
-                        return lambda c, found: Store(
-                            y, (first + t, c), (found * Scalar(weight[sym(j), c])).value, "add"
-                        )
+                        def added(c: SymExpr, found: Scalar) -> Stmt:
+                            return Store(y, (first + t, c), (found * Scalar(weight[sym(j), c])).value, "add")
 
-                    return seq(*(along(t - (length - 1 - j), term(j)) for j in range(length)))
+                        return added
+
+                    return seq(*(along(t - (past - j), term(j)) for j in range(length)))
+
+                def other_row(t: SymExpr) -> Stmt:
+                    at = SymVar("at", lower=None)
+
+                    def channel(c: SymExpr) -> Stmt:
+                        terms = (
+                            Scalar(x[at + j, begin + c]) * Scalar(weight[sym(j), begin + c]) for j in range(length)
+                        )
+                        return Store(y, (at + past, begin + c), reduce(Scalar.__add__, terms).value)
+
+                    return LetIndex(at, index(first + t).value, loops("c", (channels,), channel))
 
                 def last(i: SymExpr) -> Stmt:
-                    return along(
-                        rows - (length - 1) + i, lambda c, found: Store(states, (w, sym(0), i, c), found.value)
-                    )
+                    def place(c: SymExpr) -> tuple[SymExpr, ...]:
+                        return (sym(0), to, i, c)
 
-                return seq(loops("t", (rows,), row), loops("i", (length - 1,), last))
+                    zero = loops("c", (channels,), lambda c: Store(new, place(begin + c), literal(0.0, "float32")))
+                    return seq(zero, along(rows - past + i, lambda c, found: Store(new, place(c), found.value)))
+
+                return seq(
+                    loops("t", (smin(rows, sym(past)),), first_row),
+                    loops("t", (smax(rows - past, sym(0)),), other_row),
+                    For(SymVar("kept"), kept, loops("i", (past,), last)),
+                )
 
             body = _with_span(self.name, spans, w, y.shape[0], pool.shape[1], span)
             for var, place in ((begin, t % parts * channels), (w, t // parts)):
@@ -244,77 +292,25 @@ class StateConvolution(Op):
 
         t = SymVar("t")
         checks = equality_checks("state_convolution: x has other rows than the result", (x.shape[0], y.shape[0]))
-        zeros = [compute(each, lambda *i: literal(0.0, "float32")) for each in out]
-        return seq(*checks, *zeros, For(t, spans.shape[0] * parts, task(t), "parallel"))
+        copy, zeros = compute(new, lambda *i: pool[i]), compute(y, lambda *i: literal(0.0, "float32"))
+        return seq(*checks, copy, zeros, For(t, spans.shape[0] * parts, task(t), "parallel"))
 
     def reference(self, x: Any, weight: Any, pool: Any, spans: Any) -> tuple[Any, Any]:
         past, width = len(weight) - 1, x.shape[1]
-        out, states = np.zeros_like(x), np.zeros((len(spans), 1, past, width), np.float32)
-        for w, (first, rows, slot, _) in enumerate(spans.tolist()):
+        out, new = np.zeros_like(x), pool.copy()
+        for first, rows, slot, to in spans.tolist():
             before = np.zeros((past, width), np.float32) if slot < 0 else pool[0, slot]
             seen = np.concatenate([before, x[first : first + rows]])
             for t in range(rows):
                 out[first + t] = (seen[t : t + past + 1] * weight).sum(axis=0)
-            states[w, 0] = seen[rows:]
-        return out, states
+            if to >= 0:
+                new[0, to] = seen[rows:]
+        return out, new
 
     def samples(self) -> Iterable[Sample]:
         for length, width in ((4, 20), (2, 1), (5, 1030)):
             shapes = ((7, width), (length, width), (1, "p + 3", length - 1, width), (3, SPAN_FIELDS))
             yield Sample(shapes, {}, ("float32",) * 3 + ("int64",), {3: _draw_spans})
-
-
-@register
-class StoreStates(Op):
-    """A copy of pool (heads, slots, a, b) with states (s, heads, a, b), each in the slot that its span ends in; where
-    that is negative it goes nowhere. Where the pool is donated and dies, it is updated in place (passes/donate.py).
-    """
-
-    name = "store_states"
-    operands = ("pool", "states", "spans")
-
-    def infer(self, *operands: Expr) -> Type:
-        types = [self.tensor(x, name) for x, name in zip(operands, self.operands, strict=True)]
-        told = ", ".join(map(str, types))
-        if [t.rank for t in types] != [4, 4, 2]:
-            self.fail(f"pool, states and spans must have ranks 4, 4, 2, got {told}")
-        _check_kinds(self, types, told)
-        pool, states, spans = (t.shape or () for t in types)
-        wanted = (spans[0], pool[0], *pool[2:])
-        if any(map(PROVER.can_prove_ne, states, wanted)):
-            self.fail(f"states must be (spans, heads, a, b) as the pool has them, got {told}")
-        return types[0]
-
-    def lower(self, pool: Buffer, states: Buffer, spans: Buffer, *, out: Buffer) -> Stmt:
-        slot = SymVar("slot", lower=None)
-
-        def state(w: SymExpr) -> Stmt:
-            check = Check((index(slot) < pool.shape[1]).value, "store_states: a slot lies beyond the pool's")
-
-            def element(h: SymExpr, a: SymExpr, b: SymExpr) -> Stmt:
-                return Store(out, (h, slot, a, b), states[w, h, a, b])
-
-            stores = loops("hab", (pool.shape[0] * _is_there(slot), *pool.shape[2:]), element)
-            return LetIndex(slot, spans[w, sym(3)], seq(check, stores))
-
-        checks = equality_checks(
-            "store_states: pool, states and spans differ in size",
-            (states.shape[0], spans.shape[0]), (states.shape[1], pool.shape[0]),
-            (states.shape[2], pool.shape[2]), (states.shape[3], pool.shape[3]),
-        )  # fmt: skip
-        return seq(*checks, compute(out, lambda *i: pool[i]), loops("w", (spans.shape[0],), state))
-
-    def reference(self, pool: Any, states: Any, spans: Any) -> Any:
-        out = pool.copy()
-        for state, slot in zip(states, spans[:, 3].tolist(), strict=True):
-            if slot >= 0:
-                out[:, slot] = state
-        return out
-
-    def samples(self) -> Iterable[Sample]:
-        for heads, a, b in ((4, 8, 16), (1, 3, 20)):
-            shapes = ((heads, "p + 3", a, b), (3, heads, a, b), (3, SPAN_FIELDS))
-            yield Sample(shapes, {}, ("float32", "float32", "int64"), {2: _draw_spans})
 
 
 def _check_kinds(op: Op, types: list[TensorType], told: str) -> None:
@@ -341,22 +337,24 @@ def _with_span(
     w: SymExpr,
     rows: SymExpr,
     slots: SymExpr,
-    make: Callable[[SymExpr, SymExpr, SymExpr], Stmt],
+    make: Callable[[SymExpr, SymExpr, SymExpr, SymExpr], Stmt],
 ) -> Stmt:
-    """make(first row, rows, slot before) of span `w`, which is checked."""
-    first, count, slot = (SymVar(field, lower=None) for field in ("first", "count", "slot"))
+    """make(first row, rows, slot before, slot behind) of span `w`, which is checked."""
+    fields = tuple(SymVar(field, lower=None) for field in ("first", "count", "slot", "to"))
+    first, count, slot, to = fields
     checks = {
         "its number of rows": index(count) >= 0,
         "a row": (index(first) >= 0) & (index(first + count) <= rows),
-        "its slot": index(slot) < slots,
+        "a slot": (index(slot) < slots) & (index(to) < slots),
     }
     guards = [Check(cond.value, f"{name}: {what} is out of range in a span") for what, cond in checks.items()]
-    body = seq(*guards, make(first, count, slot))
-    for k, field in reversed(list(enumerate((first, count, slot)))):
+    body = seq(*guards, make(*fields))
+    for k, field in reversed(list(enumerate(fields))):
         body = LetIndex(field, spans[w, sym(k)], body)
     return body
 
 
 def _draw_spans(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """Of 7 rows, four of a sequence that begins, none of another, and two of a third, which stays in its slot."""
-    return np.array([(0, 4, -1, 1), (4, 0, 2, -1), (5, 2, 0, 0)], np.int64)
+    """Of 7 rows, four of a sequence that begins, none of another whose state moves, and two of a third, whose new state
+    goes nowhere."""
+    return np.array([(0, 4, -1, 1), (4, 0, 2, 0), (5, 2, 2, -1)], np.int64)
