@@ -313,6 +313,24 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(exe(tokens), wanted, atol=2e-5 * np.abs(wanted).max())
 
 
+def test_qwen3_5_with_what_sees_pictures(tmp_path: Path) -> None:
+    """Its config.json says of the whole model that the embedding makes the logits, and of its text that not."""
+    torch.manual_seed(0)
+    text = {**SIZES, **HYBRID, "full_attention_interval": 3}
+    seen = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=seen, tie_word_embeddings=True)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval().float()
+    for parameter in model.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["tie_word_embeddings"] and not said["text_config"]["tie_word_embeddings"]
+    tokens = np.random.default_rng(0).integers(0, 101, (2, 9))
+    wanted = model(input_ids=torch.tensor(tokens)).logits.detach().numpy()
+    found = rl.compile(build_dense(read_checkpoint(tmp_path)))(tokens)
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
 def test_pythia_with_the_masks_of_attention_among_its_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

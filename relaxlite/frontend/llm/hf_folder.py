@@ -94,7 +94,12 @@ def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Archit
 def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a config.json says of the language model, also where that sees pictures."""
     text = raw.get("text_config")
-    return {**raw, **(text if isinstance(text, Mapping) else {})}
+    if not isinstance(text, Mapping):
+        return dict(raw)
+    found = {**raw, **text}
+    if raw.get("tie_word_embeddings") is True:  # which its text_config may deny; a head that is there tells
+        found["tie_word_embeddings"] = True
+    return found
 
 
 def _tensors(folder: Path, kinds: tuple[str, ...]) -> dict[str, Weight]:
