@@ -47,6 +47,8 @@ class RecomputingEngine:
     def length(self, sequence: int) -> int:
         return len(self._of(sequence))
 
+    held = length
+
     def forward(
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
     ) -> list[Array]:

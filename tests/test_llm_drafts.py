@@ -19,12 +19,14 @@ from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.description import Description
 from relaxlite.llm.drafts import MOST, DraftModel, Lookup, worth
+from relaxlite.llm.engine import EXACT
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.runtime import kv_cache, threadpool
+from relaxlite.runtime.module import Executable
 from tests.recomputing_engine import RecomputingEngine
 from tests.test_llm_generation import limit
-from tests.tiny_llm import END, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
+from tests.tiny_llm import END, TEMPLATE, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
 
 
 def proposed(text: str, most: int = MOST, sequences: int = 1) -> str:
@@ -373,6 +375,26 @@ def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_th
                     engine.remove(fork)
         engine.remove(first)
         engine.remove(other)
+
+
+def test_another_reply_goes_back_to_the_state_before_the_last_tokens_of_the_prompt() -> None:
+    tiny = quantize_checkpoint(checkpoint(**SHAPE, **STATES, context=512), "q4_0")
+    for has_fill in (False, True):
+        run = rl.compile(build_step(tiny, has_fill=has_fill), precision="int12")
+
+        def model(run: Executable = run) -> LanguageModel:
+            return LanguageModel(CompiledEngine(run), Tokenizer(tokenizer_json()), Description("tiny", VOCAB, 512))
+
+        talking = model()
+        prompts = [[{"role": "user", "content": "word " * 30 + name}] for name in ("one", "one", "two", "three")]
+        for k, messages in enumerate(prompts):
+            found = talking.chat(messages, template=TEMPLATE, max_new_tokens=9, temperature=0)
+            fresh = model().chat(messages, template=TEMPLATE, max_new_tokens=9, temperature=0)
+            assert found.tokens == fresh.tokens
+            # each token is a byte: prompts differ before the state that is kept but for the second one
+            assert found.usage.reused_tokens == (fresh.usage.prompt_tokens - EXACT if k == 1 else 0)
+            assert fresh.usage.reused_tokens == 0
+        assert talking.engine.cache._states.count <= 3  # type: ignore[attr-defined]
 
 
 def test_guesses_change_no_reply_of_a_compiled_model(compiled: CompiledEngine) -> None:

@@ -14,6 +14,7 @@ from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
 from relaxlite.runtime.module import Executable
+from relaxlite.runtime.state_slots import PROMPT
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
@@ -80,9 +81,12 @@ class CompiledEngine:
             if self._told is None:
                 self.cache.drop(sequence, count)
                 return
-            kept = self._told.first(sequence, self._told.length(sequence) - count)
-            self.cache.drop(sequence, max(0, self.cache.length(sequence) - len(kept)))
-            self._told.begin(sequence, kept)
+            self._cut_back(self._told, sequence, self._told.first(sequence, self._told.length(sequence) - count))
+
+    def _cut_back(self, told: Told, sequence: int, tokens: Sequence[int]) -> None:
+        """To these tokens, of which the cache has the first ones, or all and more."""
+        self.cache.drop(sequence, max(0, self.cache.length(sequence) - len(tokens)))
+        told.begin(sequence, tokens)
 
     def remove(self, sequence: int) -> None:
         with self._turn.lock:
@@ -93,6 +97,9 @@ class CompiledEngine:
     def length(self, sequence: int) -> int:
         return self.cache.length(sequence) if self._told is None else self._told.length(sequence)
 
+    def held(self, sequence: int) -> int:
+        return self.cache.length(sequence)
+
     def forward(
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
     ) -> list[Array]:
@@ -102,8 +109,39 @@ class CompiledEngine:
                 return [found]
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
-        batch = self._with_owed(batch)
-        return self._appended(batch, lambda: self._logits(batch, asked, asked if exact is None else exact))
+        exact = asked if exact is None else exact
+        if self._told is None:
+            return self._appended(batch, lambda: self._logits(batch, asked, exact))
+        return self._in_two_steps(self._told, batch, asked, exact)
+
+    def _in_two_steps(self, told: Told, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
+        """What `forward` does where sequences have states: a state is kept before the last tokens of a prompt, which
+        another reply, or a template that writes the first one otherwise, goes back to."""
+        before = [(sequence, told.first(sequence, None)) for sequence, _ in batch]
+        whole = self._with_owed(batch)
+        counts = [
+            self._first(len(tokens) - max(count, more))
+            for (_, tokens), count, more in zip(whole, wanted, exact, strict=True)
+        ]
+        first = [(sequence, tokens[:n]) for (sequence, tokens), n in zip(whole, counts, strict=True) if n]
+        rest = [(sequence, tokens[n:]) for (sequence, tokens), n in zip(whole, counts, strict=True)]
+        try:
+            if first:
+                given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in first}
+                ranges = [(sequence, 0, len(tokens)) for sequence, tokens in first]
+                self._appended(first, lambda: self._fill_in(given, ranges))
+            return self._appended(rest, lambda: self._logits(rest, wanted, exact))
+        except BaseException:
+            with self._turn.lock:
+                for sequence, tokens in before:
+                    self._cut_back(told, sequence, tokens)
+            raise
+
+    def _first(self, shown: int) -> int:
+        """Of a sequence's tokens, of which those from `shown` on give logits, how many come in a step before."""
+        if self._fill is not None:
+            return self._filled(shown)
+        return shown + 1 - EXACT if shown + 1 - EXACT >= PROMPT else 0
 
     def _next(self, sequence: int, tokens: Sequence[int]) -> Array | None:
         """`forward` of one token in few operations: behind a step, whose weights have gone through all caches, each

@@ -43,6 +43,10 @@ class Engine(Protocol):
 
     def length(self, sequence: int) -> int: ...
 
+    def held(self, sequence: int) -> int:
+        """How many of its tokens the cache has: those behind them are computed again, along with the next ones."""
+        ...
+
     def forward(
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
     ) -> list[Array]:

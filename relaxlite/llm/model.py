@@ -392,6 +392,9 @@ class LanguageModel:
             common += 1
         if len(kept.tokens) > common:
             self.engine.drop(kept.sequence, len(kept.tokens) - common)
+            held = self.engine.held(kept.sequence)
+            self.engine.drop(kept.sequence, common - held)
+            common = held
         request.reused = common
 
     def _keep(self, request: Request, is_sound: bool) -> None:

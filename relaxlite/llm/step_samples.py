@@ -11,7 +11,8 @@ from relaxlite.llm.compiled_engine import layout_of
 from relaxlite.llm.engine import Array
 from relaxlite.passes.reachable import entries
 from relaxlite.records import dataclass
-from relaxlite.runtime.kv_cache import STATES, KVCache
+from relaxlite.runtime.kv_cache import KVCache
+from relaxlite.runtime.state_slots import STATES
 
 # Tokens that sequences have, and that each gets: a first token; prompts; a reply, guesses and a prompt, with more rows
 # in all than few, and a context of more than a page

@@ -26,14 +26,13 @@ import numpy as np
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
-from relaxlite.runtime.state_slots import StateSlots
+from relaxlite.runtime.state_slots import STATES, StateSlots
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 _Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, position of the first row
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
 PAGES_OF_PART = 2  # at least: those of one page are slower than of two, which cost a row next to nothing, many 2 to 5 %
-STATES = 3  # of one sequence: as it is, before the last step, which becomes the next one, and behind the prompt
 MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
 DTYPES = ("float32", "float16", "int8")
 

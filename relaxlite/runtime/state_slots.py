@@ -6,8 +6,9 @@
     states.commit(a, 5, 5)                  # sequence a has 5 tokens now, 5 more than before
 
 A state stands for all tokens up to one position, and cannot be cut back. So of each sequence some are kept: the last
-one, the one before it, which a step of guesses goes back to, and that behind the last prompt, which another reply goes
-back to. `drop` and `fork` go to the longest that is short enough; the tokens from there on must be computed again.
+one, the one before it, which a step of guesses goes back to, and that behind the last step of many tokens, a prompt's,
+which another reply goes back to. `drop` and `fork` go to the longest that is short enough; the tokens behind it must be
+computed again.
 Slots are counted, as forks share them, and a step never writes where it reads: until `commit` all is as it was.
 """
 
@@ -25,6 +26,7 @@ from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 NONE = -1  # the slot of an empty sequence: its state is zero
+STATES = 3  # of one sequence: as it is, before the last step, whose place the next one takes, and of the prompt
 PROMPT = 16  # tokens in one step that are taken for a prompt, or the end of one
 
 
@@ -153,7 +155,7 @@ class StateSlots:
         if self._free:
             return
         old = len(self._references)
-        wanted = next((n for n in (old + max(2, old // 2), old + 1) if self._may_grow(n)), None)
+        wanted = next((n for n in (max(STATES, old + old // 2), old + 1) if self._may_grow(n)), None)
         if wanted is None:
             raise CacheFullError(f"the cache is full: there is no room for more than {old} states of sequences")
         self._grows = True
