@@ -32,6 +32,7 @@ from relaxlite.ir.program import (
     Load,
     Stmt,
     Store,
+    Value,
     compute,
     loops,
     seq,
@@ -255,7 +256,7 @@ class StateConvolution(Op):
 
                     def term(j: int) -> Callable[[SymExpr, Scalar], Stmt]:
                         def added(c: SymExpr, found: Scalar) -> Stmt:
-                            return Store(y, (first + t, c), (found * Scalar(weight[sym(j), c])).value, "add")
+                            return Store(y, (first + t, c), _added(found.value, weight[sym(j), c], y[first + t, c]))
 
                         return added
 
@@ -265,10 +266,10 @@ class StateConvolution(Op):
                     at = SymVar("at", lower=None)
 
                     def channel(c: SymExpr) -> Stmt:
-                        terms = (
-                            Scalar(x[at + j, begin + c]) * Scalar(weight[sym(j), begin + c]) for j in range(length)
-                        )
-                        return Store(y, (at + past, begin + c), reduce(Scalar.__add__, terms).value)
+                        total: Value = literal(0.0, "float32")
+                        for j in range(length):
+                            total = _added(x[at + j, begin + c], weight[sym(j), begin + c], total)
+                        return Store(y, (at + past, begin + c), total)
 
                     return LetIndex(at, index(first + t).value, loops("c", (channels,), channel))
 
@@ -319,6 +320,11 @@ def _check_kinds(op: Op, types: list[TensorType], told: str) -> None:
         op.fail(f"all but the spans must be float32, got {told}")
     if types[-1].dtype != "int64" or as_int((types[-1].shape or (0, 0))[1]) != SPAN_FIELDS:
         op.fail(f"spans must be int64 of {SPAN_FIELDS} columns, got {told}")
+
+
+def _added(a: Value, b: Value, total: Value) -> Value:
+    """total + a * b, rounded alike wherever a row stands"""
+    return Intrinsic("fma", (a, b, total), "float32")
 
 
 def _divisor(count: int, most: int) -> int:
