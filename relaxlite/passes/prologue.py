@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
@@ -311,11 +312,12 @@ class _StreamedTile:
         )
 
 
-def _staying(value: Value, var: SymVar, group: int) -> list[Value]:
+@lru_cache(maxsize=256)  # every height of a tile and every group of steps asks for the same
+def _staying(value: Value, var: SymVar, group: int) -> tuple[Value, ...]:
     """The largest parts of a value that load something and stay the same for a group of steps."""
     if _stays(value, var, group):
-        return [value] if any(isinstance(v, Load) for v in walk_values(value)) else []
-    return [found for child in value_children(value) for found in _staying(child, var, group)]
+        return (value,) if any(isinstance(v, Load) for v in walk_values(value)) else ()
+    return tuple(found for child in value_children(value) for found in _staying(child, var, group))
 
 
 class Instead(ProgramRewriter):
