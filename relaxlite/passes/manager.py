@@ -80,6 +80,7 @@ class Pass:
 
 def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:
     """The module after all passes. Raises PassError naming the pass that failed."""
+    verified: IRModule | None = None
     for number, step in enumerate(passes):
         given, start = module, time.perf_counter()
         try:
@@ -92,7 +93,8 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
             raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
         context.timings.append((step.name, time.perf_counter() - start))
         if context.verify:
-            _verify_after(module, step)
+            _verify_after(module, step, verified)
+            verified = module
         for observe in context.observers:
             observe(step, given, module, context.timings[-1][1])
         if context.dump_dir is not None:
@@ -101,8 +103,8 @@ def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -
     return module
 
 
-def _verify_after(module: IRModule, step: Pass) -> None:
+def _verify_after(module: IRModule, step: Pass, verified: IRModule | None) -> None:
     try:
-        verify(module, step.stage)
+        verify(module, step.stage, verified)
     except RelaxliteError as error:
         raise PassError(f"after pass {step.name}: {error}") from error
