@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -24,6 +25,21 @@ if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so that the programs that tests interrupt can be
+
+gc.disable()  # until the tests are collected: what is made until then, a million objects, stays until the end
+
+
+MANY_TESTS = 1000
+"""From here on it pays to leave them out of collections."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave the tests themselves out of all later collections of cyclic garbage, which would go through them."""
+    if len(session.items) > MANY_TESTS:
+        gc.collect()
+        gc.freeze()
+    gc.enable()
+
 
 SLOW_FAILURE_SECONDS = 20.0
 """A registry that takes this long to fail does not answer: it is not asked again in the same session."""
