@@ -13,6 +13,7 @@ from relaxlite.errors import ExecutionError, InputError, ShapeMismatchError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, ExternFunction, GlobalVar, If, Loop, ShapeValue, Tuple, TupleGetItem, Var
+from relaxlite.ir.intrinsics import INTRINSICS
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import shape_value
 from relaxlite.ir.program import (
@@ -22,6 +23,7 @@ from relaxlite.ir.program import (
     Cast,
     Check,
     Compare,
+    Intrinsic,
     LetIndex,
     Literal,
     Select,
@@ -32,6 +34,7 @@ from relaxlite.ir.program import (
     loops,
     seq,
 )  # fmt: skip
+from relaxlite.ir.scalar_functions import apply_binary, apply_intrinsic, cast
 from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.ir.types import UNIT, TensorType, TupleType
 
@@ -77,6 +80,38 @@ def test_arithmetic_keeps_its_dtype() -> None:
     assert run_program(wraps, [np.array([100, -128, 3], "i1")])[0].tolist() == [16, 0, 9]
     rounds = program(lambda out: compute(out, lambda i: Binary("add", X[i], Literal(1e-9, "float32"))), (n,), X)
     assert run_program(rounds, [np.ones(1, "f4")])[0].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", ["dot4_u8s8", "dot4_words", "dot2_halves", "word"])
+def test_intrinsics_of_words_are_those_of_arrays(name: str) -> None:
+    """The interpreter computes them one at a time by Python's integers."""
+    rng, kinds = np.random.default_rng(0), INTRINSICS[name].args
+    columns = []
+    for kind in kinds:
+        limits = np.iinfo(str(kind))
+        column = rng.integers(limits.min, limits.max, 200, endpoint=True, dtype=str(kind))
+        columns.append(np.concatenate([[limits.min, limits.max, 0], column]).astype(str(kind)))
+    params = [Buffer.of(f"x{k}", (n,), str(kind)) for k, kind in enumerate(kinds)]
+    made = program(
+        lambda out: compute(out, lambda i: Intrinsic(name, tuple(p[i] for p in params), "int32")),
+        (n,), *params, dtype="int32",
+    )  # fmt: skip
+    (found,) = run_program(made, columns)
+    np.testing.assert_array_equal(found, apply_intrinsic(name, tuple(columns)))
+
+
+def test_casts_and_shifts_of_integers_are_those_of_arrays() -> None:
+    given = np.array([-(2**31), -129, -1, 0, 1, 127, 255, 70000, 2**31 - 1], np.int32)
+    for dtype in ("int8", "uint8", "int16", "uint32", "int64"):
+        y = Buffer.of("y", (n,), "int32")
+        made = program(lambda out: compute(out, lambda i: Cast(y[i], out.dtype)), (n,), y, dtype=dtype)  # noqa: B023
+        np.testing.assert_array_equal(run_program(made, [given])[0], cast(given, dtype))
+    for op in ("shift_left", "shift_right"):
+        for count in (0, 1, 8, 31, 32, -1):
+            y = Buffer.of("y", (n,), "int32")
+            moved = Literal(count, "int32")
+            made = program(lambda out: compute(out, lambda i: Binary(op, y[i], moved)), (n,), y, dtype="int32")  # noqa: B023
+            np.testing.assert_array_equal(run_program(made, [given])[0], apply_binary(op, given, np.int32(count)))
 
 
 def test_casts_saturate() -> None:

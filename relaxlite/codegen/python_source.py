@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir import scalar_functions
+from relaxlite.ir.intrinsics import HALVES, WORD, WORDS
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -314,6 +316,47 @@ _FAST: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
+_SHIFTS = {"shift_left": np.left_shift, "shift_right": np.right_shift}
+
+# Those of words, which products of weights in blocks are made of, by Python's integers: NumPy takes ten times as long.
+
+
+def _wrapped(total: int) -> np.int32:
+    return np.int32((total + 2**31 & 2**32 - 1) - 2**31)
+
+
+def _signed(byte: int) -> int:
+    return (byte & 255 ^ 128) - 128
+
+
+def _dot_of_bytes(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any, b2: Any, b3: Any) -> np.int32:
+    return _wrapped(int(c) + int(a0) * int(b0) + int(a1) * int(b1) + int(a2) * int(b2) + int(a3) * int(b3))
+
+
+def _dot_of_words(c: Any, a: Any, b: Any, *_: Any) -> np.int32:
+    x, y = int(a), int(b)
+    parts = [(x >> shift & 255) * _signed(y >> shift) for shift in (0, 8, 16, 24)]
+    return _wrapped(int(c) + sum(parts))
+
+
+def _dot_of_halves(c: Any, a: Any, b: Any) -> np.int32:
+    x, y = int(a), int(b)
+    low = ((x & 0xFFFF ^ 0x8000) - 0x8000) * ((y & 0xFFFF ^ 0x8000) - 0x8000)
+    return _wrapped(int(c) + low + (x >> 16) * (y >> 16))
+
+
+def _word(*parts: Any) -> np.int32:
+    return _wrapped(sum((int(part) & 255) << 8 * n for n, part in enumerate(parts)))
+
+
+_OF_WORDS: dict[str, Callable[..., np.int32]] = {
+    "dot4_u8s8": _dot_of_bytes,
+    WORDS: _dot_of_words,
+    HALVES: _dot_of_halves,
+    WORD: _word,
+}
+
+
 def _scalar_function(kind: str, op: str, dtype: str) -> Callable[..., Any]:
     """The function of kind "unary", "binary" or "intrinsic" over `dtype`, or of kind "cast" from `op` to `dtype`."""
     if dtype in ("float32", "float64"):
@@ -321,6 +364,12 @@ def _scalar_function(kind: str, op: str, dtype: str) -> Callable[..., Any]:
             return dtypes.to_numpy(dtype).type
         if (kind, op) in _FAST:
             return _FAST[kind, op]
+    if kind == "intrinsic" and op in _OF_WORDS:
+        return _OF_WORDS[op]
+    if kind == "binary" and op in _SHIFTS and dtypes.is_integer(dtype):
+        return _SHIFTS[op]
+    if kind == "cast" and dtypes.is_integer(op) and dtypes.is_integer(dtype):
+        return partial(np.generic.astype, dtype=dtypes.to_numpy(dtype))
     if kind == "unary" and op == "not":
         return lambda x: np.bool_(not x)
     if kind == "unary":
