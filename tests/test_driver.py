@@ -47,6 +47,7 @@ from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import module_constants, print_module
 from relaxlite.ir.program import Binary, TensorProgram, compute
 from relaxlite.ir.types import TensorType, TupleType, Type
+from relaxlite.passes import manager
 from relaxlite.passes.manager import Pass, PassContext, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.artifact import save
@@ -544,6 +545,26 @@ def test_a_pass_that_fails_is_named(bb: BlockBuilder) -> None:
     checked = PassContext(HOST, verify=True)
     with pytest.raises(PassError, match="after pass idle: function main: op neg at stage 'lowered'"):
         rl.compile(bb.module(), passes=[Pass("idle", lambda m, c: m, "lowered")], context=checked)
+
+
+def test_what_a_pass_leaves_alone_is_not_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for other rules, and where anything else differs."""
+    verified: list[str] = []
+
+    def function(op: Any) -> Any:
+        bb = BlockBuilder()
+        with bb.function("main", x=f32(2)) as (x,):
+            bb.result(bb.emit(op(x)))
+        return bb.module()["main"]
+
+    f, g = function(ops.neg), function(ops.exp)
+    monkeypatch.setattr(manager, "verify", lambda module, stage, known: verified.append(stage))
+    idle = [Pass("idle", lambda m, c: IRModule(dict(m)), stage) for stage in ("graph", "graph", "vm", "graph")]
+    changes = Pass("changes", lambda m, c: m.updated({"main": g}), "graph")
+    adds = Pass("adds", lambda m, c: m.updated({"g": g}), "graph")
+    drops = Pass("drops", lambda m, c: m.updated({"g": None}), "graph")
+    run_passes(IRModule({"main": f}), [*idle, changes, changes, adds, drops], PassContext(HOST, verify=True))
+    assert verified == ["graph", "vm", "graph", "graph", "graph", "graph"]
 
 
 def test_a_wrong_argument_names_tensor_dimension_expected_and_got(bb: BlockBuilder) -> None:

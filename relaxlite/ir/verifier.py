@@ -100,7 +100,8 @@ RULES = {
 def verify(module: IRModule, stage: str = "graph", known: IRModule | None = None) -> None:
     """Raise VerifyError unless the module keeps every rule of the stage.
 
-    Programs that `known` has, a module that was verified, are not looked at again: their rules are those of every stage.
+    Programs that `known` has, a module that was verified, are not looked at again: every stage has the same rules for
+    them.
     """
     if stage not in STAGES:
         raise InvalidArgumentError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
