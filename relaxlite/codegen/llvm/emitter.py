@@ -153,6 +153,7 @@ class Emitter:
         self.out: Lines = self.root
         self.label = "entry"
         self._names = dict.fromkeys(_RESERVED, 1)
+        self._splats: dict[tuple[str, int], Val] = {}  # by name and lanes: those above in this block
 
     # Text
 
@@ -176,10 +177,11 @@ class Emitter:
     def place(self, lines: Lines) -> Iterator[None]:
         """Put instructions (no blocks) into `lines`, a place reserved earlier by `reserve`."""
         saved, self.out = self.out, lines
+        splats, self._splats = self._splats, {}
         try:
             yield
         finally:
-            self.out = saved
+            self.out, self._splats = saved, splats
 
     def reserve(self) -> Lines:
         """A place here that later instructions may go to."""
@@ -192,6 +194,7 @@ class Emitter:
     def start(self, label: str) -> None:
         self.out.append(f"{label}:")
         self.label = label
+        self._splats = {}
 
     def branch(self, label: str) -> None:
         self.line(f"br label %{label}")
@@ -240,13 +243,17 @@ class Emitter:
         if a.is_const:
             zero = a.text in ("0", "false", "0x0000000000000000", "null")
             return Val("zeroinitializer" if zero else f"splat ({a})", a.elem, lanes)
-        ty = vector_type(a.elem, lanes)
-        one = self.op(f"insertelement {ty} poison, {a}, i64 0", a.elem, lanes, "lane0")
-        return self.op(f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer", a.elem, lanes, "splat")
+        found = self._splats.get((a.text, lanes))
+        if found is None:
+            ty = vector_type(a.elem, lanes)
+            one = self.op(f"insertelement {ty} poison, {a}, i64 0", a.elem, lanes, "lane0")
+            made = f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer"
+            found = self._splats[a.text, lanes] = self.op(made, a.elem, lanes, "splat")
+        return found
 
     def match(self, *values: Val) -> tuple[Val, ...]:
-        lanes = max(v.lanes for v in values)
-        return tuple(self.splat(v, lanes) for v in values)
+        lanes = max([v.lanes for v in values])
+        return tuple([v if v.lanes == lanes else self.splat(v, lanes) for v in values])
 
     def binary(self, opcode: str, a: Val, b: Val, hint: str = "v") -> Val:
         a, b = self.match(a, b)

@@ -115,7 +115,9 @@ class Indices:
         """With the variables of unrolled loops replaced, and divisions whose result is known to be constant removed."""
         if self.constants and expr.terms:
             expr = _with_constants(expr, self.constants)
-        return map_atoms(expr, self._fold_atom)
+        if any([isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial]):
+            return map_atoms(expr, self._fold_atom)
+        return expr
 
     def _fold_atom(self, atom: SymExpr) -> SymExpr:
         if isinstance(atom, Division) and atom.b.is_const:
@@ -218,7 +220,7 @@ class Indices:
         return known[buffer, offset]
 
     def _depth(self, expr: SymExpr) -> int:
-        return max((self.variables[v].depth for v in expr.free_vars()), default=0)
+        return max([self.variables[v].depth for v in expr.free_vars()], default=0)
 
     def _split(self, expr: SymExpr, depth: int) -> tuple[SymExpr, SymExpr]:
         """(outer, inner): the terms whose variables all belong to scopes outside `depth`, and the others."""
@@ -350,7 +352,7 @@ def _low_bits(e: Emitter, a: Val, count: int) -> Val:
 
 def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
     """`substitute` for numbers, several times faster: unrolled bodies need it for every index of every copy."""
-    if not any(v in constants for v in expr.free_vars()):
+    if constants.keys().isdisjoint(expr.free_vars()):
         return expr
     terms: list[tuple[Monomial, int]] = []
     for monomial, coef in expr.terms:
@@ -358,7 +360,7 @@ def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
         for atom in monomial:
             if isinstance(atom, SymVar) and atom in constants:
                 coef *= constants[atom]
-            elif not isinstance(atom, SymVar) and any(v in constants for v in atom.free_vars()):
+            elif not isinstance(atom, SymVar) and not constants.keys().isdisjoint(atom.free_vars()):
                 return substitute(expr, constants)
             else:
                 rest.append(atom)

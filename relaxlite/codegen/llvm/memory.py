@@ -30,11 +30,12 @@ def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
     flat = k.offsets.get((buffer, indices))
     if flat is None:
         flat = k.offsets[buffer, indices] = flat_offset(buffer.shape, indices)
-    constants = tuple(k.ix.constants[v] for v in flat.free_vars() if v in k.ix.constants)
-    key = (buffer, flat, k.lane, k.lanes, constants)
-    if key not in k.accesses:
-        k.accesses[key] = _classify(k, buffer, k.ix.resolve(flat))
-    return k.accesses[key]
+    fixed = k.ix.constants
+    key = (buffer, flat, k.lane, k.lanes, tuple([fixed[v] for v in flat.free_vars() if v in fixed]))
+    access = k.accesses.get(key)
+    if access is None:
+        access = k.accesses[key] = _classify(k, buffer, k.ix.resolve(flat))
+    return access
 
 
 def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
@@ -252,9 +253,11 @@ def forget_overlapping(k: Kernel, buffer: Buffer, place: int | None = None) -> N
 
     `place`: only one vector of the local buffer is written, which begins there."""
     if buffer.scope == "local":
-        k.loads = {key: v for key, v in k.loads.items() if key[0] is not buffer or _is_apart(k, key, place)}
+        stale = [key for key in k.loads if key[0] is buffer and not _is_apart(k, key, place)]
     else:
-        k.loads = {key: v for key, v in k.loads.items() if key[0].scope == "local"}
+        stale = [key for key in k.loads if key[0].scope != "local"]
+    for key in stale:
+        del k.loads[key]
 
 
 def _is_apart(k: Kernel, key: LoadKey, place: int | None) -> bool:
