@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 import relaxlite as rl
 from relaxlite.codegen import interpreter
+from relaxlite.codegen.llvm import machine_code
 from relaxlite.codegen.llvm.guarded import one_by_one
 from relaxlite.errors import ExecutionError, InputError, OutOfBoundsError
 from relaxlite.ir.expr import Constant
@@ -37,6 +38,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import walk_stmts
 from relaxlite.ir.symbolic import SymVar, sym
+from relaxlite.target import Target
 from relaxlite.validation import running
 from relaxlite.validation.running import run_program
 from tests import random_programs
@@ -164,7 +166,7 @@ def test_arrays_may_lie_anywhere_and_are_checked() -> None:
 
 
 def test_few_steps_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(program: TensorProgram) -> Any:
+    def refuse(program: TensorProgram, is_optimized: bool) -> Any:
         raise AssertionError("compiled")
 
     monkeypatch.setattr(running, "MOST_STEPS", 18)  # of 3 * 3 stores and as many loads
@@ -173,6 +175,22 @@ def test_few_steps_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     run_program(program(table), [np.ones(3, "f4")], outputs=[np.zeros(3, "f4")])
     with pytest.raises(AssertionError, match="compiled"):
         run_program(program(table), [np.ones(4, "f4")])
+
+
+def test_machine_code_of_very_many_steps_is_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimized, to_object = [], machine_code.to_object
+
+    def noted(text: str, target: Target, *, optimize: bool) -> bytes:
+        optimized.append(optimize)
+        return to_object(text, target, optimize=optimize)
+
+    monkeypatch.setattr(machine_code, "to_object", noted)
+    monkeypatch.setattr(running, "MOST_UNOPTIMIZED_STEPS", 18)
+    table = program(loops("ij", (N, N), lambda i, j: Store(OUT, (i,), Load(X, (j,)), "add")))
+    for size in (3, 4):
+        (found,) = run_program(table, [np.ones(size, "f4")], outputs=[np.zeros(size, "f4")])
+        np.testing.assert_array_equal(found, np.full(size, size, "f4"))
+    assert optimized == [False, True]
 
 
 def test_every_program_of_a_pipeline_means_the_same() -> None:

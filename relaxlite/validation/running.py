@@ -29,6 +29,7 @@ from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
 MOST_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
+MOST_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; LLVM's optimizer and code generator take seconds for large programs
 _SYMBOL = "program"
 _Kernel = Callable[[Any, Any], int]
 
@@ -42,11 +43,12 @@ def run_program(
 ) -> list[Any]:
     """What `interpreter.run_program` does, of the same arguments and with the same errors."""
     values = interpreter.program_symbols(program, inputs, symbols)
-    if _steps(program.body, values) <= MOST_STEPS:
+    steps = _steps(program.body, values)
+    if steps <= MOST_STEPS:
         return interpreter.run_program(program, inputs, values, outputs, name)
     made = interpreter.program_outputs(program, inputs, values, outputs, name)
     arrays = [np.require(array, requirements="C") for array in (*inputs, *made)]
-    kernel, checks, _ = _compiled(program)
+    kernel, checks, _ = _compiled(program, steps > MOST_UNOPTIMIZED_STEPS)
     pointers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
     numbers = (ctypes.c_int64 * max(len(program.symbols), 1))(*(values[s] for s in program.symbols))
     status = kernel(pointers, numbers)
@@ -63,10 +65,10 @@ def run_program(
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(program: TensorProgram) -> tuple[_Kernel, tuple[str, ...], NativeLibrary]:
+def _compiled(program: TensorProgram, is_optimized: bool) -> tuple[_Kernel, tuple[str, ...], NativeLibrary]:
     target = Target.host()
     text = emit_kernel("program", program, target, _SYMBOL, is_guarded=True)
-    library = load_objects([machine_code.to_object(text.text, target)])
+    library = load_objects([machine_code.to_object(text.text, target, optimize=is_optimized)])
     prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
     return prototype(library.address(_SYMBOL)), text.checks, library
 
