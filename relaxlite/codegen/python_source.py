@@ -16,7 +16,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import HALVES, WORD, WORDS
+from relaxlite.ir.intrinsics import HALVES, LOOKUP, WORD, WORDS
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -345,6 +345,11 @@ def _dot_of_halves(c: Any, a: Any, b: Any) -> np.int32:
     return _wrapped(int(c) + low + (x >> 16) * (y >> 16))
 
 
+def _looked_up(a: Any, *table: Any) -> np.int32:
+    places = [(shift, int(a) >> shift & 255) for shift in (0, 8, 16, 24)]
+    return _wrapped(sum((int(table[at >> 2]) >> 8 * (at & 3) & 255) << shift for shift, at in places))
+
+
 def _word(*parts: Any) -> np.int32:
     return _wrapped(sum((int(part) & 255) << 8 * n for n, part in enumerate(parts)))
 
@@ -353,6 +358,7 @@ _OF_WORDS: dict[str, Callable[..., np.int32]] = {
     "dot4_u8s8": _dot_of_bytes,
     WORDS: _dot_of_words,
     HALVES: _dot_of_halves,
+    LOOKUP: _looked_up,
     WORD: _word,
 }
 
