@@ -495,6 +495,14 @@ def test_errors_name_what_is_wrong() -> None:
         engine.fork(sequence, 11)
     with pytest.raises(InvalidArgumentError, match="has 10 tokens, not 11 to drop"):
         engine.drop(sequence, 11)
+    remembering, _ = engines("qwen3_5")
+    other = remembering.new()
+    remembering.forward([(other, tokens(10))])
+    for call in (lambda: remembering.fork(other, 11), lambda: remembering.drop(other, 11)):
+        with pytest.raises(InvalidArgumentError, match=r"has 10 tokens, not 11 to (fork|drop)"):
+            call()
+    with pytest.raises(InvalidArgumentError, match="there is no sequence 99"):
+        remembering.forward([(99, [1])])
     with pytest.raises(InvalidArgumentError, match="a step takes 1 to 32 tokens, not chunks of 33"):
         engines("llama", chunk=33)
     with pytest.raises(InvalidArgumentError, match="does not hold one page of 4 tokens, which takes 1024"):

@@ -80,8 +80,8 @@ class CompiledEngine:
         with self._turn.lock:
             if self._told is None:
                 self.cache.drop(sequence, count)
-                return
-            self._cut_back(self._told, sequence, self._told.first(sequence, self._told.length(sequence) - count))
+            else:
+                self._cut_back(self._told, sequence, self._told.without(sequence, count))
 
     def _cut_back(self, told: Told, sequence: int, tokens: Sequence[int]) -> None:
         """To these tokens, of which the cache has the first ones, or all and more."""
@@ -115,9 +115,9 @@ class CompiledEngine:
         return self._in_two_steps(self._told, batch, asked, exact)
 
     def _in_two_steps(self, told: Told, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
-        """What `forward` does where sequences have states: a state is kept before the last tokens of a prompt, which
-        another reply, or a template that writes the first one otherwise, goes back to."""
-        before = [(sequence, told.first(sequence, None)) for sequence, _ in batch]
+        """What `forward` does where sequences have states: one is kept before the last tokens of a prompt, for another
+        reply, or a next turn whose template writes the end of this prompt otherwise."""
+        before = [(sequence, told.first(sequence)) for sequence, _ in batch]
         whole = self._with_owed(batch)
         counts = [
             self._first(len(tokens) - max(count, more))

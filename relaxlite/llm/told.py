@@ -24,12 +24,20 @@ class Told:
     def length(self, sequence: int) -> int:
         return len(self._of(sequence))
 
-    def first(self, sequence: int, count: int | None) -> list[int]:
+    def first(self, sequence: int, count: int | None = None) -> list[int]:
         """The first `count` tokens (None: all). InvalidArgumentError: it has not as many."""
         tokens = self._of(sequence)
-        if count is not None and (not isinstance(count, Integral) or not 0 <= count <= len(tokens)):
-            raise InvalidArgumentError(f"sequence {sequence} has {len(tokens)} tokens, not {count}")
-        return tokens[:count]
+        return tokens[:] if count is None else tokens[: self._checked(tokens, sequence, count, "fork")]
+
+    def without(self, sequence: int, count: int) -> list[int]:
+        """All but the last `count` tokens. InvalidArgumentError: it has not as many."""
+        tokens = self._of(sequence)
+        return tokens[: len(tokens) - self._checked(tokens, sequence, count, "drop")]
+
+    def _checked(self, tokens: Sequence[int], sequence: int, count: int, what: str) -> int:
+        if not isinstance(count, Integral) or not 0 <= count <= len(tokens):
+            raise InvalidArgumentError(f"sequence {sequence} has {len(tokens)} tokens, not {count} to {what}")
+        return int(count)
 
     def behind(self, sequence: int, length: int) -> list[int]:
         return self._of(sequence)[length:]
