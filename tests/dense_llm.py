@@ -67,7 +67,7 @@ class DenseAttention:
 
     def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
         d, (batch, seq, heads, width) = self.decoder, _dims(v)
-        net = d.config.delta_net
+        net = d.config.states
         assert net is not None
         flat = [d.op("reshape", x, (batch * seq, *_dims(x)[2:])) for x in (q, k, v, decay, beta)]
         first = d.op("arange", np.int64(0), np.int64(1), (batch,))
@@ -76,7 +76,7 @@ class DenseAttention:
         columns = (d.op("multiply", first, length), length, none, none)
         spans = d.op("concat", *(d.op("expand_dims", x, axes=(1,)) for x in columns), axis=1)
         pool = np.zeros((net.heads, 1, net.key_width, net.width), np.float32)
-        both = d.op("gated_delta_rule", *flat, pool, spans, tiled=net.tiled)
+        both = d.op("gated_linear_attention", *flat, pool, spans, tiled=net.tiled, delta=net.kind == "delta")
         return d.op("reshape", d.bb.emit(TupleGetItem(both, 0)), (batch, seq, heads, width))
 
     def _spread(self, x: Expr) -> Var:

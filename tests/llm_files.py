@@ -26,7 +26,8 @@ GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2
 WITHOUT_PRE_NORMS = ("olmo2", "exaone4")
 COMMANDS = ("command-r", "cohere2")
 INTERLEAVED = (
-    "llama", "smollm3", "granite", "granitemoe", *COMMANDS, "ernie4_5", "chatglm", "glm4", "arcee", "mistral3",
+    "llama", "smollm3", "granite", "granitemoe", "granitehybrid", *COMMANDS, "ernie4_5", "chatglm", "glm4", "arcee",
+    "mistral3",
 )  # fmt: skip
 LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", *COMMANDS)
 UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox", "arcee")
@@ -48,7 +49,7 @@ def fields(name: str, **more: Any) -> dict[str, Any]:
         epsilon: EPSILON, "rope.freq_base": 10000.0, "attention.key_length": WIDTH,
         "attention.value_length": WIDTH,
     }  # fmt: skip
-    if name in HYBRIDS:
+    if name in (*HYBRIDS, "granitehybrid"):
         common |= {
             "ssm.conv_kernel": STATE_LENGTH, "ssm.state_size": STATE_WIDTH, "ssm.group_count": STATE_KEYS,
             "ssm.time_step_rank": STATE_HEADS, "ssm.inner_size": STATE_HEADS * STATE_WIDTH,
@@ -99,6 +100,16 @@ def tensors(
 
     def vector(size: int, around: float = 0.0) -> Array:
         return (around + 0.2 * rng.standard_normal(size)).astype(np.float32)
+
+    def of_state_spaces() -> dict[str, Array]:
+        wide, channels = STATE_HEADS * STATE_WIDTH, (STATE_HEADS + 2 * STATE_KEYS) * STATE_WIDTH
+        return {
+            "ssm_in.weight": matrix(wide + channels + STATE_HEADS, HIDDEN), "ssm_out.weight": matrix(HIDDEN, wide),
+            "ssm_conv1d.weight": vector(channels * STATE_LENGTH, 0.2).reshape(channels, STATE_LENGTH),
+            "ssm_conv1d.bias": vector(channels), "ssm_dt.bias": vector(STATE_HEADS),
+            "ssm_a": -np.abs(vector(STATE_HEADS, 0.5)).reshape(-1, 1), "ssm_d": vector(STATE_HEADS, 1).reshape(-1, 1),
+            "ssm_norm.weight": vector(wide, 1).reshape(STATE_KEYS, -1),
+        }  # fmt: skip
 
     def of_states() -> dict[str, Array]:
         wide, channels = STATE_HEADS * STATE_WIDTH, (STATE_HEADS + 2 * STATE_KEYS) * STATE_WIDTH
@@ -169,7 +180,8 @@ def tensors(
             found[f"{at}shortconv.conv.weight"] = rows
             continue
         if k in remembering:
-            found |= {f"{at}{part}": weight for part, weight in of_states().items()}
+            made = of_state_spaces() if name == "granitehybrid" else of_states()
+            found |= {f"{at}{part}": weight for part, weight in made.items()}
             continue
         for part, size in qk_norms.items():
             found[f"{at}{part}.weight"] = vector(size, 1)
@@ -231,7 +243,7 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
         if "shortconv.conv.weight" in part:
             a = _convolution(part, h)
         elif "ssm_conv1d.weight" in part:
-            a = _remembered(name, part, h)
+            a = _state_space(part, h) if name == "granitehybrid" else _remembered(name, part, h)
         else:
             a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         given, x = x, x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
@@ -262,6 +274,26 @@ def _filtered(x: Array, filters: Array) -> Array:
         for j in range(max(0, length - 1 - t), length):
             found[t] += filters[:, j] * x[t - (length - 1) + j]
     return found
+
+
+def _state_space(part: Mapping[str, Array], x: Array) -> Array:
+    """Token by token, head by head."""
+    wide, keys, shared = STATE_HEADS * STATE_WIDTH, STATE_KEYS * STATE_WIDTH, STATE_HEADS // STATE_KEYS
+    gate, given, step = np.split(_linear(part, "ssm_in", x), [wide, 2 * wide + 2 * keys], axis=1)
+    mixed = _filtered(given, part["ssm_conv1d.weight"]) + part["ssm_conv1d.bias"]
+    value, key, query = (
+        y.reshape(len(x), -1, STATE_WIDTH) for y in np.split(mixed / (1 + np.exp(-mixed)), [wide, wide + keys], axis=1)
+    )
+    step, found = np.log1p(np.exp(step + part["ssm_dt.bias"])), np.zeros_like(value)
+    for h in range(STATE_HEADS):
+        state = np.zeros((STATE_WIDTH, STATE_WIDTH))
+        for t in range(len(x)):
+            state = np.exp(step[t, h] * part["ssm_a"][h]) * state
+            state += np.outer(step[t, h] * value[t, h], key[t, h // shared])
+            found[t, h] = state @ query[t, h // shared] + part["ssm_d"][h] * value[t, h]
+    gated = found.reshape(len(x), -1) * gate / (1 + np.exp(-gate))
+    normed = _norm(gated.reshape(len(x), STATE_KEYS, -1), part["ssm_norm.weight"])
+    return _linear(part, "ssm_out", normed.reshape(len(x), -1))
 
 
 def _remembered(name: str, part: Mapping[str, Array], x: Array) -> Array:
@@ -375,7 +407,7 @@ def _attention(
         angles = angles / divisors
     if not is_local and metadata.get(f"{name}.rope.scaling.type") == "linear":
         angles = angles / metadata[f"{name}.rope.scaling.factor"]
-    is_unturned = name == "gpt2" or (name == "smollm3" and (k + 1) % 4 == 0)
+    is_unturned = name in ("gpt2", "granitehybrid") or (name == "smollm3" and (k + 1) % 4 == 0)
     if not (is_unturned or (name in ("exaone4", "cohere2") and window is not None and not is_local)):
         q, keys = (_turn(y, angles, interleaved=name in INTERLEAVED) for y in (q, keys))
     if share := metadata.get(f"{name}.attention.temperature_scale"):

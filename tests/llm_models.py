@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, DeltaNet, Experts, Rope
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope, StateLayers
 from relaxlite.runtime.kv_cache import CacheLayout, Pool
 
 VOCAB, CONTEXT = 61, 96
@@ -51,7 +51,11 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {
         "layers": 4, "has_qk_norm": True, "has_output_gate": True, "head_width": 16, "rope": Rope(1e5, 4),
-        "delta_net": DeltaNet(2, 4, 8, 12, 4, (True, True, False, True)),
+        "states": StateLayers("delta", 2, 4, 8, 12, 4, (True, True, False, True)),
+    },
+    "granite_hybrid": {
+        "layers": 3, "residual_scale": 0.4, "unturned": (True,) * 3,
+        "states": StateLayers("mamba", 2, 4, 6, 10, 3, (True, False, True), has_bias=True, has_conv_bias=True),
     },
     "experts": {"experts": Experts(7, 3, 24, True)},
     "gpt_oss": {
@@ -76,7 +80,7 @@ def small_checkpoint(architecture: str, seed: int = 0, **changes: Any) -> Checkp
     rng = np.random.default_rng(seed)
     weights = {name: _random(rng, shape) for name, shape in expected_weights(config).items()}
     for name, weight in weights.items():
-        if name.endswith(".delta_rate"):
+        if name.endswith("_rate"):
             weight.data[:] *= -1  # what is remembered fades
     return Checkpoint(config, weights, None, {"source": "random"})
 

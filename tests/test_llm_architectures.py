@@ -35,6 +35,7 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
     "short_factor": [1.0 + 0.1 * k for k in range(8)], "long_factor": [2.0 + 3 * k for k in range(8)],
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_head": 16, "shared_intermediate_size": 80}
 HYBRID = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5,
@@ -272,6 +273,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5 with experts": ("Qwen3_5MoeTextConfig", {**HYBRID, **EXPERTS, "full_attention_interval": 3}),
     "qwen3-next": ("Qwen3NextConfig", {**HYBRID, **EXPERTS, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "granite 4, state spaces": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 0},
+    ),
+    "granite 4, state spaces in groups, experts": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "num_local_experts": 5,
+            "intermediate_size": 40,
+            "residual_multiplier": 0.3,
+            "position_embedding_type": "rope",
+            "mamba_d_conv": 3,
+        },
+    ),
     "granite 4": (
         "GraniteMoeHybridConfig",
         {

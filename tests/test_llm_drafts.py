@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite.errors import CacheFullError, InvalidArgumentError
-from relaxlite.frontend.llm.config import DeltaNet, Rope
+from relaxlite.frontend.llm.config import Rope, StateLayers
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
@@ -284,7 +284,7 @@ def test_other_drafts_are_refused() -> None:
 
 
 SHAPE: dict[str, Any] = {"hidden": 64, "head_width": 16, "intermediate": 96, "rope": Rope(1e4, 16)}
-STATES = {"layers": 3, "has_output_gate": True, "delta_net": DeltaNet(2, 4, 16, 24, 4, (True, False, True))}
+STATES = {"layers": 3, "has_output_gate": True, "states": StateLayers("delta", 2, 4, 16, 24, 4, (True, False, True))}
 
 
 @pytest.fixture(scope="module", params=[{}, STATES], ids=["all layers attend", "some have states"])

@@ -149,6 +149,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "expert_feed_forward_length": files.INTER, "expert_shared_feed_forward_length": 96},
         {"remembering": (0, 1, 2), "experts": 5, "shared": 96},
     ),
+    "granitehybrid": (
+        "granitehybrid",
+        {"block_count": 4, "attention.head_count_kv": [0, 0, files.KV_HEADS, 0], "ssm.inner_size": 128,
+         "rope.scaling.finetuned": False, "embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.015625,
+         "logit_scale": 6.0},
+        {"remembering": (0, 1, 3), "tied": True},
+    ),
+    "granitehybrid with experts": (
+        "granitehybrid",
+        {"attention.head_count_kv": [files.KV_HEADS, 0], "expert_count": 5, "expert_used_count": 2,
+         "expert_shared_feed_forward_length": 64},
+        {"remembering": (1,), "experts": 5, "shared": 64},
+    ),
     "granitemoe": (
         "granitemoe",
         {"expert_count": 5, "expert_used_count": 2, "expert_shared_feed_forward_length": 64, "residual_scale": 0.22},
@@ -484,8 +497,9 @@ def test_caps_and_windows_of_0_are_none(tmp_path: Path) -> None:
 
 
 def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "llama", **more: Any) -> Path:
-    metadata = {key: value for key, value in files.fields("llama", **more).items() if value is not None}
-    metadata = {key.replace("llama.", f"{name}.", 1): value for key, value in metadata.items()}
+    known = name if name in (*files.HYBRIDS, "granitehybrid") else "llama"
+    metadata = {key: value for key, value in files.fields(known, **more).items() if value is not None}
+    metadata = {key.replace(f"{known}.", f"{name}.", 1): value for key, value in metadata.items()}
     return files.write(tmp_path / "m.gguf", name, metadata, weights or files.tensors("llama"))
 
 
@@ -512,13 +526,30 @@ def changed(tmp_path: Path, weights: dict[str, Any] | None = None, name: str = "
         ({"name": "lfm2", "attention.head_count_kv": [0, 2, 0]}, "3 layers are told apart, and there are 2"),
         ({"name": "lfm2", "attention.head_count_kv": [0, -2]}, "head_count_kv must be one number of all layers that "),
         ({"name": "lfm2", "attention.head_count_kv": [0, 2], "shortconv.l_cache": 0}, "along 0 tokens must be along 1"),
+        *(
+            ({"name": "granitehybrid", **more}, problem)
+            for more, problem in (
+                ({"attention.head_count_kv": [0, 0]}, "at least one layer must attend, and none of 2 does"),
+                ({"attention.head_count_kv": [0, 2], "ssm.inner_size": 130}, "4 heads cannot share 130 elements"),
+                ({"attention.head_count_kv": [0, 2], "ssm.conv_kernel": 1}, "must be along 2 tokens at least, not 1"),
+            )
+        ),
         (
-            {"name": "qwen35", "ssm.group_count": None},
+            {"name": "qwen35", "full_attention_interval": 2, "ssm.group_count": None},
             "'qwen35.ssm.group_count' is None; it must be a positive integer",
         ),
-        ({"name": "qwen35", "ssm.group_count": 3}, "4 heads of values cannot share 3 of keys"),
-        ({"name": "qwen35", "ssm.inner_size": 130}, "qwen35.ssm.inner_size = 130 is no multiple of 4 heads"),
-        ({"name": "qwen35", "ssm.conv_kernel": 1}, "must be along 2 tokens at least, not 1"),
+        (
+            {"name": "qwen35", "full_attention_interval": 2, "ssm.group_count": 3},
+            "4 heads of values cannot share 3 of keys",
+        ),
+        (
+            {"name": "qwen35", "full_attention_interval": 2, "ssm.inner_size": 130},
+            "qwen35.ssm.inner_size = 130 is no multiple of 4 heads",
+        ),
+        (
+            {"name": "qwen35", "full_attention_interval": 2, "ssm.conv_kernel": 1},
+            "must be along 2 tokens at least, not 1",
+        ),
         ({"name": "qwen35", "full_attention_interval": 0}, "qwen35.full_attention_interval = 0 must be positive"),
         ({"name": "qwen35"}, "at least one layer must attend, and none of 2 does"),
         ({"name": "qwen35", "attention.recurrent_layers": [True]}, "1 layers are told apart, and there are 2"),

@@ -78,7 +78,8 @@ def test_a_tied_embedding_is_there_once(kind: str) -> None:
 def test_logits_are_those_of_the_same_weights_in_float32(name: str, dtype: str) -> None:
     checkpoint = of_dtype(small_checkpoint(name), dtype)
     exe = rl.compile(build_dense(checkpoint), TARGET)
-    matrices = [c for c in exe.data.constants if c.ndim > 1 and c.nbytes > 1024]
+    large = [c for c in exe.data.constants if c.ndim > 1 and c.nbytes > 1024]
+    matrices = [c for c in large if c.any() and 4 not in c.shape]  # no states to begin with, no filters of 4 tokens
     assert matrices and all(c.dtype.name == dtype for c in matrices)
     wide = rl.compile(build_dense(widened(checkpoint)), TARGET)
     for batch, count in ((1, 1), (2, 3), (1, 50)):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight, split_fused
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, DeltaNet, Experts, Rope, RopeScaling
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope, RopeScaling, StateLayers
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.tokenizer import Tokenizer
@@ -196,7 +196,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
                          "vocab_size": 248320}},
         DecoderConfig(
             "qwen3_5", 248320, 1024, 24, 8, 2, 256, 3584, 262144, 1e-6, Rope(1e7, 64), True, has_qk_norm=True,
-            has_output_gate=True, delta_net=DeltaNet(16, 16, 128, 128, 4, (True, True, True, False) * 6),
+            has_output_gate=True, states=StateLayers("delta", 16, 16, 128, 128, 4, (True, True, True, False) * 6),
         ),
     ),
     "gpt2": (
@@ -414,15 +414,21 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
         ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported, only 1.702 is"),
         ("pythia-160m", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
-        (
-            "TinyLlama-1.1B-Chat",
-            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_local_experts": 0},
-            r"layer_types = \['mamba', 'attention'\]: of granitemoehybrid .* layers are all 'attention'",
-        ),
-        (
-            "TinyLlama-1.1B-Chat",
-            {"model_type": "granitemoehybrid", "layer_types": ["attention"], "num_local_experts": 4},
-            "num_local_experts = 4 is not supported, only 0 is",
+        *(
+            ("TinyLlama-1.1B-Chat", {"model_type": "granitemoehybrid", "num_local_experts": 0, **more}, problem)
+            for more, problem in (
+                ({"layer_types": ["mamba", "rwkv"]}, "layer_types must name mamba or attention for each layer"),
+                ({"layer_types": ["mamba", "attention"]}, "2 layers are told apart, and there are 22"),
+                ({"layer_types": ["mamba"] * 22}, "at least one layer must attend, and none of 22 does"),
+                (
+                    {"layer_types": ["mamba"] * 21 + ["attention"], "time_step_limit": [0.1, 1.0]},
+                    r"time_step_limit = \[0.1, 1.0\] is not supported",
+                ),
+                (
+                    {"layer_types": ["mamba"] * 21 + ["attention"], "mamba_n_heads": 3},
+                    "3 heads cannot share 4096 elements, nor 1 groups of keys",
+                ),
+            )
         ),
         (
             "TinyLlama-1.1B-Chat",

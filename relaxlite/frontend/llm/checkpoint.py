@@ -175,16 +175,37 @@ def _convolution_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _delta_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    assert c.delta_net is not None
-    heads, channels, wide = c.delta_net.heads, c.delta_net.channels, c.delta_net.heads * c.delta_net.width
+    assert c.states is not None
+    heads, channels, wide = c.states.heads, c.states.channels, c.states.heads * c.states.width
     return {
         "delta_qkv": (channels, c.hidden), "delta_gate": (wide, c.hidden), "delta_beta": (heads, c.hidden),
-        "delta_alpha": (heads, c.hidden), "delta_out": (c.hidden, wide), "delta_conv": (channels, c.delta_net.length),
-        "delta_rate": (heads,), "delta_step": (heads,), "delta_scale": (c.delta_net.width,),
+        "delta_alpha": (heads, c.hidden), "delta_out": (c.hidden, wide), "delta_conv": (channels, c.states.length),
+        "delta_rate": (heads,), "delta_step": (heads,), "delta_scale": (c.states.width,),
     }  # fmt: skip
 
 
-_MIXING = {"attention": _attention_weights, "convolution": _convolution_weights, "delta": _delta_weights}
+def _mamba_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    assert c.states is not None
+    heads, channels, wide = c.states.heads, c.states.channels, c.states.heads * c.states.width
+    products: dict[str, tuple[int, ...]] = {
+        "mamba_gate": (wide, c.hidden), "mamba_given": (channels, c.hidden), "mamba_time": (heads, c.hidden),
+        "mamba_out": (c.hidden, wide),
+    }  # fmt: skip
+    found = products | {
+        "mamba_conv": (channels, c.states.length), "mamba_rate": (heads,), "mamba_step": (heads,),
+        "mamba_skip": (heads,), "mamba_scale": (wide,),
+    }  # fmt: skip
+    if c.states.has_conv_bias:
+        found["mamba_conv_bias"] = (channels,)
+    if c.states.has_bias:
+        found |= {f"{name}_bias": shape[:1] for name, shape in products.items()}
+    return found
+
+
+_MIXING = {
+    "attention": _attention_weights, "convolution": _convolution_weights, "delta": _delta_weights,
+    "mamba": _mamba_weights,
+}  # fmt: skip
 
 
 def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:

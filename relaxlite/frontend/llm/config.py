@@ -11,7 +11,7 @@ from relaxlite.records import dataclass
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 Norm = Literal["rms", "layer", "layer_biased"]
-Mixing = Literal["attention", "convolution", "delta"]
+Mixing = Literal["attention", "convolution", "delta", "mamba"]
 GELU_SIGMOID = 1.702  # of gelu_sigmoid: x * sigmoid(1.702 * x), Hendrycks and Gimpel, arXiv 1606.08415
 
 
@@ -129,12 +129,18 @@ class Convolutions:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """Layers that keep one matrix of each head for all past tokens, changed by the gated delta rule (Yang et al., arXiv
-    2412.06464), in place of attention (Qwen3-Next, Qwen3.5). `length`: tokens that a convolution of queries, keys and
-    values sees before. Each head of queries and keys serves heads / key_heads in a row, or, `tiled`, every
-    key_heads-th."""
+class StateLayers:
+    """Layers that keep one matrix of each head for all past tokens, in place of attention.
 
+    delta: changed by the gated delta rule (Yang et al., arXiv 2412.06464; Qwen3-Next, Qwen3.5). mamba: a state space
+    (Dao and Gu, "Mamba-2", arXiv 2405.21060), whose B and C are keys and queries; `has_bias`: of the products around
+    it, `has_conv_bias`: of the convolution.
+
+    `length`: tokens that a convolution of queries, keys and values sees before. Each head of queries and keys serves
+    heads / key_heads in a row, or, `tiled`, every key_heads-th.
+    """
+
+    kind: Literal["delta", "mamba"]
     key_heads: int
     heads: int
     key_width: int
@@ -142,6 +148,8 @@ class DeltaNet:
     length: int
     layers: tuple[bool, ...]
     tiled: bool = False
+    has_bias: bool = False
+    has_conv_bias: bool = False
 
     @property
     def channels(self) -> int:
@@ -201,13 +209,13 @@ class DecoderConfig:
     usual_context: int | None = None
     experts: Experts | None = None
     convolutions: Convolutions | None = None
-    delta_net: DeltaNet | None = None
+    states: StateLayers | None = None
 
     def mixing(self, layer: int) -> Mixing:
         """How its tokens look at those before."""
         if self.convolutions is not None and self.convolutions.layers[layer]:
             return "convolution"
-        return "delta" if self.delta_net is not None and self.delta_net.layers[layer] else "attention"
+        return self.states.kind if self.states is not None and self.states.layers[layer] else "attention"
 
     def is_local_layer(self, layer: int) -> bool:
         if self.window is None:

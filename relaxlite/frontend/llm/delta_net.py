@@ -18,7 +18,7 @@ _EPSILON = 1e-6  # of the lengths of queries and keys
 
 def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     """What the heads of layer k remember, normed and gated, side by side: [..., heads * width]"""
-    c, name = d.config.delta_net, f"layers.{k}.delta"
+    c, name = d.config.states, f"layers.{k}.delta"
     assert c is not None and isinstance(x.ty, TensorType) and x.ty.shape is not None
     lead = tuple(sym(dim) for dim in x.ty.shape[:-1])
 

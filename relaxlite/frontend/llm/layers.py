@@ -17,6 +17,7 @@ from relaxlite.config import compile_threads
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig, Rope
 from relaxlite.frontend.llm.delta_net import delta_net
+from relaxlite.frontend.llm.mamba import mamba
 from relaxlite.frontend.llm.mixture import mixture
 from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
@@ -43,7 +44,7 @@ class Mixer(Protocol):
         ...
 
     def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
-        """What the gated delta rule makes of queries and keys [..., key_heads, key_width], values [..., heads, width],
+        """What the states of a layer give for queries and keys [..., key_heads, key_width], values [..., heads, width],
         decay and beta [..., heads]: [..., heads, width]"""
         ...
 
@@ -170,7 +171,9 @@ class Decoder:
         kind = self.config.mixing(k)
         if kind == "attention":
             return self.attended(k, x, positions, mix)
-        return self.convolved(k, x, mix) if kind == "convolution" else delta_net(self, k, x, mix)
+        if kind == "convolution":
+            return self.convolved(k, x, mix)
+        return delta_net(self, k, x, mix) if kind == "delta" else mamba(self, k, x, mix)
 
     def attended(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """What all heads of a layer found, side by side: [..., heads * width]"""
@@ -211,7 +214,10 @@ class Decoder:
         kind, convolutions = self.config.mixing(k), self.config.convolutions
         if kind == "convolution":
             return f"layers.{k}.conv_out", convolutions is not None and convolutions.has_bias
-        return (f"layers.{k}.o", self.config.has_o_bias) if kind == "attention" else (f"layers.{k}.delta_out", False)
+        if kind == "attention":
+            return f"layers.{k}.o", self.config.has_o_bias
+        states = self.config.states
+        return f"layers.{k}.{kind}_out", states is not None and states.has_bias
 
     def mlp(self, k: int, x: Expr) -> Var:
         name, experts = f"layers.{k}", self.config.experts_of(k)

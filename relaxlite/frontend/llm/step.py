@@ -5,9 +5,9 @@
 
 Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
 runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
-asked for. A layer that convolves has convolved_K in place of keys and values. Where layers have states (delta_net.py),
-`spans` int64[b, 4] follow the blocks, and tails_K, states_K all other pools. The pools are donated: a call writes the
-new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
+asked for. A layer that convolves has convolved_K in place of keys and values. Where layers have states (delta_net.py,
+mamba.py), `spans` int64[b, 4] follow the blocks, and tails_K, states_K all other pools. The pools are donated: a call
+writes the new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
 
 Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
 cache, and may compute products more coarsely (passes/integer_products.py, passes/word_products.py), as nobody sees
@@ -114,28 +114,27 @@ def _parameters(
         "table": TensorType.of((batch, context_pages), "int32"),
         "blocks": TensorType.of((blocks, 6), "int64"),
     }
-    delta = config.delta_net
-    if delta is not None:
+    if config.states is not None:
         types["spans"] = TensorType.of((batch, 4), "int64")
     if has_wanted:
         types["wanted"] = TensorType.of((bb.symbol("rows", lower=1, upper=step_tokens),), "int64")
     pages = bb.symbol("pages", lower=1)
     for layer in range(config.layers):
         types |= _pools(layer, pages, config, page, cache_dtype)
-    if delta is not None:
-        states = bb.symbol("states", lower=1)
+    if config.states is not None:
+        slots, of = bb.symbol("states", lower=1), config.states
         shapes = {
-            "tails": (1, states, delta.length - 1, delta.channels),
-            "states": (delta.heads, states, delta.key_width, delta.width),
+            "tails": (1, slots, of.length - 1, of.channels),
+            "states": (of.heads, slots, of.key_width, of.width),
         }
         for layer in range(config.layers):
-            if config.mixing(layer) == "delta":
+            if of.layers[layer]:
                 types |= {f"{name}_{layer}": TensorType.of(shape, "float32") for name, shape in shapes.items()}
     return types
 
 
 def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: str) -> dict[str, TensorType]:
-    if config.mixing(layer) == "delta":
+    if config.mixing(layer) in ("delta", "mamba"):
         return {}
     if config.mixing(layer) == "convolution":  # numbers of 8 bits would need a scale for each channel
         kept = "float16" if dtype == "float16" else "float32"
@@ -205,9 +204,10 @@ class Cached:
         return d.op("paged_convolution", self.pools[name], weight, x, self.table, self.blocks)
 
     def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
-        delta = self.decoder.config.delta_net
-        tiled = delta is not None and delta.tiled
-        return self._with_state("gated_delta_rule", f"states_{layer}", q, k, v, decay, beta, tiled=tiled)
+        states = self.decoder.config.states
+        assert states is not None
+        attrs = {"tiled": states.tiled, "delta": states.kind == "delta"}
+        return self._with_state("gated_linear_attention", f"states_{layer}", q, k, v, decay, beta, **attrs)
 
     def _with_state(self, op: str, name: str, *operands: Any, **attrs: Any) -> Var:
         """What an op gives whose state lies in that pool, which then has the new one."""

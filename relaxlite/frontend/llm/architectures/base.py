@@ -112,6 +112,26 @@ class Hyperparameters:
         usual = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
         return self.own_keys.get(usual, usual)
 
+    def size(self, key: str) -> int:
+        """A positive integer under a key of the checkpoint's own."""
+        found = self.raw.get(key)
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 2**20:
+            raise ImportModelError(
+                f"{self.source}: the hyperparameter {key!r} is {found!r}; it must be a positive integer"
+            )
+        return found
+
+    def kv_heads_of_some(self) -> int:
+        """Of the layers that attend, where GGUF says 0 of the others."""
+        counts = self.get("kv_heads")
+        some = {count for count in counts if count} if isinstance(counts, list) else {counts}
+        (count,) = some if len(some) == 1 else (None,)
+        if not isinstance(count, int) or count < 1:
+            raise ImportModelError(
+                f"{self.source}: {self.key('kv_heads')} must be one number of all layers that attend"
+            )
+        return count
+
     def window(self) -> int | None:
         """How many last tokens layers see; None: all."""
         found = self.get("window")

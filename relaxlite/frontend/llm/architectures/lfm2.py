@@ -30,7 +30,7 @@ def _lfm2(h: Hyperparameters) -> DecoderConfig:
         has_bias = not h.is_gguf and h.raw.get("conv_bias", False) is True
         specific["convolutions"] = Convolutions(length, convolved, has_bias)
     if h.is_gguf:
-        return h.decoder("lfm2", kv_heads=_kv_heads(h), **specific)
+        return h.decoder("lfm2", kv_heads=h.kv_heads_of_some(), **specific)
     if h.raw.get("tie_embedding") is not None:
         specific["is_tied"] = bool(h.raw["tie_embedding"])
     return h.decoder("lfm2", intermediate=_intermediate(h), rope=h.rope(h.head_width(None), 1e6), **specific)
@@ -55,16 +55,6 @@ def _convolved(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
     if len(found) != layers:
         raise ImportModelError(f"{h.source}: {len(found)} layers are told apart, and there are {layers}")
     return layers, found
-
-
-def _kv_heads(h: Hyperparameters) -> int:
-    """GGUF says 0 of convolutions."""
-    counts = h.get("kv_heads")
-    some = {count for count in counts if count} if isinstance(counts, list) else {counts}
-    (count,) = some if len(some) == 1 else (None,)
-    if not isinstance(count, int) or count < 1:
-        raise ImportModelError(f"{h.source}: {h.key('kv_heads')} must be one number of all layers that attend")
-    return count
 
 
 def _intermediate(h: Hyperparameters) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, HUGGING_FACE_LAYER, Architecture, Hyperparameters
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig, DeltaNet, Experts
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, StateLayers
 
 _KINDS = {"linear_attention": True, "full_attention": False}
 _SIZES = {  # ours -> as config.json calls it, and GGUF behind its architecture's name
@@ -42,7 +42,7 @@ def _hybrid(h: Hyperparameters, name: str, experts: Experts | None, *, tiled: bo
     net = _delta_net(h, layers, tiled and h.is_gguf)
     return h.decoder(
         name, layers=layers, head_width=width, rope=h.rope(width), has_qk_norm=True, has_output_gate=True,
-        experts=experts, delta_net=net,
+        experts=experts, states=net,
     )  # fmt: skip
 
 
@@ -54,12 +54,14 @@ def _guessing_layers(h: Hyperparameters) -> int:
     return found
 
 
-def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> DeltaNet | None:
+def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> StateLayers | None:
     """None: all layers attend."""
     remembering = _remembering(h, layers)
     if not any(remembering):
         return None
-    sizes = {ours: _size(h, ours) for ours in _SIZES}
+    sizes: dict[str, Any] = {
+        ours: h.size(h.prefix + gguf if h.is_gguf else own) for ours, (own, gguf) in _SIZES.items()
+    }
     if h.is_gguf:
         if sizes["width"] % sizes["heads"]:
             raise ImportModelError(
@@ -72,15 +74,7 @@ def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> DeltaNet | None:
         )
     if sizes["length"] < 2:
         raise ImportModelError(f"{h.source}: a convolution must be along 2 tokens at least, not {sizes['length']}")
-    return DeltaNet(**sizes, layers=remembering, tiled=tiled)
-
-
-def _size(h: Hyperparameters, ours: str) -> int:
-    key = h.prefix + _SIZES[ours][1] if h.is_gguf else _SIZES[ours][0]
-    found = h.raw.get(key)
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 2**20:
-        raise ImportModelError(f"{h.source}: the hyperparameter {key!r} is {found!r}; it must be a positive integer")
-    return found
+    return StateLayers("delta", **sizes, layers=remembering, tiled=tiled)
 
 
 def _remembering(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
@@ -107,7 +101,7 @@ def _remembering(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
 def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Each head's query and the gate of what it gives, which are rows of one weight, as two; and what Qwen3-Next has
     for each head of keys side by side."""
-    found, net = dict(weights), config.delta_net
+    found, net = dict(weights), config.states
     queries = np.arange(2 * config.heads * config.head_width).reshape(config.heads, 2, config.head_width)
     for k in range(config.layers):
         name = f"layers.{k}"

@@ -1,9 +1,9 @@
-"""Layers whose past is one state of fixed size: the gated delta rule, and the short convolution before it.
+"""Layers whose past is one state of fixed size: linear attention that fades, and the short convolution before it.
 
-Models that mix tokens so (Qwen3-Next, Qwen3.5) keep of each sequence a matrix for each head, and the last rows that the
-convolution sees, however long the sequence is. States of all sequences lie in pools, one slot each. Tokens of all
-sequences of a step stand one after another, without padding; `spans` int64 (s, 4) say whose they are: the first row,
-how many, the slot with the state before them (negative: none, it is zero), and the slot for the state behind them
+Models that mix tokens so (Qwen3-Next, Qwen3.5, Mamba-2) keep of each sequence a matrix for each head, and the last rows
+that the convolution sees, however long the sequence is. States of all sequences lie in pools, one slot each. Tokens of
+all sequences of a step stand one after another, without padding; `spans` int64 (s, 4) say whose they are: the first
+row, how many, the slot with the state before them (negative: none, it is zero), and the slot for the state behind them
 (negative: it goes nowhere). No span reads a slot that one writes. Where the pool is donated and dies, it is updated in
 place (passes/donate.py).
 """
@@ -47,11 +47,14 @@ CHANNELS = 512  # of a convolution, in one task
 
 
 @register
-class GatedDeltaRule(Op):
+class GatedLinearAttention(Op):
     """(out (n, heads, width), the pool with the new states): for each token of a span and each head, from the state S
-    before it (Yang et al., "Gated Delta Networks", arXiv 2412.06464):
+    before it,
 
         S = exp(decay) * S;  c = beta * (v - k . S);  S = S + k (x) c;  out = q . S
+
+    the gated delta rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464); without `delta` c = beta * v, as for
+    the state spaces of Mamba-2 (Dao and Gu, arXiv 2405.21060).
 
     q, k float32 (n, key_heads, key_width), v (n, heads, width), decay, beta (n, heads), pool (heads, slots, key_width,
     width). Each head of keys serves heads / key_heads in a row, or, `tiled`, every key_heads-th. Rows that no span
@@ -59,12 +62,12 @@ class GatedDeltaRule(Op):
     they read S twice, not three times.
     """
 
-    name = "gated_delta_rule"
+    name = "gated_linear_attention"
     operands = ("q", "k", "v", "decay", "beta", "pool", "spans")
     reads_apart = True
-    attrs: ClassVar[Mapping[str, Attr]] = {"tiled": Attr("bool", False)}
+    attrs: ClassVar[Mapping[str, Attr]] = {"tiled": Attr("bool", False), "delta": Attr("bool", True)}
 
-    def infer(self, *operands: Expr, tiled: bool) -> Type:
+    def infer(self, *operands: Expr, tiled: bool, delta: bool) -> Type:
         types = [self.tensor(x, name) for x, name in zip(operands, self.operands, strict=True)]
         told = ", ".join(map(str, types))
         if [t.rank for t in types] != [3, 3, 3, 2, 2, 4, 2]:
@@ -82,18 +85,19 @@ class GatedDeltaRule(Op):
 
     def lower(
         self, q: Buffer, k: Buffer, v: Buffer, decay: Buffer, beta: Buffer, pool: Buffer, spans: Buffer,
-        *, out: tuple[Buffer, Buffer], tiled: bool,
+        *, out: tuple[Buffer, Buffer], tiled: bool, delta: bool,
     ) -> Stmt:  # fmt: skip
         y, new = out
         heads, width, key_width = (as_int(d) or 1 for d in (*v.shape[1:], k.shape[2]))
         key_heads, columns, chains = as_int(k.shape[1]) or 1, _divisor(width, COLUMNS), _divisor(key_width, CHAINS)
         parts = width // columns
         state = Buffer("state", (sym(key_width), sym(columns)), "float32", "local")
-        delta, *sums_of = (
+        change, *sums_of = (
             Buffer(name, (sym(columns),), "float32", "local")
-            for name in ("delta", *(f"{kind}{chain}" for kind in ("found", "asked") for chain in range(chains)))
+            for name in ("change", *(f"{kind}{chain}" for kind in ("asked", "found") for chain in range(chains)))
         )
-        found, asked = sums_of[:chains], sums_of[chains:]
+        asked, found = sums_of[:chains], sums_of[chains:] if delta else []
+        sums_of = [*asked, *found]
         factor, alike = (Buffer(name, (), "float32", "local") for name in ("factor", "alike"))
 
         def task(t: SymExpr) -> Stmt:
@@ -108,20 +112,22 @@ class GatedDeltaRule(Op):
                     *(
                         Store(to[chain], (e,), (Scalar(state[at, e]) * Scalar(x[row, key_head, at])).value, "add")
                         for x, to in ((k, found), (q, asked))
-                        for chain, at in enumerate(places)
+                        for chain, at in enumerate(places[: len(to)])
                     )
                 )
 
             def changed(e: SymExpr) -> Stmt:
-                of_key, of_query = (reduce(Scalar.__add__, (Scalar(x[e]) for x in to)) for to in (found, asked))
-                missing = Scalar(v[row, h, begin + e]) - of_key * Scalar(factor[()])
-                change = missing * Scalar(beta[row, h])
-                result = of_query * Scalar(factor[()]) + change * Scalar(alike[()])
-                return seq(Store(delta, (e,), change.value), Store(y, (row, h, begin + e), result.value))
+                def total(sums: list[Buffer]) -> Scalar:
+                    return reduce(Scalar.__add__, (Scalar(x[e]) for x in sums)) * Scalar(factor[()])
+
+                given = Scalar(v[row, h, begin + e])
+                more = (given - total(found) if delta else given) * Scalar(beta[row, h])
+                result = total(asked) + more * Scalar(alike[()])
+                return seq(Store(change, (e,), more.value), Store(y, (row, h, begin + e), result.value))
 
             def renewed(d: SymExpr, e: SymExpr) -> Stmt:
                 old = Scalar(state[d, e]) * Scalar(factor[()])
-                return Store(state, (d, e), Intrinsic("fma", (k[row, key_head, d], delta[e], old.value), "float32"))
+                return Store(state, (d, e), Intrinsic("fma", (k[row, key_head, d], change[e], old.value), "float32"))
 
             def token() -> Stmt:
                 return seq(
@@ -131,7 +137,7 @@ class GatedDeltaRule(Op):
                         lambda d: Scalar(q[row, key_head, d]) * Scalar(k[row, key_head, d]),
                         lambda total: Store(alike, (), total.value),
                     ),
-                    *(compute(x, lambda *i: literal(0.0, "float32")) for x in (*found, *asked)),
+                    *(compute(x, lambda *i: literal(0.0, "float32")) for x in sums_of),
                     loops("de", (key_width // chains, columns), sums),
                     loops("e", (columns,), changed),
                     loops("de", (key_width, columns), renewed),
@@ -150,7 +156,7 @@ class GatedDeltaRule(Op):
                 )
 
             body = _with_span(self.name, spans, w, y.shape[0], pool.shape[1], span)
-            for buffer in (state, delta, *sums_of, factor, alike):
+            for buffer in (state, change, *sums_of, factor, alike):
                 body = Allocate(buffer, body)
             fields = ((begin, t % parts * columns), (h, t // parts % heads), (w, t // (heads * parts)))
             for var, place in fields:
@@ -160,7 +166,7 @@ class GatedDeltaRule(Op):
         t = SymVar("t")
         rows = y.shape[0]
         checks = equality_checks(
-            "gated_delta_rule: q, k, v, decay and beta have different rows",
+            "gated_linear_attention: q, k, v, decay and beta have different rows",
             *((x.shape[0], rows) for x in (q, k, v, decay, beta)),
         )
         # rows do not overlap, which is the caller's promise: no loop can show it
@@ -169,7 +175,7 @@ class GatedDeltaRule(Op):
         return seq(*checks, copy, zeros, tasks)
 
     def reference(
-        self, q: Any, k: Any, v: Any, decay: Any, beta: Any, pool: Any, spans: Any, *, tiled: bool
+        self, q: Any, k: Any, v: Any, decay: Any, beta: Any, pool: Any, spans: Any, *, tiled: bool, delta: bool
     ) -> tuple[Any, Any]:
         heads, shared = v.shape[1], v.shape[1] // k.shape[1]
         places = np.arange(heads) % k.shape[1] if tiled else np.arange(heads) // shared
@@ -178,7 +184,7 @@ class GatedDeltaRule(Op):
             state = np.zeros_like(pool[:, 0]) if slot < 0 else pool[:, slot]
             for row in range(first, first + rows):
                 key, state = k[row, places], state * np.exp(decay[row])[:, None, None]
-                missing = v[row] - np.einsum("hd,hde->he", key, state)
+                missing = v[row] - np.einsum("hd,hde->he", key, state) if delta else v[row]
                 state = state + key[:, :, None] * (missing * beta[row][:, None])[:, None, :]
                 out[row] = np.einsum("hd,hde->he", q[row, places], state)
             if to >= 0:
@@ -191,14 +197,15 @@ class GatedDeltaRule(Op):
 
         made = {3: negative, 6: _draw_spans}
         kinds = ("float32",) * 6 + ("int64",)
-        for key_heads, heads, key_width, width, tiled in (
-            (2, 4, 8, 16, True),
-            (2, 4, 5, 40, False),
-            (1, 1, 16, 7, False),
+        for key_heads, heads, key_width, width, attrs in (
+            (2, 4, 8, 16, {"tiled": True}),
+            (2, 4, 5, 40, {}),
+            (1, 1, 16, 7, {}),
+            (2, 6, 8, 64, {"delta": False}),
         ):
             keys, values, gates = (7, key_heads, key_width), (7, heads, width), (7, heads)
             shapes = (keys, keys, values, gates, gates, (heads, "p + 3", key_width, width), (3, SPAN_FIELDS))
-            yield Sample(shapes, {"tiled": tiled}, kinds, made, tolerance=1e-4)
+            yield Sample(shapes, attrs, kinds, made, tolerance=1e-4)
 
 
 @register
