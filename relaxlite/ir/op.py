@@ -128,7 +128,7 @@ class Op:
     attrs: ClassVar[Mapping[str, Attr]] = {}
     is_symbolic: ClassVar[bool] = False  # `reference` also works on object arrays of SymExpr (shape computations)
     is_pure: ClassVar[bool] = True
-    reads_apart: ClassVar[bool] = False  # what it reads of an operand that a result updates, it does not write there
+    reads_apart: ClassVar[bool] = False  # of an operand that a result updates, it writes nothing that it still reads
 
     # What an op declares. Operands arrive positionally, attributes by keyword.
 

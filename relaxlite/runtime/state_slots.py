@@ -1,6 +1,6 @@
 """States of sequences whose past does not lie in pages: one matrix for each head, say, however many tokens there were.
 
-    states = StateSlots(pools, max_slots)
+    states = StateSlots(2, make, may_grow)  # of two pools
     states.reserve(a)                       # a slot for what comes next, beside the one with the state as it is
     first, then = states.span(a, True)      # what a step reads (-1: the state is zero), and where it writes
     states.commit(a, 5, 5)                  # sequence a has 5 tokens now, 5 more than before
@@ -9,7 +9,9 @@ A state stands for all tokens up to one position, and cannot be cut back. So of 
 one, the one before it, which a step of guesses goes back to, and that behind the last step of many tokens, a prompt's,
 which another reply goes back to. `drop` and `fork` go to the longest that is short enough; the tokens behind it must be
 computed again.
-Slots are counted, as forks share them, and a step never writes where it reads: until `commit` all is as it was.
+
+Slots are counted, as forks share them. What is reserved is another slot than the state's, in which the steps of a long
+prompt go on: until `commit` all is as it was.
 """
 
 from __future__ import annotations

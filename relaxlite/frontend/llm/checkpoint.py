@@ -5,7 +5,8 @@ Weights have our names, whatever the checkpoint calls them:
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]    head_bias [vocab]    positions [context, hidden]
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, q_gate, attn_post_norm,
                mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
-               router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden]
+               router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden];
+               in place of attention conv_*, delta_*, mamba_* (`expected_weights` has their shapes)
 
 Norms that are no RMS norms may have a bias, attn_norm_bias and the like. Matrices are [out, in], as in both kinds of
 checkpoints. Rotary embeddings work on halves of a head.

@@ -22,18 +22,13 @@ def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     assert c is not None and isinstance(x.ty, TensorType) and x.ty.shape is not None
     lead = tuple(sym(dim) for dim in x.ty.shape[:-1])
 
-    def heads(y: Expr, first: int, count: int, width: int) -> Var:
-        """[..., count, width] of the channels from `first` on"""
-        part = d.op("slice", y, (*(0 for _ in lead), first), (*lead, count * width))
-        return d.op("reshape", part, (*lead, count, width))
-
     # what a state keeps, and so all that follow see
     qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_kept=True) for part in ("qkv", "alpha", "beta"))
     mixed = mix.convolved(k, qkv, np.ascontiguousarray(d.vector(f"{name}_conv").T))
-    mixed = d.op("multiply", mixed, d.op("sigmoid", mixed))
+    mixed = d.silu(mixed)
     keys = c.key_heads * c.key_width
-    query, key = (heads(mixed, first, c.key_heads, c.key_width) for first in (0, keys))
-    value = heads(mixed, 2 * keys, c.heads, c.width)
+    query, key = (d.channels(mixed, first, c.key_heads, c.key_width) for first in (0, keys))
+    value = d.channels(mixed, 2 * keys, c.heads, c.width)
     # of length 1, which a norm of root mean squares gives times a constant; queries less, as those of attention
     unit = np.full(c.key_width, c.key_width**-0.5, np.float32)
     query, key = (
@@ -46,4 +41,4 @@ def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     normed = d.op("rms_norm", found, d.vector(f"{name}_scale"), epsilon=d.config.norm_epsilon)
     gate = d.linear(f"{name}_gate", x)
     flat = d.op("reshape", normed, (*lead, c.heads * c.width))
-    return d.op("multiply", flat, d.op("multiply", gate, d.op("sigmoid", gate)))
+    return d.op("multiply", flat, d.silu(gate))

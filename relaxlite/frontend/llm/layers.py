@@ -243,7 +243,7 @@ class Decoder:
 
     def activated(self, x: Expr) -> Var:
         if self.config.activation == "silu":
-            return self.op("multiply", x, self.op("sigmoid", x))
+            return self.silu(x)
         if self.config.activation == "relu2":
             positive = self.op("relu", x)
             return self.op("multiply", positive, positive)
@@ -339,6 +339,15 @@ class Decoder:
         if name not in self._vectors:
             self._vectors[name] = self._weights[name].to_float32()
         return self._vectors[name]
+
+    def silu(self, x: Expr) -> Var:
+        return self.op("multiply", x, self.op("sigmoid", x))
+
+    def channels(self, x: Expr, first: int, count: int, width: int) -> Var:
+        """[..., channels] -> [..., count, width], of the channels from `first` on"""
+        lead = _dims(x)[:-1]
+        part = self.op("slice", x, (*(0 for _ in lead), first), (*lead, count * width))
+        return self.op("reshape", part, (*lead, count, width))
 
     def heads(self, x: Expr, count: int) -> Var:
         """[..., count * width] -> [..., count, width]"""

@@ -20,25 +20,20 @@ def mamba(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     assert c is not None and isinstance(x.ty, TensorType) and x.ty.shape is not None
     lead, wide = tuple(sym(dim) for dim in x.ty.shape[:-1]), c.heads * c.width
 
-    def heads(y: Expr, first: int, count: int, width: int) -> Var:
-        """[..., count, width] of the channels from `first` on"""
-        part = d.op("slice", y, (*(0 for _ in lead), first), (*lead, count * width))
-        return d.op("reshape", part, (*lead, count, width))
-
     # what a state keeps, and so all that follow see
     given, time = (d.linear(f"{name}_{part}", x, c.has_bias, is_kept=True) for part in ("given", "time"))
     mixed = mix.convolved(k, given, np.ascontiguousarray(d.vector(f"{name}_conv").T))
     if c.has_conv_bias:
         mixed = d.op("add", mixed, d.vector(f"{name}_conv_bias"))
-    mixed = d.op("multiply", mixed, d.op("sigmoid", mixed))
-    value = heads(mixed, 0, c.heads, c.width)
-    key, query = (heads(mixed, wide + at, c.key_heads, c.key_width) for at in (0, c.key_heads * c.key_width))
+    mixed = d.silu(mixed)
+    value = d.channels(mixed, 0, c.heads, c.width)
+    key, query = (d.channels(mixed, wide + at, c.key_heads, c.key_width) for at in (0, c.key_heads * c.key_width))
     step = d.op("softplus", d.op("add", time, d.vector(f"{name}_step")))
     decay = d.op("multiply", step, d.vector(f"{name}_rate"))
     found = mix.remembered(k, query, key, value, decay, step)
     found = d.op("add", found, d.op("multiply", value, d.vector(f"{name}_skip").reshape(-1, 1)))
     gate = d.linear(f"{name}_gate", x, c.has_bias)
-    gated = d.op("multiply", d.op("reshape", found, (*lead, wide)), d.op("multiply", gate, d.op("sigmoid", gate)))
+    gated = d.op("multiply", d.op("reshape", found, (*lead, wide)), d.silu(gate))
     # of the heads that share keys, together
     groups = d.op("reshape", gated, (*lead, c.key_heads, wide // c.key_heads))
     ones = np.ones(wide // c.key_heads, np.float32)

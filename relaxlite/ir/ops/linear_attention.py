@@ -4,8 +4,8 @@ Models that mix tokens so (Qwen3-Next, Qwen3.5, Mamba-2) keep of each sequence a
 that the convolution sees, however long the sequence is. States of all sequences lie in pools, one slot each. Tokens of
 all sequences of a step stand one after another, without padding; `spans` int64 (s, 4) say whose they are: the first
 row, how many, the slot with the state before them (negative: none, it is zero), and the slot for the state behind them
-(negative: it goes nowhere). No span reads a slot that one writes. Where the pool is donated and dies, it is updated in
-place (passes/donate.py).
+(negative: it goes nowhere). No span reads a slot that another one writes; its own it has read when it writes. Where the
+pool is donated and dies, it is updated in place (passes/donate.py).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class GatedLinearAttention(Op):
             (2, 6, 8, 64, {"delta": False}),
         ):
             keys, values, gates = (7, key_heads, key_width), (7, heads, width), (7, heads)
-            shapes = (keys, keys, values, gates, gates, (heads, "p + 3", key_width, width), (3, SPAN_FIELDS))
+            shapes = (keys, keys, values, gates, gates, (heads, "p + 5", key_width, width), (5, SPAN_FIELDS))
             yield Sample(shapes, attrs, kinds, made, tolerance=1e-4)
 
 
@@ -284,8 +284,11 @@ class StateConvolution(Op):
                     def place(c: SymExpr) -> tuple[SymExpr, ...]:
                         return (sym(0), to, i, c)
 
+                    at = rows - past + i
+                    before = (1 - smin(smax(at + 1, sym(0)), sym(1))) * (1 - known)
                     zero = loops("c", (channels,), lambda c: Store(new, place(begin + c), literal(0.0, "float32")))
-                    return seq(zero, along(rows - past + i, lambda c, found: Store(new, place(c), found.value)))
+                    taken = along(at, lambda c, found: Store(new, place(c), found.value))
+                    return seq(taken, For(SymVar("none"), before, zero))
 
                 return seq(
                     loops("t", (smin(rows, sym(past)),), first_row),
@@ -317,7 +320,7 @@ class StateConvolution(Op):
 
     def samples(self) -> Iterable[Sample]:
         for length, width in ((4, 20), (2, 1), (5, 1030)):
-            shapes = ((7, width), (length, width), (1, "p + 3", length - 1, width), (3, SPAN_FIELDS))
+            shapes = ((7, width), (length, width), (1, "p + 5", length - 1, width), (5, SPAN_FIELDS))
             yield Sample(shapes, {}, ("float32",) * 3 + ("int64",), {3: _draw_spans})
 
 
@@ -368,6 +371,6 @@ def _with_span(
 
 
 def _draw_spans(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """Of 7 rows, four of a sequence that begins, none of another whose state moves, and two of a third, whose new state
-    goes nowhere."""
-    return np.array([(0, 4, -1, 1), (4, 0, 2, 0), (5, 2, 2, -1)], np.int64)
+    """Of 7 rows, four of a sequence that begins, none of two others, whose states move and stay, one of a sequence that
+    stays in its slot, and one whose new state goes nowhere."""
+    return np.array([(0, 4, -1, 1), (4, 0, 2, 0), (4, 0, 4, 4), (4, 1, 3, 3), (6, 1, 2, -1)], np.int64)
