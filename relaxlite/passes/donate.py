@@ -11,8 +11,8 @@ and drops the results: `main(x, cache) -> (y, new cache)` becomes `main(x, cache
 place, as the old contents are read later, is copied there at the end.
 
 A call that fails may have overwritten donated memory; the interpreter runs it again on what is there. So an update must
-not read what it replaces: values that are stored come from other operands, or, where the op says so, from elsewhere in
-the same one (attribute READS_APART).
+not read what it replaces: values that are stored come from other operands, or, where the op says so, from what it has
+read of the same one before it writes there (attribute READS_APART; no check depends on it).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def update_of(program: TensorProgram) -> Update | None:
     rest, unread = seq(*stages[1:]), (out,) if program.attrs.get(READS_APART) else (source, out)
     if any(load.buffer in unread for load in loads(rest)):
         return None
-    if any(s.buffer is out and s.combine is not None for s in stores(rest)):
+    if any(s.buffer in program.inputs or (s.buffer is out and s.combine is not None) for s in stores(rest)):
         return None
     return Update(program.inputs.index(source), program.outputs.index(out))
 
