@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, sym
-from relaxlite.passes.arena_order import Problem, Tenant, nearest, priorities, valuations
+from relaxlite.passes import arena_layers
+from relaxlite.passes.arena_order import GOOD_RATIO, Problem, Tenant, nearest, priorities, search, valuations
 from relaxlite.passes.pack_arena import ALIGNMENT, Packing, pack
 
 N, M, FEW = SymVar("n"), SymVar("m", lower=1), SymVar("few", upper=24, divisor=8)
@@ -18,9 +19,9 @@ SIZES = (N * 4, N * 400, M * 64, N * M * 4, N * N + M, (N + 2) // 3 * 8, FEW * 1
 
 
 @st.composite
-def tenants(draw: st.DrawFn) -> list[Tenant]:
+def tenants(draw: st.DrawFn, most: int = 14) -> list[Tenant]:
     found = []
-    for _ in range(draw(st.integers(1, 14))):
+    for _ in range(draw(st.integers(1, most))):
         steps = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True).map(sorted))
         pairs = list(zip(steps[::2], [*steps[1::2], steps[-1]], strict=False))
         spans = [pair for k, pair in enumerate(pairs) if k == 0 or pair[0] > pairs[k - 1][1]]
@@ -104,3 +105,57 @@ def test_representative_values_keep_bounds_and_divisors() -> None:
     assert nearest(FEW, 1000) == 24 and nearest(M, 0) == 1 and nearest(FEW, 9) == 16
     assert {values[FEW] for values in valuations((N, M, FEW))} >= {0, 8, 24}
     assert {values[N] for values in valuations((N, M, FEW))} >= {0, 1, 16, 1024}
+
+
+def of_layers(count: int, *, is_last_other: bool = False) -> list[Tenant]:
+    """What layers ask for: a residual that lives through a layer, wide values in between, a sum that goes on; beside
+    them something that all layers read."""
+    found = [Tenant(M * 64, ((0, 10 * count + 2),)), Tenant(N * 4, ((1, 3),))]
+    for start in range(3, 3 + 10 * count, 10):
+        wide = N * 4096 if is_last_other and start == 10 * count - 7 else N * 1024
+        lives = [(N * 256, 0, 11), (wide, 1, 3), (N * M * 4, 2, 4), (N * 512, 3, 6), (N * 1024, 6, 8), (N * 64, 5, 9)]
+        found += [Tenant(size, ((start + first, start + last),)) for size, first, last in lives]
+    return [*found, Tenant(N * 2048, ((10 * count + 3, 10 * count + 5),))]
+
+
+@pytest.mark.parametrize("is_last_other", [False, True])
+def test_layers_that_repeat_are_packed_as_a_few_of_them_are(
+    is_last_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+
+    def counted(problem: Problem) -> tuple[list[int], float]:
+        searched.append(len(problem.tenants))
+        return search(problem)
+
+    monkeypatch.setattr(arena_layers, "search", counted)
+    few, many = of_layers(7, is_last_other=is_last_other), of_layers(60, is_last_other=is_last_other)
+    packing = pack(many)
+    assert len(searched) == 1 and searched[0] <= len(few)
+    assert packing.worst_ratio <= GOOD_RATIO
+    for n, m in ((1, 1), (7, 300), (512, 2)):
+        values = values_of_names(packing, {N: n, M: m})
+        places = [value(place.expr, values) for place in packing.places]
+        ends = [place + value(t.size, {N: n, M: m}) for place, t in zip(places, many, strict=True)]
+        assert value(packing.end.expr, values) == value(pack(few).end.full, {N: n, M: m})
+        for j, k in combinations(range(len(many)), 2):
+            assert not many[j].meets(many[k]) or ends[j] <= places[k] or ends[k] <= places[j]
+
+
+@settings(max_examples=15, deadline=None)
+@given(tenants(3), tenants(4), tenants(3), st.integers(7, 9), st.integers(1, 14))
+def test_nothing_overlaps_whatever_repeats(
+    before: list[Tenant], layer: list[Tenant], after: list[Tenant], count: int, step: int
+) -> None:
+    def shifted(some: list[Tenant], by: int) -> list[Tenant]:
+        return [Tenant(t.size, tuple((first + by, last + by) for first, last in t.spans)) for t in some]
+
+    given = [*before, Tenant(N * 8, ((0, count * step), (count * step + 2, count * step + 9)))]
+    given += [tenant for k in range(count) for tenant in shifted(layer, 5 + k * step)] + shifted(after, count * step)
+    packing = pack(given)
+    for at in ({N: 0, M: 1, FEW: 0}, {N: 3, M: 70, FEW: 8}, {N: 600, M: 2, FEW: 24}):
+        places = [value(place.full, at) for place in packing.places]
+        ends = [place + max(0, value(t.size, at)) for place, t in zip(places, given, strict=True)]
+        assert max(ends) <= value(packing.end.full, at)
+        for j, k in combinations(range(len(given)), 2):
+            assert not given[j].meets(given[k]) or ends[j] <= places[k] or ends[k] <= places[j]

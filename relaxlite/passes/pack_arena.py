@@ -15,7 +15,8 @@ import numpy as np
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.simplify import weight
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, smax, sym
-from relaxlite.passes.arena_order import Problem, Tenant, search, valuations
+from relaxlite.passes.arena_layers import search_layers
+from relaxlite.passes.arena_order import Problem, Tenant, valuations
 from relaxlite.records import dataclass
 
 ALIGNMENT = 64
@@ -77,7 +78,7 @@ def pack(tenants: Sequence[Tenant]) -> Packing:
     """Places for all tenants, in one arena."""
     rooms = _Rooms(tenants)
     problem = Problem(tenants, rooms.samples)
-    order, ratio = search(problem)
+    order, ratio = search_layers(problem)
     heights = _Heights(rooms, problem, order)
     return Packing(heights.places, heights.end, rooms.names, heights.bases, ratio)
 
