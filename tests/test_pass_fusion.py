@@ -618,6 +618,22 @@ def test_not_fused_because(name: str) -> None:
     assert any(note.startswith("fuse_ops: " + reason.replace(": ", ": no, ", 1)) for note in notes), notes
 
 
+def test_a_reason_names_the_tensors_of_its_own_layer() -> None:
+    """What is alike is tried once."""
+    _, notes = fused(
+        main(
+            "a: f32[n, 8] = matmul(x, w)\nb: f32[8, n] = transpose(a, axes=(1, 0))\n"
+            "low: f32[n, 8] = matmul(y, w)\nhigh: f32[8, n] = transpose(low, axes=(1, 0))",
+            result="(b, high)",
+        )
+    )
+    reason = "would not be stored side by side"
+    assert [note for note in notes if reason in note] == [
+        f"fuse_ops: a into b: no, b {reason}",
+        f"fuse_ops: low into high: no, high {reason}",
+    ]
+
+
 def test_an_intermediate_that_is_also_a_result_is_a_second_output() -> None:
     assert_fuses(
         "a: f32[n, 4] = tanh(x)\nb: f32[n, 4] = neg(a)\nd: f32[n, 4] = relu(b)",

@@ -20,9 +20,10 @@ for and against, is kept with its reason and the amounts that it rests on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from relaxlite.ir.expr import Binding, Block, Body, Call, GlobalVar, Let, Var
+from relaxlite.ir.expr import Binding, Block, Body, Call, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op
@@ -82,7 +83,9 @@ class _FuseFunction(Rewriter):
     ) -> None:
         super().__init__()
         self._patterns, self._definitions, self._table, self._context = patterns, definitions, table, context
-        self._merges: set[object] = set()  # likenesses of groups that merge: layers repeat
+        # Layers repeat: whether groups alike merge, with the names that a reason may mention; reshapes alike, as calls.
+        self._tried: dict[object, tuple[Verdict | None, list[str]]] = {}
+        self._views: dict[object, tuple[GlobalVar, TensorProgram, LoopPattern]] = {}
 
     def body(self, body: Body) -> Body:
         nodes = make_graph(body, self._node)
@@ -119,10 +122,13 @@ class _FuseFunction(Rewriter):
         source = call.args[0]
         if not isinstance(source, Var) or not isinstance(source.ty, TensorType) or source.ty.shape is None:
             return None
-        program, args = lower_call(call)
-        callee = self._table.add("reshape", program)
-        made = Call(callee, args, sym_args=program.symbols, ty=call.ty, loc=call.loc)
-        return Node(position, var, made, program, analyze(program), is_view=True)
+        key = source.ty, call.ty, *(arg.values if isinstance(arg, ShapeValue) else arg.ty for arg in call.args)
+        if key not in self._views:
+            program, _ = lower_call(call)
+            self._views[key] = self._table.add("reshape", program), program, analyze(program)
+        callee, program, pattern = self._views[key]
+        made = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
+        return Node(position, var, made, program, pattern, is_view=True)
 
     # One output
 
@@ -181,9 +187,16 @@ class _FuseFunction(Rewriter):
 
     def _try_to_merge(self, group: Group) -> Verdict | None:
         """The verdict against a group whose loops turn out not to merge, or to merge badly."""
-        likeness = group.likeness
-        if likeness in self._merges:
-            return None
+        likeness, names = group.likeness, group.names
+        if likeness not in self._tried:
+            self._tried[likeness] = self._trial(group), names
+        against, tried = self._tried[likeness]
+        if against is None or names == tried:
+            return against
+        renamed = dict(zip(tried, names, strict=True))
+        return Verdict(False, re.sub(r"[^\s,]+", lambda word: renamed.get(word[0], word[0]), against.reason))
+
+    def _trial(self, group: Group) -> Verdict | None:
         try:
             program = merge(composite(group), self._definitions)
         except CannotMerge as reason:
@@ -194,7 +207,6 @@ class _FuseFunction(Rewriter):
         across = _read_across(program) if program.num_outputs > 1 else None
         if across is not None:
             return Verdict(False, f"{across.buffer.name} is read across its rows, which one output alone does in tiles")
-        self._merges.add(likeness)
         return None
 
     # Several outputs

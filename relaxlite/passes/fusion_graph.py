@@ -84,9 +84,17 @@ class Group:
     def likeness(self) -> object:
         """What groups that merge alike have in common: programs, symbols, types, and who reads whose result."""
         known: dict[Expr, int] = {x: k for k, x in enumerate((*self.inputs, *(n.var for n in self.nodes)))}
-        calls = tuple((n.call.callee, tuple(known[a] for a in n.call.args), n.call.sym_args) for n in self.nodes)
+        calls = tuple(
+            (n.call.callee, n.is_view, tuple(known[a] for a in n.call.args), n.call.sym_args) for n in self.nodes
+        )
         types = tuple((ty.shape, ty.dtype) for x in known if isinstance(ty := x.ty, TensorType))
         return calls, types, tuple(known[n.var] for n in self.outs)
+
+    @property
+    def names(self) -> list[str]:
+        """What its program calls its tensors."""
+        inputs = [expr.name if isinstance(expr, Var) else f"c{k}" for k, expr in enumerate(self.inputs)]
+        return inputs + [n.var.name for n in self.nodes]
 
     @property
     def symbols(self) -> tuple[SymVar, ...]:
@@ -179,8 +187,8 @@ def composite(group: Group) -> Function:
     """The group as a function of its inputs, and of a shape that carries its symbols."""
     params: list[Var] = []
     env: dict[Expr, Var] = {}
-    for k, expr in enumerate(group.inputs):
-        param = Var(expr.name if isinstance(expr, Var) else f"c{k}", expr.ty)
+    for name, expr in zip(group.names, group.inputs, strict=False):  # the names of its nodes follow
+        param = Var(name, expr.ty)
         params.append(param)
         env[expr] = param
     symbols = group.symbols
