@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
-from relaxlite.llm.told import Told
+from relaxlite.llm.sequences import CachedSequences, ToldSequences
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
@@ -57,45 +57,27 @@ class CompiledEngine:
         self._chunk = int(facts.get("chunk", CHUNK)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
-        self._told = Told() if self.cache.layout.state_bytes else None
+        self._sequences = (ToldSequences if self.cache.layout.state_bytes else CachedSequences)(self.cache)
         self._turn = Turn()
 
     def new(self) -> int:
         with self._turn.lock:
-            made = self.cache.new()
-            if self._told is not None:
-                self._told.begin(made)
-            return made
+            return self._sequences.new()
 
     def fork(self, sequence: int, length: int | None = None) -> int:
         with self._turn.lock:
-            if self._told is None:
-                return self.cache.fork(sequence, length)
-            tokens = self._told.first(sequence, length)
-            made = self.cache.fork(sequence, min(len(tokens), self.cache.length(sequence)))
-            self._told.begin(made, tokens)
-            return made
+            return self._sequences.fork(sequence, length)
 
     def drop(self, sequence: int, count: int) -> None:
         with self._turn.lock:
-            if self._told is None:
-                self.cache.drop(sequence, count)
-            else:
-                self._cut_back(self._told, sequence, self._told.without(sequence, count))
-
-    def _cut_back(self, told: Told, sequence: int, tokens: Sequence[int]) -> None:
-        """To these tokens, of which the cache has the first ones, or all and more."""
-        self.cache.drop(sequence, max(0, self.cache.length(sequence) - len(tokens)))
-        told.begin(sequence, tokens)
+            self._sequences.drop(sequence, count)
 
     def remove(self, sequence: int) -> None:
         with self._turn.lock:
-            self.cache.remove(sequence)
-            if self._told is not None:
-                self._told.end(sequence)
+            self._sequences.remove(sequence)
 
     def length(self, sequence: int) -> int:
-        return self.cache.length(sequence) if self._told is None else self._told.length(sequence)
+        return self._sequences.length(sequence)
 
     def held(self, sequence: int) -> int:
         return self.cache.length(sequence)
@@ -110,14 +92,16 @@ class CompiledEngine:
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
         exact = asked if exact is None else exact
-        if self._told is None:
-            return self._appended(batch, lambda: self._logits(batch, asked, exact))
-        return self._in_two_steps(self._told, batch, asked, exact)
+        if isinstance(self._sequences, ToldSequences):
+            return self._in_two_steps(self._sequences, batch, asked, exact)
+        return self._appended(batch, lambda: self._logits(batch, asked, exact))
 
-    def _in_two_steps(self, told: Told, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
+    def _in_two_steps(
+        self, sequences: ToldSequences, batch: Batch, wanted: Sequence[int], exact: Sequence[int]
+    ) -> list[Array]:
         """What `forward` does where sequences have states: one is kept before the last tokens of a prompt, for another
         reply, or a next turn whose template writes the end of this prompt otherwise."""
-        before = [(sequence, told.first(sequence)) for sequence, _ in batch]
+        before = [(sequence, sequences.tokens(sequence)) for sequence, _ in batch]
         whole = self._with_owed(batch)
         counts = [
             self._first(len(tokens) - max(count, more))
@@ -134,7 +118,7 @@ class CompiledEngine:
         except BaseException:
             with self._turn.lock:
                 for sequence, tokens in before:
-                    self._cut_back(told, sequence, tokens)
+                    sequences.cut_back(sequence, tokens)
             raise
 
     def _first(self, shown: int) -> int:
@@ -150,15 +134,13 @@ class CompiledEngine:
         if len(tokens) != 1 or type(tokens[0]) is not int or not 0 <= tokens[0] < self.vocab:
             return None
         with self._turn.lock:
-            told = self._told
-            if told is not None and told.behind(sequence, self.cache.length(sequence)):
+            if self._sequences.owed(sequence):
                 return None
             step = self.cache.next_token(sequence, tokens[0])
             if step is None or self.cache.length(sequence) >= self.context:
                 return None
             made: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
-            if told is not None:
-                told.extend(sequence, self.cache.length(sequence), tokens)
+            self._sequences.extend(sequence, tokens)
             self.cache.commit(((sequence, 1),))
         return made
 
@@ -169,11 +151,8 @@ class CompiledEngine:
         self._appended(batch, lambda: self._fill_in(given, [(sequence, 0, len(given[sequence]))]))
 
     def _with_owed(self, batch: Batch) -> Batch:
-        """With the tokens of each sequence that the cache has no more, before the new ones."""
-        told = self._told
-        if told is None:
-            return batch
-        return [(s, [*told.behind(s, self.cache.length(s)), *tokens]) for s, tokens in batch]
+        """With the tokens of each sequence that are owed, before the new ones."""
+        return [(s, [*owed, *tokens] if (owed := self._sequences.owed(s)) else tokens) for s, tokens in batch]
 
     def _appended(self, batch: Batch, compute: Callable[[], _Found]) -> _Found:
         """What is computed, by which the sequences are that much longer; they are as they were where it fails."""
@@ -185,9 +164,8 @@ class CompiledEngine:
             except BaseException:
                 self.cache.cancel(counts)
                 raise
-            if self._told is not None:  # before the cache: what it has not got is computed again
-                for sequence, tokens in batch:
-                    self._told.extend(sequence, self.cache.length(sequence), tokens)
+            for sequence, tokens in batch:  # before the cache: what it has not got is computed again
+                self._sequences.extend(sequence, tokens)
             self.cache.commit(counts)
         return found
 
