@@ -20,21 +20,25 @@ VOCAB, HIDDEN, HEADS, KV_HEADS, WIDTH, INTER, LAYERS, CONTEXT = 40, 256, 4, 2, 6
 EPSILON = 1e-5
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 STATE_HEADS, STATE_KEYS, STATE_WIDTH, STATE_LENGTH = 4, 2, 32, 4  # of layers of the gated delta rule
-JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), ("gemma3", "qwen3", "qwen3moe", "exaone4", "lfm2", *HYBRIDS)
+JOINTLY_NORMED, NORMED_BY_HEAD = ("olmo2", "olmoe"), (
+    "gemma3", "qwen3", "qwen3moe", "exaone4", "lfm2", "lfm2moe", "glm4moe", *HYBRIDS
+)  # fmt: skip
 NORMED_WHEN_TURNED = ("hunyuan-dense",)
 GEMMAS, POST_NORMED = ("gemma", "gemma2", "gemma3"), ("gemma2", "gemma3", "olmo2", "exaone4", "glm4")
 WITHOUT_PRE_NORMS = ("olmo2", "exaone4")
 COMMANDS = ("command-r", "cohere2")
 INTERLEAVED = (
-    "llama", "smollm3", "granite", "granitemoe", "granitehybrid", *COMMANDS, "ernie4_5", "chatglm", "glm4", "arcee",
-    "mistral3",
+    "llama", "smollm3", "granite", "granitemoe", "granitehybrid", *COMMANDS, "ernie4_5", "ernie4_5-moe", "chatglm",
+    "glm4", "arcee", "mistral3",
 )  # fmt: skip
 LAYER_NORMED = ("starcoder2", "phi2", "stablelm", "gpt2", "gptneox", *COMMANDS)
 UNGATED = ("starcoder2", "phi2", "gpt2", "gptneox", "arcee")
 FUSED_QKV = ("phi3", "phi2", "gpt2", "gptneox", "chatglm")
 FUSED_GATES = ("phi3", "chatglm", "glm4")
-NORMED_BEFORE_MLP_BY = dict.fromkeys(("gpt-oss", "seed_oss", *HYBRIDS), "post_attention_norm")  # else "ffn_norm"
-LAST_NORM = {"lfm2": "token_embd_norm"}  # else "output_norm"
+NORMED_BEFORE_MLP_BY = dict.fromkeys(
+    ("gpt-oss", "seed_oss", "glm4moe", *HYBRIDS), "post_attention_norm"
+)  # else "ffn_norm"
+LAST_NORM = dict.fromkeys(("lfm2", "lfm2moe"), "token_embd_norm")  # else "output_norm"
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -68,6 +72,7 @@ def tensors(
     experts: int = 0,
     shared: int = 0,
     dense_layers: tuple[int, ...] = (),
+    balanced: bool = False,
     parallel: bool = False,
     convolved: tuple[int, ...] = (),
     remembering: tuple[int, ...] = (),
@@ -96,6 +101,8 @@ def tensors(
             biases[f"{at}ffn_gate_inp.bias"] = vector(experts)
         if shared and name in ("qwen2moe", *HYBRIDS):
             found["ffn_gate_inp_shexp"] = vector(HIDDEN) * HIDDEN**-0.5
+        if balanced:
+            biases[f"{at}exp_probs_b.bias"] = vector(experts)
         return {f"{at}{part}.weight": weight for part, weight in found.items()} | biases
 
     def vector(size: int, around: float = 0.0) -> Array:
@@ -341,12 +348,18 @@ def _gated(name: str, part: Mapping[str, Array], x: Array, suffix: str) -> Array
 
 def _experts(name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], x: Array) -> Array:
     """Token by token."""
-    likes = np.exp(_linear(part, "ffn_gate_inp", x))
-    shares, chosen = likes / likes.sum(-1, keepdims=True), metadata[f"{name}.expert_used_count"]
+    likes, chosen = np.exp(_linear(part, "ffn_gate_inp", x)), metadata[f"{name}.expert_used_count"]
+    is_sigmoid = metadata.get(f"{name}.expert_gating_func", 1) == 2
+    shares = likes / (1 + likes) if is_sigmoid else likes / likes.sum(-1, keepdims=True)
+    preferred = shares + part.get("exp_probs_b.bias", 0.0)
+    groups = preferred.reshape(len(x), metadata.get(f"{name}.expert_group_count", 1), -1)
+    for row, found in enumerate(np.sort(groups, axis=-1)[..., -2:].sum(-1)):
+        groups[row, np.argsort(-found)[metadata.get(f"{name}.expert_group_used_count", 1) :]] = -np.inf
     fed = np.zeros_like(x)
     for row, token in enumerate(x):
-        best = np.argsort(-shares[row])[:chosen]
-        total = 1.0 if name in ("olmoe", "qwen2moe") else shares[row, best].sum()
+        best = np.argsort(-preferred[row])[:chosen]
+        is_normed = metadata.get(f"{name}.expert_weights_norm", name not in ("olmoe", "qwen2moe"))
+        total = (shares[row, best].sum() if is_normed else 1.0) / metadata.get(f"{name}.expert_weights_scale", 1.0)
         for e in best:
             kinds = [(kind, of) for kind in ("gate", "up", "down") for of in ("weight", "bias")]
             own = {

@@ -58,6 +58,11 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "states": StateLayers("mamba", 2, 4, 6, 10, 3, (True, False, True), has_bias=True, has_conv_bias=True),
     },
     "experts": {"experts": Experts(7, 3, 24, True)},
+    "experts in groups": {
+        "experts": Experts(
+            8, 3, 24, False, shared=12, scores="sigmoid", is_balanced=True, groups=4, chosen_groups=2, scale=1.5
+        ),
+    },
     "gpt_oss": {
         "has_sinks": True, "window": 5, "is_local": (True, False), "activation": "gelu_sigmoid", "gate_limit": 0.5,
         "has_qkv_bias": True, "has_o_bias": True, "experts": Experts(4, 2, 24, True, has_bias=True),

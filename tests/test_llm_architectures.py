@@ -44,6 +44,7 @@ HYBRID = {
 EXPERTS = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24
 }  # fmt: skip
+ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -260,6 +261,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2, all layers attend": ("Lfm2Config", {"block_auto_adjust_ff_dim": False, "pad_token_id": 0}),
+    "lfm2 with experts": (
+        "Lfm2MoeConfig",
+        {
+            **ROUTED,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm2 with experts, not balanced": (
+        "Lfm2MoeConfig",
+        {
+            **ROUTED,
+            "layer_types": ["full_attention"] * 3,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5 with experts": ("Ernie4_5_MoeConfig", {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 40}),
+    "ernie4_5 with experts in every second layer, none for all": (
+        "Ernie4_5_MoeConfig",
+        {
+            "num_hidden_layers": 5,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 2,
+            "moe_layer_interval": 2,
+            "use_bias": False,
+        },
+    ),
+    "glm 4.5": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "glm 4.5, experts in groups": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "qwen3.5": ("Qwen3_5TextConfig", {**HYBRID, "full_attention_interval": 3}),
     "qwen3.5, heads of keys for each, tied": (
         "Qwen3_5TextConfig",
@@ -318,6 +378,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     for parameter in model.parameters():
         parameter.data.add_(0.02 * torch.randn_like(parameter))  # norms and biases too
+    for buffer in (found for name, found in model.named_buffers() if name.endswith("bias")):  # that choose experts
+        buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(tmp_path)
     checkpoint = read_checkpoint(tmp_path)
     shapes = ((1, 1), (2, 7), (1, 70))
@@ -405,6 +467,24 @@ def test_gpt_oss_with_the_experts_of_its_own_folders(tmp_path: Path) -> None:
     save_file(weights, path)
     with pytest.raises(ImportModelError, match=r"down_blocks has shape .* bytes \(5, 64, 3\) as scales, got None"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin"), [("glm 4.5", "model.layers.3."), ("ernie4_5 with experts", "model.mtp_block.0.")]
+)
+def test_layers_that_guess_tokens_ahead_are_left_out(kind: str, begin: str, tmp_path: Path) -> None:
+    """As published folders have them behind the layers; transformers leaves them out, too."""
+    name, options = CASES[kind]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SIZES, **options}))
+    model.save_pretrained(tmp_path)
+    alone = read_checkpoint(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    ahead = {key.replace("model.layers.2.", begin): w.clone() for key, w in weights.items() if "layers.2." in key}
+    ahead[f"{begin}eh_proj.weight"] = torch.ones(64, 128)
+    save_file(weights | ahead, tmp_path / "model.safetensors")
+    found = read_checkpoint(tmp_path)
+    assert (found.config, list(found.weights)) == (alone.config, list(alone.weights))
 
 
 def test_gpt2_as_its_first_files_name_the_weights(tmp_path: Path) -> None:

@@ -133,6 +133,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"block_count": 3, "attention.head_count_kv": [0, 0, files.KV_HEADS], "shortconv.l_cache": 3},
         {"convolved": (0, 1)},
     ),
+    "lfm2moe": (
+        "lfm2moe",
+        {"block_count": 4, "attention.head_count_kv": [0, files.KV_HEADS, 0, files.KV_HEADS], "shortconv.l_cache": 3,
+         "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": files.INTER, "expert_gating_func": 2},
+        {"tied": True, "convolved": (0, 2), "experts": 6, "dense_layers": (0,), "balanced": True},
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5-moe",
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": files.INTER, "expert_gating_func": 1},
+        {"tied": True, "experts": 6, "shared": 64, "dense_layers": (0,), "balanced": True},
+    ),
+    "glm4moe": (
+        "glm4moe",
+        {"rope.dimension_count": 32, "expert_count": 6, "expert_used_count": 2, "expert_weights_scale": 2.5,
+         "expert_feed_forward_length": files.INTER, "expert_gating_func": 2, "expert_weights_norm": True},
+        {"biases": QKV, "experts": 6, "shared": 64, "dense_layers": (0,), "balanced": True},
+    ),
+    "glm4moe, experts in groups": (
+        "glm4moe",
+        {"expert_count": 12, "expert_used_count": 3, "expert_group_count": 4, "expert_group_used_count": 2,
+         "expert_feed_forward_length": files.INTER, "expert_gating_func": 2, "expert_weights_norm": False},
+        {"experts": 12, "shared": 64, "balanced": True},
+    ),
     "qwen35": ("qwen35", {"block_count": 5, "rope.dimension_count": 16}, {"remembering": (0, 1, 2, 4)}),
     "qwen35, every second layer attends": (
         "qwen35", {"full_attention_interval": 2, "rope.dimension_count": 16}, {"remembering": (0,), "tied": True}
@@ -330,11 +353,15 @@ def test_a_matrix_for_each_expert_is_needed(tmp_path: Path) -> None:
     metadata = files.fields("llama", expert_count=3, expert_used_count=4)
     with pytest.raises(ImportModelError, match="4 experts for each token, and there are only 3"):
         read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
-    metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_gating_func=2)
-    with pytest.raises(ImportModelError, match="experts are supported that a softmax chooses, and no others"):
+    metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_gating_func=3)
+    with pytest.raises(ImportModelError, match=r"expert_gating_func = 3; known are 1 \(softmax\), 2 \(sigmoid\)"):
         read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
-    metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_weights_scale=2.5)
-    with pytest.raises(ImportModelError, match="expert_weights_scale must be 1"):
+    groups = {"expert_group_count": 3, "expert_group_used_count": 1}
+    metadata = files.fields("llama", expert_count=3, expert_used_count=2, **groups)
+    with pytest.raises(ImportModelError, match="2 experts for each token, of 1 of 3 groups, and there are 3"):
+        read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
+    metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_weights_scale=-2.5)
+    with pytest.raises(ImportModelError, match=r"'llama.expert_weights_scale' is -2.5; it must be a positive number"):
         read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights))
     metadata = files.fields("llama", expert_count=3, expert_used_count=2, expert_weights_norm=False)
     experts = read_checkpoint(files.write(tmp_path / "m.gguf", "llama", metadata, weights)).config.experts

@@ -182,6 +182,50 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             convolutions=Convolutions(3, tuple(k not in (2, 5, 8, 10, 12, 14) for k in range(16))),
         ),
     ),
+    "LFM2-8B-A1B": (
+        {"conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168,
+         "layer_types": ["full_attention" if k in (2, 6, 10, 14, 18, 21) else "conv" for k in range(24)],
+         "max_position_embeddings": 128000, "model_type": "lfm2_moe", "moe_intermediate_size": 1792, "norm_eps": 1e-05,
+         "norm_topk_prob": True, "num_attention_heads": 32, "num_dense_layers": 2, "num_experts": 32,
+         "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "rope_theta": 1000000.0,
+         "routed_scaling_factor": 1.0, "use_expert_bias": True, "vocab_size": 65536},
+        DecoderConfig(
+            "lfm2_moe", 65536, 2048, 24, 32, 8, 64, 7168, 128000, 1e-5, Rope(1e6, 64), True, has_qk_norm=True,
+            convolutions=Convolutions(3, tuple(k not in (2, 6, 10, 14, 18, 21) for k in range(24))),
+            experts=Experts(
+                32, 4, 1792, True, layers=tuple(k >= 2 for k in range(24)), scores="sigmoid", is_balanced=True
+            ),
+        ),
+    ),
+    "ERNIE-4.5-21B-A3B-PT": (
+        {"hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+         "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_intermediate_size": 1536, "moe_k": 6,
+         "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+         "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28,
+         "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+         "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424},
+        DecoderConfig(
+            "ernie4_5_moe", 103424, 2560, 28, 20, 4, 128, 12288, 131072, 1e-5, Rope(5e5, 128), True,
+            experts=Experts(
+                64, 6, 1536, True, 3072, layers=tuple(k >= 1 for k in range(28)), is_balanced=True
+            ),
+        ),
+    ),
+    "GLM-4.5-Air": (
+        {"attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+         "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+         "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+         "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+         "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False,
+         "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552},
+        DecoderConfig(
+            "glm4_moe", 151552, 4096, 46, 96, 8, 128, 10944, 131072, 1e-5, Rope(1e6, 64), False, has_qkv_bias=True,
+            experts=Experts(
+                128, 8, 1408, True, 1408, layers=tuple(k >= 1 for k in range(46)), scores="sigmoid", is_balanced=True
+            ),
+        ),
+    ),
     "Qwen3.5-0.8B": (
         {"image_token_id": 248056, "model_type": "qwen3_5", "tie_word_embeddings": True, "vision_config": {"depth": 12},
          "text_config": {"attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4,
@@ -445,6 +489,12 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
             {"model_type": "lfm2", "layer_types": ["conv", "mamba"]},
             "layer_types must name conv or full_attention for each layer",
         ),
+        ("LFM2-8B-A1B", {"num_dense_layers": -1}, "num_dense_layers = -1 must be a number of layers"),
+        ("LFM2-8B-A1B", {"n_group": 5}, "4 experts for each token, of 1 of 5 groups, and there are 32"),
+        ("ERNIE-4.5-21B-A3B-PT", {"moe_layer_interval": 0}, r"are \[1, 27, 0, 2\]; they must be integers, the third"),
+        ("ERNIE-4.5-21B-A3B-PT", {"moe_norm_min": 0.1}, "moe_norm_min = 0.1 is not supported, only 1e-12 is"),
+        ("GLM-4.5-Air", {"first_k_dense_replace": None}, "first_k_dense_replace = None and n_shared_experts = 1 must"),
+        ("GLM-4.5-Air", {"routed_scaling_factor": -1}, "'routed_scaling_factor' is -1; it must be a positive number"),
         (
             "TinyLlama-1.1B-Chat",
             {"model_type": "lfm2", "full_attn_idxs": [99]},

@@ -227,6 +227,8 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
         found |= gated(f"experts.{e}.", experts.intermediate)
     if experts.has_bias:
         found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
+    if experts.is_balanced:
+        found["router_balance"] = (experts.count,)
     if experts.shared is not None:
         found |= gated("shared.", experts.shared)
         if experts.has_shared_gate:

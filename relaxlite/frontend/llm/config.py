@@ -12,6 +12,7 @@ from relaxlite.records import dataclass
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 Norm = Literal["rms", "layer", "layer_biased"]
 Mixing = Literal["attention", "convolution", "delta", "mamba"]
+Scores = Literal["softmax", "sigmoid"]
 GELU_SIGMOID = 1.702  # of gelu_sigmoid: x * sigmoid(1.702 * x), Hendrycks and Gimpel, arXiv 1606.08415
 
 
@@ -102,8 +103,11 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of gated MLPs (Shazeer et al., arXiv 1701.06538): each token goes through those `chosen` of `count` to
-    which a softmax over all of them gives most, weighted by that; `is_normed`: by its share of what they have together.
+    which a softmax over all of them gives most, or a `sigmoid` of each, weighted by that; `is_normed`: by its share of
+    what they have together; times `scale`.
 
+    `is_balanced`: a number of each expert is added where they are chosen, not where they are weighed (DeepSeek-V3,
+    arXiv 2412.19437); `groups`: only those of the `chosen_groups` are chosen whose two best have most together (there).
     `shared`: the width of one more that all tokens go through; `has_shared_gate`: times a sigmoid of its own.
     `has_bias`: of the matrix that chooses, and of those of all experts.
     """
@@ -116,6 +120,11 @@ class Experts:
     has_shared_gate: bool = False
     layers: tuple[bool, ...] = ()  # which have them, others one MLP; empty: all
     has_bias: bool = False
+    scores: Scores = "softmax"
+    is_balanced: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

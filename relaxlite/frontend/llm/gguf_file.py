@@ -74,10 +74,15 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         ("o_bias", GGUF_LAYER["o_bias"]),
         ("mlp_bias", GGUF_LAYER["down_bias"]),
         ("mlp_norm", GGUF_LAYER["mlp_norm"]),
+        ("qk_norm", GGUF_LAYER["q_norm"]),
     ):
         found[key] = any(f"blk.0.{name}" in tensors for name in names)
     routers = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["router"])]
     found["expert_layers"] = [int(place) for _, place, *_ in routers if place.isdecimal()]
+    shared = next((tensor for name, tensor in tensors.items() if name.endswith(GGUF_LAYER["shared.up"])), None)
+    if shared is not None and shared.shape:
+        found["expert_shared_feed_forward_length"] = shared.shape[0]
+    found["expert_balance"] = any(name.endswith(GGUF_LAYER["router_balance"]) for name in tensors)
     if _DIVISORS["short"] in tensors:
         found["rope.scaling.type"] = "longrope"
     return found

@@ -48,12 +48,33 @@ def _matrices(name: str, experts: Experts, kind: str) -> list[str]:
 
 def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
     """By token [rows, chosen]: what the results of the experts that it takes count, float32, and these, int64."""
-    likes = d.op("softmax", d.linear(f"{name}.router", x, experts.has_bias), axis=-1)
-    best = d.op("top_k", likes, (sym(experts.chosen),), axis=-1)
+    likes = d.linear(f"{name}.router", x, experts.has_bias)
+    scores = d.op("softmax", likes, axis=-1) if experts.scores == "softmax" else d.op("sigmoid", likes)
+    preferred = d.op("add", scores, d.vector(f"{name}.router_balance")) if experts.is_balanced else scores
+    if experts.chosen_groups < experts.groups:
+        preferred = _of_best_groups(d, experts, preferred)
+    best = d.op("top_k", preferred, (sym(experts.chosen),), axis=-1)
     weights, chosen = (d.bb.emit(TupleGetItem(best, k)) for k in (0, 1))
+    if preferred is not scores:
+        weights = d.op("gather_elements", scores, chosen, axis=-1)
     if experts.is_normed:
         weights = d.op("divide", weights, d.op("sum", weights, axes=(-1,), keepdims=True))
-    return weights, chosen
+    return weights if experts.scale == 1 else d.op("multiply", weights, np.float32(experts.scale)), chosen
+
+
+def _of_best_groups(d: Decoder, experts: Experts, preferred: Var) -> Var:
+    """The scores [rows, experts] of those in the groups whose two best have most together; -inf of all others."""
+    rows, groups = _dims(preferred)[0], sym(experts.groups)
+    members = sym(experts.count // experts.groups)
+    parted = d.op("reshape", preferred, (rows, groups, members))
+    pairs = d.op("top_k", parted, (sym(min(2, experts.count // experts.groups)),), axis=-1)
+    together = d.op("sum", d.bb.emit(TupleGetItem(pairs, 0)), axes=(-1,))
+    best = d.op("top_k", together, (sym(experts.chosen_groups),), axis=-1)
+    chosen = d.op("expand_dims", d.bb.emit(TupleGetItem(best, 1)), axes=(1,))  # [rows, 1, chosen groups]
+    names = np.arange(experts.groups, dtype=np.int64).reshape(1, -1, 1)
+    is_chosen = d.op("max", d.op("cast", d.op("equal", chosen, names), dtype="int64"), axes=(2,), keepdims=True)
+    kept = d.op("where", d.op("equal", is_chosen, np.int64(1)), parted, np.float32(-np.inf))
+    return d.op("reshape", kept, (rows, sym(experts.count)))
 
 
 def _together(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[Var, Var], total: Var) -> Var:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling, yarn_attention
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling, Scores, yarn_attention
 from relaxlite.records import dataclass
 
 # ours -> as config.json of Hugging Face calls it, and as GGUF does behind the architecture's name
@@ -43,15 +43,20 @@ _KEYS = {
     "o_bias": ("attention_bias", "o_bias"),
     "mlp_bias": ("mlp_bias", "mlp_bias"),
     "mlp_norm": ("mlp_norm", "mlp_norm"),
+    "qk_norm": ("use_qk_norm", "qk_norm"),
     "experts": ("num_experts", "expert_count"),
     "experts_chosen": ("num_experts_per_tok", "expert_used_count"),
     "expert_width": ("moe_intermediate_size", "expert_feed_forward_length"),
     "experts_normed": ("norm_topk_prob", "expert_weights_norm"),
+    "expert_scale": ("routed_scaling_factor", "expert_weights_scale"),
+    "expert_groups": ("n_group", "expert_group_count"),
+    "expert_groups_chosen": ("topk_group", "expert_group_used_count"),
     "shared_width": ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 }
 _MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
 _MOST_EXPERTS = 100_000  # of all layers
-_SOFTMAX = 1  # as GGUF numbers what chooses experts; 0: it does not say
+_SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid"}  # as GGUF numbers them; 0: it does not say
+_NUMBERED = [f"{number} ({scores})" for number, scores in _SCORES.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,15 @@ class Hyperparameters:
                 f"{self.source}: {self.key('kv_heads')} must be one number of all layers that attend"
             )
         return count
+
+    def guessing_layers(self) -> int:
+        """Of the blocks that GGUF counts, those at the end that guess tokens further ahead: we have other guesses."""
+        found = self.raw.get(f"{self.prefix}nextn_predict_layers", 0) if self.is_gguf else 0
+        if not isinstance(found, int) or not 0 <= found < self.integer("layers"):
+            raise ImportModelError(
+                f"{self.source}: {self.prefix}nextn_predict_layers = {found!r} must be fewer than all blocks"
+            )
+        return found
 
     def window(self) -> int | None:
         """How many last tokens layers see; None: all."""
@@ -327,20 +341,39 @@ class Hyperparameters:
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn, longrope"
         )
 
-    def experts(self, *, is_normed: bool, has_shared_gate: bool = False, has_bias: bool = False) -> Experts:
-        """The mixture of experts. `is_normed`: where the checkpoint does not say. `has_shared_gate`: of the shared
-        expert, where there is one. `has_bias`: of all their matrices."""
+    def experts(
+        self, *, is_normed: bool, has_shared_gate: bool = False, has_bias: bool = False, scores: Scores = "softmax",
+        is_balanced: bool = False, is_scaled: bool = False, layers: int | None = None,
+        layers_with: tuple[bool, ...] | None = None, shared: int | None = None,
+    ) -> Experts:  # fmt: skip
+        """The mixture of experts. `is_normed`, `scores`: where the checkpoint does not say. `has_shared_gate`: of the
+        shared expert, where there is one. `has_bias`: of all their matrices. Of config.json: whether they are
+        `is_balanced`, and `is_scaled` and in groups where it says so; how many `layers` there are, those `layers_with`
+        them, and the width that is `shared`, where it says these in another way."""
         count = self.integer("experts")
-        chosen, layers = self.integer("experts_chosen"), self.integer("layers")
+        chosen, layers = self.integer("experts_chosen"), layers or self.integer("layers")
         if chosen > count:
             raise ImportModelError(f"{self.source}: {chosen} experts for each token, and there are only {count}")
-        if self.is_gguf and self.raw.get(f"{self.prefix}expert_gating_func", _SOFTMAX) not in (0, _SOFTMAX):
-            raise ImportModelError(f"{self.source}: experts are supported that a softmax chooses, and no others")
-        if self.is_gguf and self.raw.get(f"{self.prefix}expert_weights_scale", 1.0) not in (0.0, 1.0):
-            raise ImportModelError(f"{self.source}: what experts give is not scaled: expert_weights_scale must be 1")
+        is_scaled |= self.is_gguf
+        names = ("expert_groups", "expert_groups_chosen")
+        groups, chosen_groups = (self.integer(name) if is_scaled and self.get(name) else 1 for name in names)
+        if count % groups or chosen_groups > groups or chosen > count // groups * chosen_groups:
+            raise ImportModelError(
+                f"{self.source}: {chosen} experts for each token, of {chosen_groups} of {groups} groups, and there are "
+                f"{count}"
+            )
+        if self.is_gguf:
+            is_balanced = bool(self.raw.get(f"{self.prefix}expert_balance", False))
+            if number := self.raw.get(f"{self.prefix}expert_gating_func", 0):
+                if number not in _SCORES:
+                    raise ImportModelError(
+                        f"{self.source}: expert_gating_func = {number!r}; known are {', '.join(_NUMBERED)}"
+                    )
+                scores = _SCORES[number]
         if count * layers > _MOST_EXPERTS:
             raise ImportModelError(f"{self.source}: {layers} layers of {count} experts are more than anybody has")
-        shared = None if self.get("shared_width") in (None, 0) else self.integer("shared_width")
+        if shared is None and self.get("shared_width"):
+            shared = self.integer("shared_width")
         return Experts(
             count,
             chosen,
@@ -348,8 +381,13 @@ class Hyperparameters:
             bool(self.get("experts_normed", is_normed)),
             shared,
             has_shared_gate and shared is not None,
-            self._expert_layers(layers),
+            self._expert_layers(layers) if layers_with is None or self.is_gguf else layers_with,
             has_bias,
+            scores,
+            is_balanced,
+            groups,
+            chosen_groups,
+            (self.optional("expert_scale") if is_scaled else None) or 1.0,
         )
 
     def _expert_layers(self, layers: int) -> tuple[bool, ...]:
@@ -466,6 +504,7 @@ HUGGING_FACE_LAYER = {
     "experts.{}.down": "mlp.experts.{}.down_proj.weight", "shared.gate": "mlp.shared_expert.gate_proj.weight",
     "shared.up": "mlp.shared_expert.up_proj.weight", "shared.down": "mlp.shared_expert.down_proj.weight",
     "shared_router": "mlp.shared_expert_gate.weight", "sinks": "self_attn.sinks",
+    "router_balance": "mlp.gate.e_score_correction_bias",
 }  # fmt: skip
 POST_NORMED_LAYER = {  # norms of what attention and MLP give instead of what they read
     **{ours: theirs for ours, theirs in HUGGING_FACE_LAYER.items() if ours != "mlp_norm"},
@@ -486,7 +525,7 @@ GGUF_LAYER = {
     "shared.down": "ffn_down_shexp.weight", "shared_router": "ffn_gate_inp_shexp.weight",
     "sinks": "attn_sinks.weight", "router_bias": "ffn_gate_inp.bias",
     "experts.gate_bias": "ffn_gate_exps.bias", "experts.up_bias": "ffn_up_exps.bias",
-    "experts.down_bias": "ffn_down_exps.bias",
+    "experts.down_bias": "ffn_down_exps.bias", "router_balance": "exp_probs_b.bias",
 }  # fmt: skip
 HUGGING_FACE_WHOLE = {
     "embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight",

@@ -1,9 +1,11 @@
 """GLM-4 (arXiv 2406.12793): Llama with fused weights, half of each head turned; the models of 2025 also with norms of
-what attention and MLP give."""
+what attention and MLP give. GLM-4.5 (arXiv 2508.06471): experts, some for all tokens, in all but the first layers."""
 
 from __future__ import annotations
 
+from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig
 
 
@@ -25,6 +27,31 @@ def _decoder(h: Hyperparameters, name: str, *, has_post_norms: bool) -> DecoderC
         has_qkv_bias=h.flag("qkv_bias"),
         has_post_norms=has_post_norms,
     )
+
+
+def _glm4_moe(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_act="silu")
+    width, layers = h.head_width(None), h.integer("layers") - h.guessing_layers()
+    dense, shared = h.raw.get("first_k_dense_replace", 1), h.raw.get("n_shared_experts", 1)
+    if not isinstance(dense, int) or not isinstance(shared, int) or dense < 0 or shared < 0:
+        raise ImportModelError(
+            f"{h.source}: first_k_dense_replace = {dense!r} and n_shared_experts = {shared!r} must be numbers of "
+            "layers and of experts"
+        )
+    experts = h.experts(
+        is_normed=True, scores="sigmoid", is_balanced=True, is_scaled=True, layers=layers,
+        layers_with=tuple(k >= dense for k in range(layers)),
+        shared=None if h.is_gguf else shared * h.integer("expert_width") or None,
+    )  # fmt: skip
+    return h.decoder(
+        "glm4_moe", layers=layers, head_width=width, rope=h.rope(width), has_qkv_bias=h.flag("qkv_bias"),
+        has_qk_norm=h.flag("qk_norm"), experts=experts,
+    )  # fmt: skip
+
+
+def _without_guessing(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Without the layer behind the last one, which guesses tokens further ahead: we have other guesses."""
+    return {name: w for name, w in weights.items() if not name.startswith(f"model.layers.{config.layers}.")}
 
 
 _FUSED = {"gate_up": ("gate", "up")}
@@ -58,3 +85,21 @@ GLM4 = Architecture(
     is_interleaved_in_folders=True,
     defaults=_DEFAULTS,
 )
+GLM4_MOE = Architecture(
+    ("glm4_moe", "glm4moe"),
+    _glm4_moe,
+    hugging_face={
+        **HUGGING_FACE_LAYER,
+        **{f"shared.{kind}": f"mlp.shared_experts.{kind}_proj.weight" for kind in ("gate", "up", "down")},
+    },
+    gguf={
+        **{ours: theirs for ours, theirs in GGUF_LAYER.items() if ours != "attn_post_norm"},
+        "mlp_norm": "post_attention_norm.weight",
+    },
+    from_folder=_without_guessing,
+    keys={"n_routed_experts": "num_experts"},
+    defaults={
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "partial_rotary_factor": 0.5,
+    },
+)  # fmt: skip

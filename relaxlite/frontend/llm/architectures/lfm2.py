@@ -1,8 +1,9 @@
 """LFM2 (Liquid AI, arXiv 2511.23404): most layers mix tokens by a short convolution between two gates, the others by
-attention with norms of queries and keys."""
+attention with norms of queries and keys. LFM2's mixtures of experts have these in all but the first layers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from relaxlite.errors import ImportModelError
@@ -21,19 +22,35 @@ _KINDS = {"conv": True, "full_attention": False}
 
 
 def _lfm2(h: Hyperparameters) -> DecoderConfig:
+    specific = {} if h.is_gguf else {"intermediate": _intermediate(h)}
+    return _decoder(h, "lfm2", specific)
+
+
+def _lfm2_moe(h: Hyperparameters) -> DecoderConfig:
+    dense = h.raw.get("num_dense_layers", 2)
+    if not isinstance(dense, int) or dense < 0:
+        raise ImportModelError(f"{h.source}: num_dense_layers = {dense!r} must be a number of layers")
+    experts = h.experts(
+        is_normed=True, scores="sigmoid", is_balanced=h.raw.get("use_expert_bias", True) is True, is_scaled=True,
+        layers_with=tuple(k >= dense for k in range(h.integer("layers"))),
+    )  # fmt: skip
+    return _decoder(h, "lfm2_moe", {"experts": experts})
+
+
+def _decoder(h: Hyperparameters, name: str, specific: dict[str, Any]) -> DecoderConfig:
     layers, convolved = _convolved(h)
-    specific: dict[str, Any] = {"layers": layers, "has_qk_norm": True}
+    specific |= {"layers": layers, "has_qk_norm": True}
     if any(convolved):
-        length = h.raw.get("lfm2.shortconv.l_cache" if h.is_gguf else "conv_L_cache", 3)
+        length = h.raw.get(f"{h.prefix}shortconv.l_cache" if h.is_gguf else "conv_L_cache", 3)
         if not isinstance(length, int) or not 1 <= length <= 64:
             raise ImportModelError(f"{h.source}: a convolution along {length!r} tokens must be along 1 to 64")
         has_bias = not h.is_gguf and h.raw.get("conv_bias", False) is True
         specific["convolutions"] = Convolutions(length, convolved, has_bias)
     if h.is_gguf:
-        return h.decoder("lfm2", kv_heads=h.kv_heads_of_some(), **specific)
+        return h.decoder(name, kv_heads=h.kv_heads_of_some(), **specific)
     if h.raw.get("tie_embedding") is not None:
         specific["is_tied"] = bool(h.raw["tie_embedding"])
-    return h.decoder("lfm2", intermediate=_intermediate(h), rope=h.rope(h.head_width(None), 1e6), **specific)
+    return h.decoder(name, rope=h.rope(h.head_width(None), 1e6), **specific)
 
 
 def _convolved(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
@@ -104,4 +121,20 @@ LFM2 = Architecture(
     from_folder=_from_folder,
     keys={"norm_eps": "rms_norm_eps"},
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 128000, "tie_word_embeddings": True},
+)  # fmt: skip
+assert LFM2.hugging_face is not None
+LFM2_MOE = replace(
+    LFM2,
+    names=("lfm2_moe", "lfm2moe"),
+    describe=_lfm2_moe,
+    hugging_face={
+        **LFM2.hugging_face,
+        "router": "feed_forward.gate.weight", "router_balance": "feed_forward.expert_bias",
+        "experts.{}.gate": "feed_forward.experts.{}.w1.weight", "experts.{}.up": "feed_forward.experts.{}.w3.weight",
+        "experts.{}.down": "feed_forward.experts.{}.w2.weight",
+    },
+    defaults={
+        **LFM2.defaults, "num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+    },
 )  # fmt: skip

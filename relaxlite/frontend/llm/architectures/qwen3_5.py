@@ -38,20 +38,12 @@ def _hybrid(h: Hyperparameters, name: str, experts: Experts | None, *, tiled: bo
     """`tiled`: GGUF has the heads of values in this order."""
     h.refuse(hidden_act="silu", attention_bias=False, attn_output_gate=True)
     width = h.head_width(256)
-    layers = h.integer("layers") - _guessing_layers(h)
+    layers = h.integer("layers") - h.guessing_layers()
     net = _delta_net(h, layers, tiled and h.is_gguf)
     return h.decoder(
         name, layers=layers, head_width=width, rope=h.rope(width), has_qk_norm=True, has_output_gate=True,
         experts=experts, states=net,
     )  # fmt: skip
-
-
-def _guessing_layers(h: Hyperparameters) -> int:
-    """Of the blocks that GGUF counts, those at the end that guess tokens further ahead: we have other guesses."""
-    found = h.raw.get(f"{h.prefix}nextn_predict_layers", 0) if h.is_gguf else 0
-    if not isinstance(found, int) or not 0 <= found < h.integer("layers"):
-        raise ImportModelError(f"{h.source}: {h.prefix}nextn_predict_layers = {found!r} must be fewer than all blocks")
-    return found
 
 
 def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> StateLayers | None:
