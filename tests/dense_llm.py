@@ -35,12 +35,14 @@ class DenseAttention:
     def __init__(self, decoder: Decoder, seq: SymExpr) -> None:
         self.decoder, self.seq = decoder, seq
         self._biases: dict[bool, Var] = {}
+        self._seen: dict[int, tuple[Var, Var]] = {}  # keys and values by layer
 
-    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
+    def __call__(self, layer: int, q: Expr, k: Expr | None, v: Expr | None) -> Expr:
         d, c = self.decoder, self.decoder.config
-        scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
-        k, v = (self._spread(x) for x in (k, v))
-        turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, k, v)]
+        scale = c.head_width_of(layer) ** -0.5 if c.query_scale is None else c.query_scale
+        if k is not None and v is not None:
+            self._seen[layer] = self._spread(k), self._spread(v)
+        turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, *self._seen[c.keys_from(layer)])]
         keys = d.op("transpose", turned[1], axes=(0, 1, 3, 2))
         scores = d.op("multiply", d.op("matmul", turned[0], keys), np.float32(scale))
         if c.score_cap is not None:
@@ -84,7 +86,7 @@ class DenseAttention:
         d, c = self.decoder, self.decoder.config
         batch, seq, heads, width = _dims(x)
         wide = d.op("expand_dims", x, axes=(3,))
-        wide = d.op("broadcast_to", wide, (batch, seq, heads, c.heads // c.kv_heads, width))
+        wide = d.op("broadcast_to", wide, (batch, seq, heads, c.heads // heads.const, width))
         return d.op("reshape", wide, (batch, seq, c.heads, width))
 
     def _bias(self, is_local: bool) -> Var:

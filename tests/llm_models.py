@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,14 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "gemma2": {
         "has_post_norms": True, "activation": "gelu_tanh", "window": 5, "is_local": (True, False), "score_cap": 0.7,
         "query_scale": 0.5, "logit_cap": 3.0,
+    },
+    "gemma4": {
+        "layers": 4, "heads": 4, "kv_heads": 1, "head_width": 12, "local_head_width": 8, "local_kv_heads": 2,
+        "window": 5, "is_local": (True, False, True, False), "keys_of": (0, 1, 0, 1),
+        "unvalued": (False, True, False, False), "rope": Rope(1e6, 12, divisors=(1.0, 1.0, *(math.inf,) * 4)),
+        "local_rope": Rope(1e4, 8), "has_qk_norm": True, "has_value_norm": True, "has_post_norms": True,
+        "activation": "gelu_tanh", "query_scale": 1.0, "embedding_scale": 5.6, "is_tied": True, "logit_cap": 30.0,
+        "intermediates": (40, 40, 80, 80), "layer_input": 6, "has_layer_scale": True,
     },
     "olmo2": {"has_qk_norm": True, "is_qk_norm_joint": True, "has_pre_norms": False, "has_post_norms": True},
     "smollm3, scaled as granite": {"unturned": (True, False), "residual_scale": 0.3, "logit_divisor": 4.0},
@@ -67,6 +76,7 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "has_sinks": True, "window": 5, "is_local": (True, False), "activation": "gelu_sigmoid", "gate_limit": 0.5,
         "has_qkv_bias": True, "has_o_bias": True, "experts": Experts(4, 2, 24, True, has_bias=True),
     },
+    "experts beside mlps": {"experts": Experts(5, 2, 24, True, is_beside=True, has_scales=True)},
     "experts, some layers, one shared": {"experts": Experts(5, 2, 24, False, 40, True, (False, True))},
 }  # fmt: skip
 ARCHITECTURES = tuple(_SPECIFIC)

@@ -45,6 +45,11 @@ EXPERTS = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24
 }  # fmt: skip
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+GEMMA4 = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5, "head_dim": 16, "global_head_dim": 24, "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0, "pad_token_id": 0,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -352,6 +357,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_conv": 3,
         },
     ),
+    "gemma4, inputs of layers, shared keys, wide mlps": (
+        "Gemma4TextConfig",
+        {**GEMMA4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ),
+    "gemma4, inputs of layers, all local layers share": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", *["full_attention"] * 2, "sliding_attention", *["full_attention"] * 2],
+            "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 4,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4, keys for values": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 4,
+        },
+    ),
+    "gemma4, other rotary embeddings": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": None,
+            "num_global_key_value_heads": 1,  # of keys for values alone
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e5,
+                    "partial_rotary_factor": 0.3,
+                    "factor": 4.0,
+                },
+            },
+        },
+    ),
+    "gemma4, experts": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": GEMMA4["layer_types"][:3],
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4 unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_kv_shared_layers": 1}),
     "granite 4": (
         "GraniteMoeHybridConfig",
         {
@@ -376,7 +439,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    for parameter in model.parameters():
+    scales = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for parameter in (*model.parameters(), *scales):
         parameter.data.add_(0.02 * torch.randn_like(parameter))  # norms and biases too
     for buffer in (found for name, found in model.named_buffers() if name.endswith("bias")):  # that choose experts
         buffer.add_(0.1 * torch.randn_like(buffer))

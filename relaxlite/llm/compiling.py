@@ -106,13 +106,14 @@ def build_checkpoint(
     if cache_dtype is None:
         rounds = any(_is_integer(weight, machine, chosen) for weight in checkpoint.weights.values())
         cache_dtype = "float16" if rounds and machine.converts_halves else "float32"
-    coarse = [weight for weight in checkpoint.weights.values() if _is_coarse(weight, machine, chosen)]
+    multiplied = {name: weight for name, weight in checkpoint.weights.items() if name != "layer_embed"}
+    coarse = [weight for weight in multiplied.values() if _is_coarse(weight, machine, chosen)]
     experts = [weight for name, weight in checkpoint.weights.items() if ".experts." in name and len(weight.shape) == 2]
     module = module_of(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
-        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(checkpoint.weights.values()),
+        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(multiplied.values()),
         groups_rows=all(_is_integer(weight, machine, chosen) for weight in experts),
     )
     samples = step_samples(module) if validate else False

@@ -3,9 +3,12 @@
 Weights have our names, whatever the checkpoint calls them:
 
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]    head_bias [vocab]    positions [context, hidden]
+    layer_embed, layer_project, layer_project_norm: of what layers are given of each token (layer_inputs.py)
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, q_gate, attn_post_norm,
                mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
-               router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden];
+               router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden],
+               and where these are beside an MLP router_norm, experts_norm, experts_post_norm, experts_scale [experts],
+               dense_post_norm; input_gate, input_project, input_norm, scale [1];
                in place of attention conv_*, delta_*, mamba_* (`expected_weights` has their shapes)
 
 Norms that are no RMS norms may have a bias, attn_norm_bias and the like. Matrices are [out, in], as in both kinds of
@@ -129,12 +132,21 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         whole["head_bias"] = (c.vocab,)
     if c.has_positions:
         whole["positions"] = (c.context, c.hidden)
+    if c.layer_input is not None:
+        wide = c.layers * c.layer_input
+        whole |= {"layer_embed": (c.vocab, wide), "layer_project": (wide, c.hidden)}
+        whole["layer_project_norm"] = (c.layer_input,)
     is_biased = c.norm == "layer_biased"
     if is_biased:
         whole["norm_bias"] = (c.hidden,)
     for k in range(c.layers):
-        mixing = _MIXING[c.mixing(k)](c)
+        mixing = _MIXING[c.mixing(k)](c, k)
         layer = _norms(first, c.hidden, is_biased) | mixing | _norms(others, c.hidden, is_biased) | _mlp_weights(c, k)
+        if c.layer_input is not None:
+            layer |= {"input_gate": (c.layer_input, c.hidden), "input_project": (c.hidden, c.layer_input)}
+            layer["input_norm"] = (c.hidden,)
+        if c.has_layer_scale:
+            layer["scale"] = (1,)
         whole |= {f"layers.{k}.{name}": shape for name, shape in layer.items()}
     return whole
 
@@ -144,8 +156,9 @@ def _norms(names: Iterable[str], width: int, is_biased: bool) -> dict[str, tuple
     return {f"{name}{ending}": (width,) for name in names for ending in endings}
 
 
-def _attention_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    queries, keys = c.heads * c.head_width, c.kv_heads * c.head_width
+def _attention_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    width = c.head_width_of(layer)
+    queries, keys = c.heads * width, c.kv_heads_of(layer) * width
     found: dict[str, tuple[int, ...]] = {
         "q": (queries, c.hidden), "k": (keys, c.hidden), "v": (keys, c.hidden), "o": (c.hidden, queries)
     }  # fmt: skip
@@ -155,15 +168,16 @@ def _attention_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
         found |= {"o_bias": (c.hidden,)}
     if c.has_qk_norm:
         joint = c.is_qk_norm_joint
-        found |= {"q_norm": (queries if joint else c.head_width,), "k_norm": (keys if joint else c.head_width,)}
+        found |= {"q_norm": (queries if joint else width,), "k_norm": (keys if joint else width,)}
     if c.has_sinks:
         found["sinks"] = (c.heads,)
     if c.has_output_gate:
         found["q_gate"] = (queries, c.hidden)
-    return found
+    without = ("k", "v") if c.keys_from(layer) != layer else ("v",) if c.is_unvalued(layer) else ()
+    return {name: shape for name, shape in found.items() if name.partition("_")[0] not in without}
 
 
-def _convolution_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def _convolution_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.convolutions is not None
     square = (c.hidden, c.hidden)
     found: dict[str, tuple[int, ...]] = {
@@ -175,7 +189,7 @@ def _convolution_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _delta_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def _delta_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.states is not None
     heads, channels, wide = c.states.heads, c.states.channels, c.states.heads * c.states.width
     return {
@@ -185,7 +199,7 @@ def _delta_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _mamba_weights(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def _mamba_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.states is not None
     heads, channels, wide = c.states.heads, c.states.channels, c.states.heads * c.states.width
     products: dict[str, tuple[int, ...]] = {
@@ -216,13 +230,18 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
 
     experts = config.experts_of(layer)
     if experts is None:
-        found = gated("", config.intermediate)
+        found = gated("", config.intermediate_of(layer))
         if not config.is_gated:
             del found["gate"]
         if config.has_mlp_bias:
             found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
         return found
     found = {"router": (experts.count, config.hidden)}
+    if experts.is_beside:
+        norms = ("router_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
+        found |= gated("", config.intermediate_of(layer)) | {name: (config.hidden,) for name in norms}
+    if experts.has_scales:
+        found["experts_scale"] = (experts.count,)
     for e in range(experts.count):
         found |= gated(f"experts.{e}.", experts.intermediate)
     if experts.has_bias:

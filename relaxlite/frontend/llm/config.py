@@ -109,7 +109,9 @@ class Experts:
     `is_balanced`: a number of each expert is added where they are chosen, not where they are weighed (DeepSeek-V3,
     arXiv 2412.19437); `groups`: only those of the `chosen_groups` are chosen whose two best have most together (there).
     `shared`: the width of one more that all tokens go through; `has_shared_gate`: times a sigmoid of its own.
-    `has_bias`: of the matrix that chooses, and of those of all experts.
+    `has_bias`: of the matrix that chooses, and of those of all experts. `is_beside`: the layer has an MLP too; MLP,
+    experts and what chooses them read the same, each by a norm of its own, and what MLP and experts give is normed and
+    added (Gemma 4). `has_scales`: what an expert gives is multiplied by a number of its own.
     """
 
     count: int
@@ -125,6 +127,8 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    is_beside: bool = False
+    has_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,7 @@ class DecoderConfig:
 
     Heads are `head_width` wide; `kv_heads` of them hold keys and values. `context`: the most tokens it was made for;
     `usual_context`: those that it is compiled for unless more are asked for, where that costs something.
+    `layer_input`: each layer is given so many numbers of each token, from an embedding of all layers (layer_inputs.py).
     """
 
     architecture: str
@@ -200,6 +205,7 @@ class DecoderConfig:
     has_qk_norm: bool = False  # RMS norm of each head's query and key
     is_qk_norm_joint: bool = False  # it goes over all heads together
     is_qk_norm_last: bool = False  # it comes behind the rotary embedding
+    has_value_norm: bool = False  # RMS norm of each head's value, without a weight
     has_pre_norms: bool = True  # norms of what attention and MLP read
     has_post_norms: bool = False  # norms of what they give, before it is added
     has_output_gate: bool = False  # what attention gives, times a sigmoid of another product
@@ -212,6 +218,13 @@ class DecoderConfig:
     window: int | None = None  # local layers see that many last tokens, themselves included
     is_local: tuple[bool, ...] = ()  # by layer; empty: all of them where there is a window
     local_rope: Rope | None = None  # of local layers, where it differs
+    local_head_width: int | None = None  # of local layers, where it differs
+    local_kv_heads: int | None = None  # of local layers, where they differ
+    keys_of: tuple[int, ...] = ()  # by layer, whose keys and values it reads; empty: its own
+    unvalued: tuple[bool, ...] = ()  # by layer, those whose values are their keys, before these are normed; empty: none
+    intermediates: tuple[int, ...] = ()  # by layer; empty: all have `intermediate`
+    layer_input: int | None = None
+    has_layer_scale: bool = False  # what a layer gives, with what it was given, times a number
     unturned: tuple[bool, ...] = ()  # by layer, those without a rotary embedding; empty: none
     logit_divisor: float | None = None
     logit_cap: float | None = None  # c * tanh(logits / c)
@@ -230,6 +243,22 @@ class DecoderConfig:
         if self.window is None:
             return False
         return self.is_local[layer] if self.is_local else True
+
+    def keys_from(self, layer: int) -> int:
+        """The layer whose keys and values it reads."""
+        return self.keys_of[layer] if self.keys_of else layer
+
+    def head_width_of(self, layer: int) -> int:
+        return self.local_head_width or self.head_width if self.is_local_layer(layer) else self.head_width
+
+    def kv_heads_of(self, layer: int) -> int:
+        return self.local_kv_heads or self.kv_heads if self.is_local_layer(layer) else self.kv_heads
+
+    def is_unvalued(self, layer: int) -> bool:
+        return bool(self.unvalued) and self.unvalued[layer]
+
+    def intermediate_of(self, layer: int) -> int:
+        return self.intermediates[layer] if self.intermediates else self.intermediate
 
     def experts_of(self, layer: int) -> Experts | None:
         if self.experts is None or (self.experts.layers and not self.experts.layers[layer]):

@@ -83,6 +83,8 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     if shared is not None and shared.shape:
         found["expert_shared_feed_forward_length"] = shared.shape[0]
     found["expert_balance"] = any(name.endswith(GGUF_LAYER["router_balance"]) for name in tensors)
+    values = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["v"])]
+    found["value_layers"] = [int(place) for _, place, *_ in values if place.isdecimal()]
     if _DIVISORS["short"] in tensors:
         found["rope.scaling.type"] = "longrope"
     return found

@@ -33,7 +33,8 @@ _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_mo
 _KEYS = {"num_local_experts": "num_experts"}  # the usual key, where a config.json has another
 _OTHER_PARTS = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "visual.",
-    "model.visual.", "mtp.", "model.mtp_",
+    "model.visual.", "mtp.", "model.mtp_", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+    "model.vision_embedder.",
 )  # fmt: skip
 _IGNORED = (
     "rotary_emb.inv_freq",

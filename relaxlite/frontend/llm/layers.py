@@ -17,6 +17,7 @@ from relaxlite.config import compile_threads
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig, Rope
 from relaxlite.frontend.llm.delta_net import delta_net
+from relaxlite.frontend.llm.layer_inputs import LayerInputs, with_layer_input
 from relaxlite.frontend.llm.mamba import mamba
 from relaxlite.frontend.llm.mixture import mixture
 from relaxlite.frontend.llm.quantized import GroupedWeight
@@ -35,8 +36,9 @@ _CODES_AT_ONCE = 1 << 18  # bytes of codes that are unpacked and packed again wh
 class Mixer(Protocol):
     """How tokens look at others: densely over one batch, or over a cache of keys and values."""
 
-    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
-        """From queries [..., heads, width], keys and values [..., kv_heads, width] to [..., heads, width]."""
+    def __call__(self, layer: int, q: Expr, k: Expr | None, v: Expr | None) -> Expr:
+        """From queries [..., heads, width], keys and values [..., kv_heads, width] to [..., heads, width]. None: those
+        of the layer that it has them from."""
         ...
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
@@ -136,6 +138,7 @@ class Decoder:
             table = self._weights["positions"]
             numbers = table.data if table.block_format is None else table.to_float32()
             x = self.op("add", x, self._widened(self.op("gather", numbers, positions, axis=0)))
+        inputs = None if self.config.layer_input is None else LayerInputs.of(self, tokens, x)
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
             attended = self.mixed(k, normed, positions, mix)
@@ -148,7 +151,11 @@ class Decoder:
             given, x = x, self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
             if not self.config.has_one_norm:
                 normed = self.pre_norm(f"layers.{k}.mlp_norm", given if self.config.is_parallel else x)
-            x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", self.mlp(k, normed)))
+            x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", self.mlp(k, normed, x)))
+            if inputs is not None:
+                x = with_layer_input(self, k, x, inputs.of_layer(k, wanted if k == self.config.layers - 1 else None))
+            if self.config.has_layer_scale:
+                x = self.op("multiply", x, self.vector(f"layers.{k}.scale"))
         return self.norm("norm", x)
 
     def logits(self, x: Expr) -> Var:
@@ -177,26 +184,31 @@ class Decoder:
 
     def attended(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """What all heads of a layer found, side by side: [..., heads * width]"""
-        c, name = self.config, f"layers.{k}"
-        q = self.linear(f"{name}.q", x, c.has_qkv_bias)
-        keys, values = (self.linear(f"{name}.{kind}", x, c.has_qkv_bias, is_kept=True) for kind in "kv")
+        c, name, width = self.config, f"layers.{k}", self.config.head_width_of(k)
+        kinds = "q" if c.keys_from(k) != k else "qk" if c.is_unvalued(k) else "qkv"
+        found = {kind: self.linear(f"{name}.{kind}", x, c.has_qkv_bias, is_kept=kind != "q") for kind in kinds}
+        turned = [kind for kind in kinds if kind != "v"]
         if c.is_qk_norm_joint:
-            q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
-        q, keys, values = self.heads(q, c.heads), self.heads(keys, c.kv_heads), self.heads(values, c.kv_heads)
+            found |= {kind: self.norm(f"{name}.{kind}_norm", found[kind]) for kind in turned}
+        counts = {"q": c.heads, "k": c.kv_heads_of(k), "v": c.kv_heads_of(k)}
+        found = {kind: self.heads(y, counts[kind], width) for kind, y in found.items()}
+        values = found.get("k" if c.is_unvalued(k) else "v")
         rope, is_by_head = c.rope_of(k), c.has_qk_norm and not c.is_qk_norm_joint
         if is_by_head and not c.is_qk_norm_last:
-            q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
+            found |= {kind: self.norm(f"{name}.{kind}_norm", found[kind]) for kind in turned}
         if rope is not None:
-            q, keys = self.rotate(q, positions, rope), self.rotate(keys, positions, rope)
+            found |= {kind: self.rotate(found[kind], positions, rope) for kind in turned}
         if c.query_growth is not None:
-            q = self.op("multiply", q, self.growth(positions, *c.query_growth))
+            found["q"] = self.op("multiply", found["q"], self.growth(positions, *c.query_growth))
         if is_by_head and c.is_qk_norm_last:
-            q, keys = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", keys)
-        mixed = mix(k, q, keys, values)
-        found = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * c.head_width))
+            found |= {kind: self.norm(f"{name}.{kind}_norm", found[kind]) for kind in turned}
+        if c.has_value_norm and values is not None:
+            values = self.unweighted_norm(values)
+        mixed = mix(k, found["q"], found.get("k"), values)
+        given = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * width))
         if c.has_output_gate:
-            found = self.op("multiply", found, self.op("sigmoid", self.linear(f"{name}.q_gate", x)))
-        return found
+            given = self.op("multiply", given, self.op("sigmoid", self.linear(f"{name}.q_gate", x)))
+        return given
 
     def convolved(self, k: int, x: Expr, mix: Mixer) -> Var:
         """What a convolution between two gates makes of the tokens: [..., hidden]"""
@@ -219,10 +231,16 @@ class Decoder:
         states = self.config.states
         return f"layers.{k}.{kind}_out", states is not None and states.has_bias
 
-    def mlp(self, k: int, x: Expr) -> Var:
+    def mlp(self, k: int, x: Expr, before: Expr) -> Var:
+        """What MLP or experts of a layer give for x [..., hidden]; `before`: what x is the norm of."""
         name, experts = f"layers.{k}", self.config.experts_of(k)
+        if experts is not None and experts.is_beside:
+            fed = self.norm(f"{name}.dense_post_norm", self.gated(name, x))
+            read, routed = (self.norm(f"{name}.{kind}_norm", before) for kind in ("experts", "router"))
+            mixed = mixture(self, name, experts, read, routed)
+            return self.op("add", fed, self.norm(f"{name}.experts_post_norm", mixed))
         if experts is not None:
-            return mixture(self, name, experts, x)
+            return mixture(self, name, experts, x, x)
         has_bias = self.config.has_mlp_bias
         if self.config.is_gated:
             return self.gated(name, x, has_bias)
@@ -257,6 +275,11 @@ class Decoder:
             return self.op("rms_norm", x, self.vector(name), epsilon=c.norm_epsilon)
         biases = (self.vector(f"{name}_bias"),) if c.norm == "layer_biased" else ()
         return self.op("layer_norm", x, self.vector(name), *biases, axis=-1, epsilon=c.norm_epsilon)
+
+    def unweighted_norm(self, x: Expr) -> Var:
+        """An RMS norm whose weights are all 1."""
+        ones = np.ones(_dims(x)[-1].const, np.float32)
+        return self.op("rms_norm", x, ones, epsilon=self.config.norm_epsilon)
 
     def pre_norm(self, name: str, x: Expr) -> Expr:
         return self.norm(name, x) if self.config.has_pre_norms else x
@@ -301,16 +324,20 @@ class Decoder:
 
     def embedded(self, tokens: Expr) -> Expr:
         """The rows of the embedding: [..., hidden]"""
-        blocks = self.blocks("embed")
-        if blocks is not None:
-            found = self.op("gather_blocks", tokens, *blocks.operands, **blocks.coding.attrs)
-            if blocks.order is None:
-                return found
-            return self.op("gather", found, self._order(np.argsort(blocks.order)), axis=-1)
-        if not self.config.is_tied:
-            return self._widened(self.op("gather", self._weights["embed"].data, tokens, axis=0))
+        if not self.config.is_tied or self.blocks("embed") is not None:
+            return self.looked_up("embed", tokens)
         columns = self.op("gather", self.matrix("embed"), tokens, axis=1)  # of what the logits read: one copy
         return self._widened(self.op("transpose", columns, axes=(*range(1, len(_dims(columns))), 0)))
+
+    def looked_up(self, name: str, places: Expr) -> Expr:
+        """Rows of a matrix in float32: [..., columns]"""
+        blocks = self.blocks(name)
+        if blocks is None:
+            return self._widened(self.op("gather", self._weights[name].data, places, axis=0))
+        found = self.op("gather_blocks", places, *blocks.operands, **blocks.coding.attrs)
+        if blocks.order is None:
+            return found
+        return self.op("gather", found, self._order(np.argsort(blocks.order)), axis=-1)
 
     def blocks(self, name: str) -> Blocks | None:
         """A matrix whose numbers lie in blocks, as the ops on blocks take it; None: it has none."""
@@ -349,9 +376,9 @@ class Decoder:
         part = self.op("slice", x, (*(0 for _ in lead), first), (*lead, count * width))
         return self.op("reshape", part, (*lead, count, width))
 
-    def heads(self, x: Expr, count: int) -> Var:
+    def heads(self, x: Expr, count: int, width: int) -> Var:
         """[..., count * width] -> [..., count, width]"""
-        return self.op("reshape", x, (*_dims(x)[:-1], count, self.config.head_width))
+        return self.op("reshape", x, (*_dims(x)[:-1], count, width))
 
     def rotate(self, x: Expr, positions: Expr, rope: Rope) -> Var:
         """The rotary embedding of x [..., heads, width] at positions [...]."""

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 _KINDS = ("gate", "up", "down")
 
 
-def mixture(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
-    """What the experts of a layer give for x [..., hidden], in the same shape."""
+def mixture(d: Decoder, name: str, experts: Experts, x: Expr, routed: Expr) -> Var:
+    """What the experts of a layer give for x [..., hidden], in the same shape; `routed`, as large: what they are chosen
+    by."""
     assert isinstance(x.ty, TensorType) and x.ty.shape is not None
     shape, rows = x.ty.shape, product(x.ty.shape[:-1])
     flat = d.op("reshape", x, (rows, shape[-1]))
-    weights, chosen = _choices(d, name, experts, flat)
+    by = flat if routed is x else d.op("reshape", routed, (rows, shape[-1]))
+    weights, chosen = _choices(d, name, experts, by)
     total = _shared(d, name, experts, flat)
     if d.groups_rows and all(d.can_stack(_matrices(name, experts, kind)) for kind in _KINDS):
         total = _together(d, name, experts, flat, (weights, chosen), total)
@@ -59,7 +61,11 @@ def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var
         weights = d.op("gather_elements", scores, chosen, axis=-1)
     if experts.is_normed:
         weights = d.op("divide", weights, d.op("sum", weights, axes=(-1,), keepdims=True))
-    return weights if experts.scale == 1 else d.op("multiply", weights, np.float32(experts.scale)), chosen
+    if experts.scale != 1:
+        weights = d.op("multiply", weights, np.float32(experts.scale))
+    if experts.has_scales:
+        weights = d.op("multiply", weights, d.op("gather", d.vector(f"{name}.experts_scale"), chosen, axis=0))
+    return weights, chosen
 
 
 def _of_best_groups(d: Decoder, experts: Experts, preferred: Var) -> Var:

@@ -5,7 +5,8 @@
 
 Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
 runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
-asked for. A layer that convolves has convolved_K in place of keys and values. Where layers have states (delta_net.py,
+asked for. A layer that convolves has convolved_K in place of keys and values, one that reads those of another layer has
+no pools. Where layers have states (delta_net.py,
 mamba.py), `spans` int64[b, 4] follow the blocks, and tails_K, states_K all other pools. The pools are donated: a call
 writes the new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
 
@@ -16,6 +17,7 @@ logits of these tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -65,7 +67,8 @@ def build_step(
         raise InvalidArgumentError(f"a cache holds {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
     config, bb = checkpoint.config, BlockBuilder()
     decoder = Decoder(bb, config, checkpoint.weights, groups_rows=groups_rows)
-    block = max(1, BLOCK_ROWS // (config.heads // config.kv_heads))
+    fewest = min(config.kv_heads_of(layer) for layer in range(config.layers))
+    block = max(1, BLOCK_ROWS // (config.heads // fewest))
     for name in (ENTRY, FILL) if has_fill else (ENTRY,):
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
         given = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
@@ -134,12 +137,12 @@ def _parameters(
 
 
 def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: str) -> dict[str, TensorType]:
-    if config.mixing(layer) in ("delta", "mamba"):
+    if config.mixing(layer) in ("delta", "mamba") or config.keys_from(layer) != layer:
         return {}
     if config.mixing(layer) == "convolution":  # numbers of 8 bits would need a scale for each channel
         kept = "float16" if dtype == "float16" else "float32"
         return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), kept)}
-    heads, width = config.kv_heads, config.head_width
+    heads, width = config.kv_heads_of(layer), config.head_width_of(layer)
     found = {
         f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
         f"values_{layer}": TensorType.of((heads, pages, page, width), dtype),
@@ -171,26 +174,32 @@ class Cached:
     block: int
     spans: Expr | None = None
 
-    def __call__(self, layer: int, q: Expr, k: Expr, v: Expr) -> Expr:
+    def __call__(self, layer: int, q: Expr, k: Expr | None, v: Expr | None) -> Expr:
         d, c = self.decoder, self.decoder.config
-        names = [name for kind in POOLS if (name := f"{kind}{layer}") in self.pools]
+        names = [name for kind in POOLS if (name := f"{kind}{c.keys_from(layer)}") in self.pools]
+        if len(names) > 2:  # with scales
+            q, k = self._rotated(q), None if k is None else self._rotated(k)
+        if k is not None and v is not None:
+            self._append(names, k, v)
         keys, values, *scales = (self.pools[name] for name in names)
+        scale = c.head_width_of(layer) ** -0.5 if c.query_scale is None else c.query_scale
+        window = c.window if c.is_local_layer(layer) else None
+        sinks = [d.vector(f"layers.{layer}.sinks")] if c.has_sinks else []
+        return d.op(
+            "paged_attention", q, keys, values, self.table, self.blocks, *scales, *sinks,
+            scale=scale, window=window, cap=c.score_cap, block=self.block,
+        )  # fmt: skip
+
+    def _append(self, names: Sequence[str], k: Expr, v: Expr) -> None:
+        """Keys and values (n, heads, width) to the pools of these names, which are theirs and maybe those of scales."""
+        d, (keys, values, *scales) = self.decoder, (self.pools[name] for name in names)
         assert isinstance(keys.ty, TensorType)
-        if scales:
-            q, k = self._rotated(q), self._rotated(k)
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
         made = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
         if scales:
             news = zip(scales, (key_scale, value_scale), strict=True)
             made += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
         self.pools |= zip(names, made, strict=True)
-        scale = c.head_width**-0.5 if c.query_scale is None else c.query_scale
-        window = c.window if c.is_local_layer(layer) else None
-        sinks = [d.vector(f"layers.{layer}.sinks")] if c.has_sinks else []
-        return d.op(
-            "paged_attention", q, *made[:2], self.table, self.blocks, *made[2:], *sinks,
-            scale=scale, window=window, cap=c.score_cap, block=self.block,
-        )  # fmt: skip
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         d, name = self.decoder, f"convolved_{layer}"
@@ -220,7 +229,8 @@ class Cached:
         much larger than others, which would spoil these in 8 bits (Ashkboos et al., "QuaRot", arXiv 2404.00456). Signs,
         and the Walsh-Hadamard matrix of the largest power of two that divides the width. As every row is added up
         alike, a token beside others is stored as it is alone."""
-        d, width = self.decoder, self.decoder.config.head_width
+        assert isinstance(x.ty, TensorType) and x.ty.shape is not None
+        d, width = self.decoder, x.ty.shape[-1].const
         size = width & -width
         return d.op("walsh_hadamard", d.op("multiply", x, _signs(width, size)), size=size)
 

@@ -12,6 +12,7 @@ from relaxlite.frontend.llm.architectures.ernie import ERNIE, ERNIE_MOE
 from relaxlite.frontend.llm.architectures.exaone4 import EXAONE4
 from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
 from relaxlite.frontend.llm.architectures.gemma3 import GEMMA3
+from relaxlite.frontend.llm.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from relaxlite.frontend.llm.architectures.glm import GLM, GLM4, GLM4_MOE
 from relaxlite.frontend.llm.architectures.gpt_oss import GPT_OSS
 from relaxlite.frontend.llm.architectures.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -31,6 +32,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE, GPT_OSS,
     COHERE2, ERNIE, SEED_OSS, GLM, GLM4, HUNYUAN, EXAONE4, ARCEE, GRANITE_HYBRID,
     MINISTRAL, MINISTRAL3, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2_MOE, ERNIE_MOE, GLM4_MOE,
+    GEMMA4, GEMMA4_UNIFIED,
 )  # fmt: skip
 
 

@@ -126,6 +126,15 @@ class Hyperparameters:
             )
         return found
 
+    def by_layer(self, name: str) -> tuple[int, ...]:
+        """A positive integer of each layer, which the checkpoint gives one by one or once for all."""
+        found, layers = self.get(name), self.integer("layers")
+        if not isinstance(found, list):
+            return (self.integer(name),) * layers
+        if len(found) != layers or not all(isinstance(value, int) and 0 < value <= 2**31 for value in found):
+            raise self._error(name, found, f"a positive integer for each of {layers} layers")
+        return tuple(found)
+
     def kv_heads_of_some(self) -> int:
         """Of the layers that attend, where GGUF says 0 of the others."""
         counts = self.get("kv_heads")
@@ -208,11 +217,21 @@ class Hyperparameters:
                 f"{self.source}: {names[0]} is {_short(base)} and {names[1]} {_short(share)}; both must be positive "
                 "numbers"
             )
-        turned = self._turned(int(width * share), width)
-        is_dynamic = said.get("rope_type", said.get("type")) == "dynamic"
+        kind = said.get("rope_type", said.get("type"))
+        if kind == "proportional":
+            return self._proportional(said, float(base), self._turned(2 * int(width * share // 2), width), width)
+        turned, is_dynamic = self._turned(int(width * share), width), kind == "dynamic"
         if has_alpha and is_dynamic and turned > 2 and _is_positive(said.get("alpha")):
             base, said = base * said["alpha"] ** (turned / (turned - 2)), {}
         return self._checked(Rope(float(base), turned, self._scaling(said)))
+
+    def _proportional(self, said: Mapping[str, Any], base: float, turned: int, width: int) -> Rope:
+        """Frequencies of the whole head, but for those behind the first turned / 2, which are 0."""
+        factor = said.get("factor", 1.0)
+        if not _is_positive(factor):
+            raise ImportModelError(f"{self.source}: factor of the rotary embedding (proportional) is {_short(factor)}")
+        fixed = (math.inf,) * ((width - turned) // 2)
+        return Rope(base, width, divisors=(float(factor),) * (turned // 2) + fixed)
 
     def _checked(self, rope: Rope) -> Rope:
         if rope.scaling is not None and rope.scaling.kind == "yarn" and rope.base <= 1:

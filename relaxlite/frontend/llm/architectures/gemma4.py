@@ -1,0 +1,294 @@
+"""Gemma 4, text only: as Gemma 3, but values are normed too, scores are not scaled, and global layers have heads of
+another width, some of them with keys for values. The small ones give each layer an embedding of its own of each token
+(layer_inputs.py), and let the last layers read the keys and values of earlier ones; the mixture has experts beside each
+MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.base import (
+    GGUF_LAYER,
+    GGUF_WHOLE,
+    HUGGING_FACE_WHOLE,
+    Architecture,
+    Hyperparameters,
+)
+from relaxlite.frontend.llm.architectures.gemma import WITH_POST_NORMS
+from relaxlite.frontend.llm.checkpoint import Weight
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope
+
+_PATTERN = 6  # every sixth layer is global
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_ROPES = {
+    _LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
+    _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+_KINDS_OF_ROPE = ("default", "linear", "proportional")
+
+
+def _gemma4(h: Hyperparameters) -> DecoderConfig:
+    return _text(h, _layer_input(h), _experts(h))
+
+
+def _gemma4_unified(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(hidden_size_per_layer_input=0, enable_moe_block=False)
+    return _text(h, None, None)
+
+
+def _text(h: Hyperparameters, layer_input: int | None, experts: Experts | None) -> DecoderConfig:
+    h.refuse(hidden_activation="gelu_pytorch_tanh")
+    if h.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # the last: of pictures alone
+        raise ImportModelError(
+            f"{h.source}: use_bidirectional_attention = {h.raw['use_bidirectional_attention']!r} is not supported: a "
+            "token must not see later ones"
+        )
+    local, shared = _local_layers(h), _shared_layers(h)
+    layers, window = len(local), h.integer("window") if any(local) else None
+    widths, kv_heads = _heads(h, local)
+    first = layers - shared
+    intermediates = h.by_layer("intermediate")
+    if h.raw.get("use_double_wide_mlp") and not h.is_gguf:
+        intermediates = tuple(width * (1 if k < first else 2) for k, width in enumerate(intermediates))
+    return h.decoder(
+        "gemma4",
+        head_width=widths[_GLOBAL],
+        kv_heads=kv_heads[_GLOBAL],
+        local_head_width=widths[_LOCAL],
+        local_kv_heads=kv_heads[_LOCAL],
+        **_ropes(h, widths, local),
+        window=window,
+        is_local=local if window is not None else (),
+        keys_of=_keys_of(h, local, first) if shared else (),
+        unvalued=_unvalued(h, local, first),
+        intermediate=intermediates[0],
+        intermediates=intermediates if len(set(intermediates)) > 1 else (),
+        experts=experts,
+        layer_input=layer_input,
+        has_layer_scale=True,
+        activation="gelu_tanh",
+        has_qkv_bias=h.flag("qkv_bias"),
+        has_o_bias=h.flag("o_bias"),
+        has_qk_norm=True,
+        has_value_norm=True,
+        has_post_norms=True,
+        query_scale=1.0,
+        embedding_scale=float(np.float32(h.integer("hidden") ** 0.5)),
+        logit_cap=h.optional("logit_cap"),
+    )
+
+
+def _layer_input(h: Hyperparameters) -> int | None:
+    key = f"{h.prefix}embedding_length_per_layer_input" if h.is_gguf else "hidden_size_per_layer_input"
+    if h.raw.get(key) in (None, 0):
+        return None
+    vocab, of_layers = h.integer("vocab"), h.raw.get("vocab_size_per_layer_input")
+    if of_layers not in (None, vocab) and not h.is_gguf:
+        raise ImportModelError(
+            f"{h.source}: vocab_size_per_layer_input = {of_layers!r} is not supported, only vocab_size = {vocab} is"
+        )
+    return h.size(key)
+
+
+def _experts(h: Hyperparameters) -> Experts | None:
+    if not (h.get("experts") if h.is_gguf else h.raw.get("enable_moe_block")):
+        return None
+    return replace(h.experts(is_normed=True), is_beside=True, has_scales=True)
+
+
+def _local_layers(h: Hyperparameters) -> tuple[bool, ...]:
+    found = h.local_layers(_PATTERN)
+    return found if h.is_gguf else (*found[:-1], False)  # as transformers does whatever config.json says
+
+
+def _shared_layers(h: Hyperparameters) -> int:
+    """How many layers at the end have no keys and values of their own."""
+    key, layers = f"{h.prefix}attention.shared_kv_layers" if h.is_gguf else "num_kv_shared_layers", h.integer("layers")
+    found = h.raw.get(key) or 0
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < layers:
+        raise ImportModelError(f"{h.source}: {key} = {found!r} must be fewer than all {layers} layers")
+    return found
+
+
+def _keys_of(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[int, ...]:
+    """From `first` on each layer reads keys and values of the last one before that is local, or global, as it is."""
+    last = {is_local: k for k, is_local in enumerate(local[:first])}
+    found = tuple(k if k < first else last.get(is_local) for k, is_local in enumerate(local))
+    missing = next((k for k, source in enumerate(found) if source is None), None)
+    if missing is not None:
+        raise ImportModelError(
+            f"{h.source}: layer {missing} shares keys and values of a {_LOCAL if local[missing] else _GLOBAL} layer "
+            f"before layer {first}, and there is none"
+        )
+    return tuple(source for source in found if source is not None)
+
+
+def _unvalued(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[bool, ...]:
+    """Which layers have keys for values: config.json says it of all global ones, of GGUF it is those without others."""
+    if h.is_gguf:
+        found = tuple(k < first and k not in h.raw[f"{h.prefix}value_layers"] for k in range(len(local)))
+    else:
+        is_so = bool(h.raw.get("attention_k_eq_v"))
+        found = tuple(is_so and k < first and not is_local for k, is_local in enumerate(local))
+    return found if any(found) else ()
+
+
+def _heads(h: Hyperparameters, local: tuple[bool, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """How wide heads are, and how many hold keys, in both kinds of layers."""
+    kinds, counts = [_LOCAL if is_local else _GLOBAL for is_local in local], list(h.by_layer("kv_heads"))
+    if h.is_gguf:
+        of = {_GLOBAL: h.head_width(None), _LOCAL: h.size(f"{h.prefix}attention.key_length_swa")}
+        if h.raw.get(f"{h.prefix}attention.value_length_swa", of[_LOCAL]) != of[_LOCAL]:
+            raise ImportModelError(f"{h.source}: values of another width than keys are not supported")
+        widths = [of[kind] for kind in kinds]
+    else:
+        widths, changes = [h.head_width(256)] * len(local), _changes(h, kinds)
+        for k, change in enumerate(changes):
+            widths[k], counts[k] = change.get("head_dim", widths[k]), change.get("num_key_value_heads", counts[k])
+    found = _by_kind(h, "head_dim", kinds, widths), _by_kind(h, "num_key_value_heads", kinds, counts)
+    heads = h.integer("heads")
+    wrong = next((count for count in found[1].values() if heads % count), None)
+    if wrong is not None:
+        raise ImportModelError(f"{h.source}: {heads} heads cannot share {wrong} heads of keys and values")
+    return found
+
+
+def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
+    """What config.json says of each layer alone: as published of all global ones, as transformers 5 writes it one by
+    one."""
+    said = h.raw.get("per_layer_config")
+    if said is None:
+        usual = {"head_dim": h.raw.get("global_head_dim") or 512}
+        if h.raw.get("attention_k_eq_v") and h.raw.get("num_global_key_value_heads") is not None:
+            usual["num_key_value_heads"] = h.raw["num_global_key_value_heads"]
+        found: dict[str, Any] = {str(k): usual for k, kind in enumerate(kinds) if kind == _GLOBAL}
+    else:
+        found = dict(said) if isinstance(said, Mapping) else {"": said}
+    for place, change in found.items():
+        if not place.isdecimal() or int(place) >= len(kinds) or not isinstance(change, Mapping):
+            raise ImportModelError(f"{h.source}: per_layer_config must be an object by the numbers of layers")
+        for key, value in change.items():
+            if key not in ("head_dim", "num_key_value_heads"):
+                raise ImportModelError(f"{h.source}: {key!r} in per_layer_config is not supported")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**20:
+                raise ImportModelError(f"{h.source}: {key} of layer {place} is {value!r}, no positive integer")
+    return [found.get(str(k), {}) for k in range(len(kinds))]
+
+
+def _by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int]) -> dict[str, int]:
+    """The same for all layers of a kind; of a kind that there is not what the other has."""
+    found = dict(zip(kinds, values, strict=True))
+    for kind, value in zip(kinds, values, strict=True):
+        if found[kind] != value:
+            raise ImportModelError(f"{h.source}: {name} must be the same for all {kind} layers, got {values}")
+    return {kind: found.get(kind, values[0]) for kind in (_LOCAL, _GLOBAL)}
+
+
+def _ropes(h: Hyperparameters, widths: Mapping[str, int], local: tuple[bool, ...]) -> dict[str, Rope]:
+    if h.is_gguf:
+        turned = h.raw.get(f"{h.prefix}rope.dimension_count_swa", widths[_LOCAL])
+        if turned != widths[_LOCAL]:
+            raise ImportModelError(f"{h.source}: local layers must turn all {widths[_LOCAL]} elements, not {turned}")
+        return {"rope": h.rope(widths[_GLOBAL]), "local_rope": Rope(h.number("rope_local_base"), widths[_LOCAL])}
+    said = h.raw.get("rope_parameters") or _ROPES
+    h = replace(h, raw={**h.raw, "rope_parameters": said})
+    for kind in {_LOCAL: any(local), _GLOBAL: True}:
+        section = said.get(kind) if isinstance(said, Mapping) else None
+        if not isinstance(section, Mapping) or section.get("rope_type") not in _KINDS_OF_ROPE:
+            raise ImportModelError(
+                f"{h.source}: rope_parameters must have a rope_type of {', '.join(_KINDS_OF_ROPE)} for {kind} layers"
+            )
+        share = section.get("partial_rotary_factor")
+        if section["rope_type"] != "proportional" and share not in (None, 1):
+            raise ImportModelError(f"{h.source}: partial_rotary_factor = {share!r} is only known of proportional ones")
+    return {"rope": h.rope(widths[_GLOBAL], section=_GLOBAL), "local_rope": h.rope(widths[_LOCAL], section=_LOCAL)}
+
+
+def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Without keys and values where those of another layer are read, which published checkpoints have all the same; and
+    the scale of what chooses experts as weights of a norm."""
+    found = dict(weights)
+    for k in range(config.layers):
+        name = f"layers.{k}"
+        if config.keys_from(k) != k:
+            for spare in ("k", "v", "k_norm", "k_bias", "v_bias"):
+                found.pop(f"{name}.{spare}", None)
+        scale = found.pop(f"{name}.router_scale", None)
+        if scale is not None:
+            values = scale.to_float32() * np.float32(config.hidden**-0.5)
+            found[f"{name}.router_norm"] = Weight(values, scale.shape)
+    return found
+
+
+def _from_gguf(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """With scales of 1 where a file has none."""
+    if config.rope.divisors is None:
+        raise ImportModelError(f"{source}: tensor 'rope_freqs.weight' is missing: it says what global layers turn")
+    found = _as_used(weights, config, source)
+    for k in range(config.layers):
+        sizes, experts = {"scale": 1}, config.experts_of(k)
+        if experts is not None:
+            sizes["experts_scale"] = experts.count
+        for name, size in sizes.items():
+            found.setdefault(f"layers.{k}.{name}", Weight(np.ones(size, np.float32), (size,)))
+    return found
+
+
+_HUGGING_FACE = {
+    **WITH_POST_NORMS,
+    "scale": "layer_scalar", "input_gate": "per_layer_input_gate.weight",
+    "input_project": "per_layer_projection.weight", "input_norm": "post_per_layer_input_norm.weight",
+    "router": "router.proj.weight", "router_scale": "router.scale", "experts_scale": "router.per_expert_scale",
+    "experts.gate_up": "experts.gate_up_proj", "experts.down": "experts.down_proj",
+    "experts_norm": "pre_feedforward_layernorm_2.weight",
+    "experts_post_norm": "post_feedforward_layernorm_2.weight",
+    "dense_post_norm": "post_feedforward_layernorm_1.weight",
+}  # fmt: skip
+_GGUF = {
+    **GGUF_LAYER,
+    "scale": "layer_output_scale.weight", "input_gate": "inp_gate.weight", "input_project": "proj.weight",
+    "input_norm": "post_norm.weight", "router_scale": "ffn_gate_inp.scale", "experts_scale": "ffn_down_exps.scale",
+    "experts.gate_up": "ffn_gate_up_exps.weight", "experts_norm": "pre_ffw_norm_2.weight",
+    "experts_post_norm": "post_ffw_norm_2.weight", "dense_post_norm": "post_ffw_norm_1.weight",
+}  # fmt: skip
+_SHARED: dict[str, Any] = {
+    "hugging_face": _HUGGING_FACE,
+    "gguf": _GGUF,
+    "fused": {"gate_up": ("gate", "up")},
+    "hugging_face_whole": {
+        **HUGGING_FACE_WHOLE, "layer_embed": "model.embed_tokens_per_layer.weight",
+        "layer_project": "model.per_layer_model_projection.weight",
+        "layer_project_norm": "model.per_layer_projection_norm.weight",
+    },
+    "gguf_whole": {
+        **GGUF_WHOLE, "layer_embed": "per_layer_token_embd.weight", "layer_project": "per_layer_model_proj.weight",
+        "layer_project_norm": "per_layer_proj_norm.weight",
+    },
+    "from_folder": _as_used,
+    "from_gguf": _from_gguf,
+    "keys": {"top_k_experts": "num_experts_per_tok"},
+}  # fmt: skip
+_DEFAULTS = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA4 = Architecture(
+    ("gemma4", "gemma4_text"),
+    _gemma4,
+    defaults={
+        **_DEFAULTS, "max_position_embeddings": 131072, "sliding_window": 512, "hidden_size_per_layer_input": 256
+    },
+    **_SHARED,
+)  # fmt: skip
+GEMMA4_UNIFIED = Architecture(
+    ("gemma4_unified", "gemma4_unified_text"),
+    _gemma4_unified,
+    defaults={**_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024},
+    **_SHARED,
+)
