@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -42,22 +42,23 @@ def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
     if model in (None, "none", "no_vocab"):
         return None
     fields = _Fields(raw, source)
-    if model not in ("gpt2", "llama"):
-        raise fields.error(f"the tokenizer model {model!r} is not known; known are 'gpt2', 'llama'")
-    parts = _byte_level(fields) if model == "gpt2" else _sentence_piece(fields)
+    if model not in _MODELS:
+        raise fields.error(f"the tokenizer model {model!r} is not known; known are {', '.join(map(repr, _MODELS))}")
+    parts = _MODELS[model](fields)
     parts["added_tokens"] = _added(fields, parts["normalizer"])
     bos, eos = fields.token("bos"), fields.token("eos")
     ends = [eos, fields.token("eot"), fields.token("eom")]
     ends += [fields.places[token] for token in fields.ends]
     names = {"bos_token": bos, "eos_token": eos, "unk_token": fields.token("unknown")}
     template = raw.get("tokenizer.chat_template")
-    adds_bos = model == "llama" or fields.pre_tokenizer.adds_bos
+    adds_bos = model != "gpt2" or fields.pre_tokenizer.adds_bos
+    says_bos = None if model == "gemma4" else raw.get("tokenizer.ggml.add_bos_token")  # as llama.cpp has it
     return TokenizerData(
         json.dumps(parts, ensure_ascii=False),
         template if isinstance(template, str) and template else None,
         bos,
         tuple(dict.fromkeys(place for place in ends if place is not None)),
-        bool(raw.get("tokenizer.ggml.add_bos_token", adds_bos)) and bos is not None,
+        (adds_bos if says_bos is None else bool(says_bos)) and bos is not None,
         {name: fields.tokens[place] for name, place in names.items() if place is not None},
     )
 
@@ -102,6 +103,19 @@ class _Fields:
         return bool(self._raw.get(f"tokenizer.ggml.{name}", default))
 
     @property
+    def has_prefix(self) -> bool:
+        """Whether a space comes before a text."""
+        return self._raw.get("tokenizer.ggml.model") != "gemma4" and self.flag("add_space_prefix", True)
+
+    def merges(self) -> list[str]:
+        found = self.list("merges", str)
+        for merge in found:
+            left, _, right = merge.partition(" ")
+            if left not in self.places or right not in self.places or left + right not in self.places:
+                raise self.error(f"the merge {merge!r} is not one of two tokens to a third")
+        return found
+
+    @property
     def architecture(self) -> Any:
         return self._raw.get("general.architecture")
 
@@ -137,26 +151,42 @@ def _byte_level(fields: _Fields) -> dict[str, Any]:
     made.decoder = decoders.ByteLevel()
     if pre.composes:
         made.normalizer = normalizers.NFC()
-    merges = fields.list("merges", str)
-    for merge in merges:
-        left, _, right = merge.partition(" ")
-        if left not in fields.places or right not in fields.places or left + right not in fields.places:
-            raise fields.error(f"the merge {merge!r} is not one of two tokens to a third")
-    return _filled(made, fields.places, merges)
+    return _filled(made, fields.places, fields.merges())
 
 
 def _sentence_piece(fields: _Fields) -> dict[str, Any]:
     """Byte-pair encoding whose merges follow from the scores: any two tokens that make a token, better ones first."""
+    return _of_characters(fields, _merges_by_score(fields))
+
+
+def _gemma4(fields: _Fields) -> dict[str, Any]:
+    """Merges of characters within lines, and of newlines. llama.cpp takes a run of these that is a token without asking
+    the merges, which must give the same."""
+    from tokenizers import Regex, pre_tokenizers
+
+    merges = fields.merges()
+    merged = {merge.replace(" ", "") for merge in merges if merge.startswith("\n")}
+    wrong = next((t for t in fields.tokens if len(t) > 1 and not t.strip("\n") and t not in merged), None)
+    if wrong is not None:
+        raise fields.error(f"no merge gives the token {wrong!r} of newlines")
+    lines = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    return _of_characters(fields, merges, lines)
+
+
+def _of_characters(fields: _Fields, merges: Sequence[str], pre_tokenizer: Any = None) -> dict[str, Any]:
+    """Byte-pair encoding of characters, with "▁" for spaces, and bytes of those that are no tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = next((t for t, kind in zip(fields.tokens, fields.types, strict=True) if kind == _UNKNOWN), None)
     made = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=_BYTE in fields.types))
-    prefix = fields.flag("add_space_prefix", True)
+    prefix = fields.has_prefix
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
-    parts = _filled(made, fields.places, _merges_by_score(fields))
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    parts = _filled(made, fields.places, merges)
     parts["model"]["unk_token"] = unknown
     return parts
 
@@ -197,7 +227,7 @@ def _added(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
     """Control tokens and those that users defined are never parted. The latter are looked for in the text whose spaces
     are replaced, as SentencePiece does; where a prefix is added too, they would get it as well, so not there."""
     takes_spaces = fields.architecture == "phi3" and _BYTE in fields.types  # as its tokenizer.json says
-    in_normalized = normalizer is not None and not fields.flag("add_space_prefix", True)  # never so of byte level
+    in_normalized = normalizer is not None and not fields.has_prefix  # never so of byte level
     return [
         {
             "id": place,
@@ -211,3 +241,8 @@ def _added(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
         for token, place in fields.places.items()
         if fields.types[place] in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token
     ]
+
+
+_MODELS: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
+    "gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4,
+}  # fmt: skip
