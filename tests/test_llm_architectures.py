@@ -477,6 +477,33 @@ def test_qwen3_5_with_what_sees_pictures(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
+SEEN = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+HEARD = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("Gemma4Config", {"vision_config": {**SEEN, "num_key_value_heads": 2}, "audio_config": HEARD}),
+        ("Gemma4UnifiedConfig", {"vision_config": {"mm_embed_dim": 24}, "audio_config": {"audio_embed_dim": 24}}),
+    ],
+)
+def test_gemma4_with_what_sees_and_hears(kind: str, parts: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    text = {**SIZES, **GEMMA4, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = getattr(transformers, kind)(text_config=text, **parts)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval().float()
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    published = {**said["text_config"], "global_head_dim": 24, "num_global_key_value_heads": None}
+    del published["per_layer_config"]  # which transformers writes, and published folders do not have
+    (tmp_path / "config.json").write_text(json.dumps({**said, "text_config": published}))
+    tokens = np.random.default_rng(0).integers(0, 101, (2, 9))
+    wanted = model(input_ids=torch.tensor(tokens)).logits.detach().numpy()
+    found = rl.compile(build_dense(read_checkpoint(tmp_path)))(tokens)
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
 def test_pythia_with_the_masks_of_attention_among_its_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ LLAMA3_SCALING = {
     "rope_type": "llama3",
 }  # fmt: skip
 GEMMA3_LOCAL = tuple((k + 1) % 6 != 0 for k in range(34))
+GEMMA4_ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+GEMMA4_ROPE = Rope(1e6, 512, divisors=(1.0,) * 64 + (math.inf,) * 192)
+GEMMA4: dict[str, Any] = {
+    "has_qk_norm": True, "has_value_norm": True, "has_post_norms": True, "query_scale": 1.0, "logit_cap": 30.0,
+    "local_rope": Rope(1e4, 256), "local_head_width": 256, "has_layer_scale": True,
+}  # fmt: skip
 PLAIN: dict[str, Any] = {"is_gated": False, "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True}
 PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
     "TinyLlama-1.1B-Chat": (
@@ -241,6 +251,44 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
         DecoderConfig(
             "qwen3_5", 248320, 1024, 24, 8, 2, 256, 3584, 262144, 1e-6, Rope(1e7, 64), True, has_qk_norm=True,
             has_output_gate=True, states=StateLayers("delta", 16, 16, 128, 128, 4, (True, True, True, False) * 6),
+        ),
+    ),
+    "gemma-4-E2B-it": (
+        {"architectures": ["Gemma4ForConditionalGeneration"], "audio_config": {"hidden_size": 1024},
+         "audio_token_id": 258881, "eos_token_id": [1, 106], "image_token_id": 258880, "model_type": "gemma4",
+         "text_config": {"attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False,
+                         "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+                         "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536,
+                         "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+                         "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+                         "max_position_embeddings": 131072, "model_type": "gemma4_text", "num_attention_heads": 8,
+                         "num_global_key_value_heads": None, "num_hidden_layers": 35, "num_key_value_heads": 1,
+                         "num_kv_shared_layers": 20, "rms_norm_eps": 1e-6, "rope_parameters": GEMMA4_ROPES,
+                         "sliding_window": 512, "tie_word_embeddings": True, "use_bidirectional_attention": None,
+                         "use_double_wide_mlp": True, "vocab_size": 262144, "vocab_size_per_layer_input": 262144},
+         "vision_config": {"hidden_size": 768, "model_type": "gemma4_vision"}},
+        DecoderConfig(
+            "gemma4", 262144, 1536, 35, 8, 1, 512, 6144, 131072, 1e-6, GEMMA4_ROPE, True, "gelu_tanh",
+            **{**GEMMA4, "embedding_scale": float(np.float32(1536**0.5)), "window": 512},
+            is_local=(*(True,) * 4, False) * 7, local_kv_heads=1, intermediates=(6144,) * 15 + (12288,) * 20,
+            keys_of=(*range(15), *(13, 13, 13, 13, 14) * 4), layer_input=256,
+        ),
+    ),
+    "gemma-4-26B-A4B-it, its text": (
+        {"attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": True, "final_logit_softcapping": 30.0,
+         "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2816,
+         "hidden_size_per_layer_input": 0, "intermediate_size": 2112,
+         "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5, "max_position_embeddings": 262144,
+         "model_type": "gemma4_text", "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128,
+         "num_global_key_value_heads": 2, "num_hidden_layers": 30, "num_key_value_heads": 8,
+         "num_kv_shared_layers": 0, "per_layer_config": None, "rms_norm_eps": 1e-6, "rope_parameters": GEMMA4_ROPES,
+         "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": 8,
+         "use_bidirectional_attention": "vision", "use_double_wide_mlp": False, "vocab_size": 262144},
+        DecoderConfig(
+            "gemma4", 262144, 2816, 30, 16, 2, 512, 2112, 262144, 1e-6, GEMMA4_ROPE, True, "gelu_tanh",
+            **{**GEMMA4, "embedding_scale": float(np.float32(2816**0.5)), "window": 1024},
+            is_local=(*(True,) * 5, False) * 5, local_kv_heads=8, unvalued=(*(False,) * 5, True) * 5,
+            experts=Experts(128, 8, 704, True, is_beside=True, has_scales=True),
         ),
     ),
     "gpt2": (

@@ -163,7 +163,8 @@ def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
     one."""
     said = h.raw.get("per_layer_config")
     if said is None:
-        usual = {"head_dim": h.raw.get("global_head_dim") or 512}
+        width = h.raw.get("global_head_dim")
+        usual = {"head_dim": 512 if width is None else width}
         if h.raw.get("attention_k_eq_v") and h.raw.get("num_global_key_value_heads") is not None:
             usual["num_key_value_heads"] = h.raw["num_global_key_value_heads"]
         found: dict[str, Any] = {str(k): usual for k, kind in enumerate(kinds) if kind == _GLOBAL}
@@ -177,7 +178,8 @@ def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
                 raise ImportModelError(f"{h.source}: {key!r} in per_layer_config is not supported")
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**20:
                 raise ImportModelError(f"{h.source}: {key} of layer {place} is {value!r}, no positive integer")
-    return [found.get(str(k), {}) for k in range(len(kinds))]
+    numbered = {int(place): change for place, change in found.items()}
+    return [numbered.get(k, {}) for k in range(len(kinds))]
 
 
 def _by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int]) -> dict[str, int]:
