@@ -63,7 +63,7 @@ def tensors(metadata: Mapping[str, Any], *, vocab: int = VOCAB, seed: int = 0) -
         wide = _of_layer(metadata, "feed_forward_length", k)
         layer = {
             "attn_q.weight": matrix(HEADS * width, HIDDEN), "attn_output.weight": matrix(HIDDEN, HEADS * width),
-            "attn_q_norm.weight": vector(width), "ffn_gate.weight": matrix(wide, HIDDEN),
+            "attn_q_norm.weight": vector(width) * np.float32(width**-0.5), "ffn_gate.weight": matrix(wide, HIDDEN),
             "ffn_up.weight": matrix(wide, HIDDEN), "ffn_down.weight": matrix(HIDDEN, wide),
             "layer_output_scale.weight": vector(1),
         }  # fmt: skip
@@ -77,7 +77,7 @@ def tensors(metadata: Mapping[str, Any], *, vocab: int = VOCAB, seed: int = 0) -
             norms.append("post_norm")
         if "gemma4.expert_count" in metadata:
             layer |= {
-                "ffn_gate_inp.weight": matrix(EXPERTS, HIDDEN) * 8, "ffn_gate_inp.scale": vector(HIDDEN) * 8,
+                "ffn_gate_inp.weight": matrix(EXPERTS, HIDDEN) * 32, "ffn_gate_inp.scale": vector(HIDDEN),
                 "ffn_gate_up_exps.weight": matrix(EXPERTS, 2 * OF_EXPERT, HIDDEN),
                 "ffn_down_exps.weight": matrix(EXPERTS, HIDDEN, OF_EXPERT), "ffn_down_exps.scale": vector(EXPERTS),
             }  # fmt: skip

@@ -161,6 +161,52 @@ def test_tokens_that_users_defined_are_found_first_and_the_longest_of_them() -> 
     assert tokenizer.decode(tokenizer.encode("a   a\n\n a").ids) == "a   a\n\n a"
 
 
+# Gemma 4
+
+
+def gemma4(words: list[str], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """All merges of two words to a third, in their order, but for those `without`."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", '<|"|>']
+    tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), *words]
+    pairs = [(word[:at], word[at:]) for word in words for at in range(1, len(word))]
+    found = {
+        "model": "gemma4", "tokens": tokens, "token_type": [3] * 6 + [4] + [6] * 256 + [1] * len(words),
+        "scores": [-1000.0] * len(tokens), "add_space_prefix": False, "bos_token_id": 2, "eos_token_id": 1,
+        "merges": [f"{a} {b}" for a, b in pairs if a in words and b in words and a + b not in without],
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+
+
+LINES = ["▁", "a", "b", "\n", "\n\n", "\n\n\n", "ab", "▁a", "▁▁", "aa", "▁ab", "a▁", "b▁a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (" ab", ["▁ab"]),
+        ("aab", ["a", "ab"]),  # the first of the merges
+        ("a\n\n\n\nb", ["a", "\n\n", "\n\n", "b"]),
+        ("a  b\n a", ["a", "▁▁", "b", "\n", "▁a"]),
+        ('<|turn>ab<|"|>é<turn|>', ["<|turn>", "ab", '<|"|>', "<0xC3>", "<0xA9>", "<turn|>"]),
+    ],
+)
+def test_lines_of_gemma4_are_merged_in_the_order_of_the_file(text: str, wanted: list[str]) -> None:
+    tokenizer = made(gemma4(LINES))
+    found = tokenizer.encode(text, add_special_tokens=False)
+    assert found.tokens == wanted and tokenizer.decode(found.ids, skip_special_tokens=False) == text
+
+
+def test_gemma4_begins_texts_whatever_a_file_says() -> None:
+    found = read_tokenizer({**gemma4(LINES), "tokenizer.ggml.add_bos_token": False}, "x")
+    assert found is not None and found.adds_bos and (found.bos, found.stop) == (2, (1, 5))
+
+
+def test_newlines_of_gemma4_that_no_merge_gives_are_refused() -> None:
+    """llama.cpp would take them all the same."""
+    with pytest.raises(ImportModelError, match=r"x: no merge gives the token '\\n\\n\\n' of newlines"):
+        read_tokenizer(gemma4(LINES, without=("\n\n\n",)), "x")
+
+
 # What begins and ends texts
 
 
