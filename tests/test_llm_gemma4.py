@@ -13,8 +13,10 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
-from relaxlite.frontend.llm.step import build_step
+from relaxlite.frontend.llm.step import ENTRY, FILL, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
+from relaxlite.llm.compiling import build
+from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime.module import Executable
 from tests import gemma4_files as gemma4
 from tests import llm_files as files
@@ -101,9 +103,13 @@ def test_a_file_becomes_a_model(tmp_path: Path) -> None:
     path = files.write(
         tmp_path / "m.gguf", "gemma4", {**metadata, **files.byte_tokenizer()}, gemma4.tensors(metadata, vocab=257)
     )
-    llm = rl.llm.compile(path, quantize="q4_0", max_context=64)
-    tokens = llm.generate([1, 2, 3], max_new_tokens=9).tokens
-    assert len(tokens) == 9 and tokens == llm.generate([1, 2, 3], max_new_tokens=9).tokens
+    data = build(path, quantize="q8_0")
+    entry, fill = (data.functions[name] for name in (ENTRY, FILL))
+    assert len(fill.instructions) < 0.75 * len(entry.instructions)  # without the last layers, which keep nothing
+    llm, prompt = LanguageModel.of(data), np.random.default_rng(0).integers(0, 257, 100).tolist()
+    tokens = llm.generate(prompt, max_new_tokens=9).tokens
+    assert len(tokens) == 9
+    assert llm.generate([*prompt, *tokens[:4]], max_new_tokens=5).tokens == tokens[4:]
 
 
 def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path: Path) -> None:

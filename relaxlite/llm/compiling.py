@@ -113,7 +113,7 @@ def build_checkpoint(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
-        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(multiplied.values()),
+        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(multiplied.values()) or _ends_without_keys(checkpoint),
         groups_rows=all(_is_integer(weight, machine, chosen) for weight in experts),
     )
     samples = step_samples(module) if validate else False
@@ -130,6 +130,12 @@ def module_of(
     config = replace(checkpoint.config, context=_context(checkpoint, max_context))
     checkpoint = replace(checkpoint, config=config)
     return build_step(checkpoint, cache_dtype=cache_dtype, has_fill=has_fill, groups_rows=groups_rows)
+
+
+def _ends_without_keys(checkpoint: Checkpoint) -> bool:
+    """Whether the last layers keep nothing, so that what only fills the cache computes less."""
+    last = checkpoint.config.layers - 1
+    return checkpoint.config.keys_from(last) != last
 
 
 def _elements(weights: Iterable[Weight]) -> int:

@@ -11,8 +11,8 @@ mamba.py), `spans` int64[b, 4] follow the blocks, and tails_K, states_K all othe
 writes the new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
 
 Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
-cache, and may compute products more coarsely (passes/integer_products.py, passes/word_products.py), as nobody sees
-logits of these tokens.
+cache, without layers at the end that keep nothing there, and may compute products more coarsely
+(passes/integer_products.py, passes/word_products.py), as nobody sees logits of these tokens.
 """
 
 from __future__ import annotations
