@@ -107,7 +107,7 @@ class _Fields:
         """Whether a space comes before a text."""
         return self._raw.get("tokenizer.ggml.model") != "gemma4" and self.flag("add_space_prefix", True)
 
-    def merges(self) -> list[str]:
+    def merges(self) -> Sequence[str]:
         found = self.list("merges", str)
         for merge in found:
             left, _, right = merge.partition(" ")
