@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {"is_small": False, "has_experts": True},
 }
 TABLE = "per_layer_token_embd.weight"
+WIDE = ("token_embd.weight", TABLE, "per_layer_model_proj.weight")  # of 8 bits whatever others have
 
 
 def check(exe: Executable, wanted: np.ndarray, tolerance: float = 3e-5) -> None:
@@ -49,13 +50,13 @@ def test_logits_are_those_of_a_plain_computation(kind: str, tmp_path: Path) -> N
 
 
 def in_blocks(weights: dict[str, np.ndarray], kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """All matrices in a type, as a file has them, and what they are then: embeddings in Q8_0, in floats what chooses
+    """All matrices in a type, as a file has them, and what they are then: some in Q8_0, in floats what chooses
     experts."""
     stored: dict[str, Any] = dict(weights)
     rounded = dict(weights)
     for name, values in weights.items():
         if values.ndim > 1 and "gate_inp" not in name:
-            own = "Q8_0" if "token_embd" in name else kind
+            own = "Q8_0" if name in WIDE else kind
             data = gguf.quants.quantize(values.reshape(-1, values.shape[-1]), gguf.GGMLQuantizationType[own])
             stored[name] = (data.reshape(*values.shape[:-1], -1), own)
             rounded[name] = dequantized(data, own).reshape(values.shape)
@@ -148,6 +149,7 @@ def test_scales_that_a_file_does_not_have_are_1(tmp_path: Path) -> None:
         ({"rope.dimension_count_swa": 16}, "local layers must turn all 32 elements, not 16"),
         ({"rope.freq_base_swa": None}, "hyperparameter 'gemma4.rope.freq_base_swa' is missing"),
         ({"attention.sliding_window": None}, "hyperparameter 'gemma4.attention.sliding_window' is missing"),
+        ({"attention.sliding_window_pattern": None}, "'gemma4.attention.sliding_window_pattern' is missing"),
         ({"attention.head_count_kv": [2, 1, 1, 1, 2, 1]}, "num_key_value_heads must be the same for all sliding_atten"),
         ({"attention.head_count_kv": [2, 3] * 3}, "4 heads cannot share 3 heads of keys and values"),
         ({"feed_forward_length": [96] * 5}, r"it must be a positive integer for each of 6 layers"),
@@ -191,6 +193,7 @@ def with_rope(kind: str, **section: Any) -> dict[str, Any]:
     ("more", "problem"),
     [
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported, only None is"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported: a token must"),
         ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input = 99 is not supported, only vocab_size = 101"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers = 4 must be fewer than all 4 layers"),

@@ -20,8 +20,8 @@ from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 EMBEDDING_FORMAT = "Q8_0"
-"""Of embeddings of tokens and the logits' matrix: few bits there cost far more than they save."""
-_EMBEDDINGS = ("embed", "head", "layer_embed")
+"""Of embeddings of tokens, of what is added to them and of logits: few bits there cost far more than they save."""
+_IN_MORE_BITS = ("embed", "head", "layer_embed", "layer_project")
 _FLOATS = (".router", "positions")  # what chooses experts, and what is added to embeddings
 _ROWS_BYTES = 64 << 20  # of float32 rows converted at once
 
@@ -55,7 +55,7 @@ def quantize_checkpoint(
         raise ImportModelError(f"{source}: no weight has rows of whole blocks of {BLOCK_FORMATS[kind].size}")
     for name in chosen:
         progress(name)
-        weights[name] = quantize(weights[name], EMBEDDING_FORMAT if name in _EMBEDDINGS else kind, name)
+        weights[name] = quantize(weights[name], EMBEDDING_FORMAT if name in _IN_MORE_BITS else kind, name)
     kept = f"; {len(floats) - len(chosen)} matrices kept" if len(chosen) < len(floats) else ""
     kept += f"; {len(matrices) - len(floats)} in {', '.join(formats)} before" if formats else ""
     return replace(checkpoint, weights=weights, provenance={**checkpoint.provenance, "quantized": f"{kind}{kept}"})

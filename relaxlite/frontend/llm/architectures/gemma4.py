@@ -42,7 +42,7 @@ def _gemma4_unified(h: Hyperparameters) -> DecoderConfig:
 
 
 def _text(h: Hyperparameters, layer_input: int | None, experts: Experts | None) -> DecoderConfig:
-    h.refuse(hidden_activation="gelu_pytorch_tanh")
+    h.refuse(hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None)
     if h.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # the last: of pictures alone
         raise ImportModelError(
             f"{h.source}: use_bidirectional_attention = {h.raw['use_bidirectional_attention']!r} is not supported: a "
@@ -102,6 +102,8 @@ def _experts(h: Hyperparameters) -> Experts | None:
 
 
 def _local_layers(h: Hyperparameters) -> tuple[bool, ...]:
+    if h.is_gguf and h.get("window_pattern") is None:
+        raise ImportModelError(f"{h.source}: the hyperparameter {h.key('window_pattern')!r} is missing")
     found = h.local_layers(_PATTERN)
     return found if h.is_gguf else (*found[:-1], False)  # as transformers does whatever config.json says
 
