@@ -565,6 +565,11 @@ def test_gates_are_cut_where_the_checkpoint_says() -> None:
             )
         ),
         ("EXAONE-4.0-1.2B", {"layer_types": ["linear_attention"] * 30, "sliding_window": 9}, "layer_types must name"),
+        (
+            "ERNIE-4.5-0.3B-PT",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1e304}},
+            r"a factor of yarn of 1e\+304 is more than anybody has",
+        ),
         ("Hunyuan-0.5B-Instruct", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic' are not"),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 experts for each token, and there are only 128"),
         ("Qwen3-30B-A3B", {"num_experts": None}, "hyperparameter 'num_experts' is missing"),

@@ -464,7 +464,10 @@ class Hyperparameters:
                 )
             found["usual_context"] = min(scaling.original_context, found["context"])
         if scaling is not None and scaling.kind == "yarn" and found["context"] <= scaling.original_context:
-            found["context"] = int(scaling.original_context * scaling.factor)  # added as cards of models say to
+            context = scaling.original_context * scaling.factor  # added as cards of models say to
+            if context > 2**31:
+                raise ImportModelError(f"{self.source}: a factor of yarn of {scaling.factor} is more than anybody has")
+            found["context"] = int(context)
         return DecoderConfig(architecture, **found)
 
 
