@@ -220,6 +220,7 @@ def with_rope(kind: str, **section: Any) -> dict[str, Any]:
             with_rope("full_attention", rope_type="proportional", partial_rotary_factor=2),
             "rotary embeddings cannot turn 1024 of 512 elements",
         ),
+        ({"global_head_dim": 9}, "rotary embeddings cannot turn 9 of 9 elements"),
         ({"model_type": "gemma4_unified_text"}, "hidden_size_per_layer_input = 8 is not supported, only 0 is"),
         (
             {"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 0, "enable_moe_block": True},

@@ -219,7 +219,8 @@ class Hyperparameters:
             )
         kind = said.get("rope_type", said.get("type"))
         if kind == "proportional":
-            return self._proportional(said, float(base), self._turned(2 * int(width * share // 2), width), width)
+            turned = self._turned(2 * int(width * share // 2), width)
+            return self._proportional(said, float(base), turned, self._turned(width, width))
         turned, is_dynamic = self._turned(int(width * share), width), kind == "dynamic"
         if has_alpha and is_dynamic and turned > 2 and _is_positive(said.get("alpha")):
             base, said = base * said["alpha"] ** (turned / (turned - 2)), {}
