@@ -6,7 +6,8 @@ Weights have our names, whatever the checkpoint calls them:
     layer_embed, layer_project, layer_project_norm: of what layers are given of each token (layer_inputs.py)
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, q_gate, attn_post_norm,
                mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
-               router [experts, hidden], experts.E.(gate, up, down), shared.(gate, up, down), shared_router [hidden],
+               router [experts, hidden], router_balance [experts], experts.E.(gate, up, down), shared.(gate, up, down),
+               shared_router [hidden],
                and where these are beside an MLP router_norm, experts_norm, experts_post_norm, experts_scale [experts],
                dense_post_norm; input_gate, input_project, input_norm, scale [1];
                in place of attention conv_*, delta_*, mamba_* (`expected_weights` has their shapes)

@@ -61,7 +61,7 @@ def _text(h: Hyperparameters, layer_input: int | None, experts: Experts | None) 
         kv_heads=kv_heads[_GLOBAL],
         local_head_width=widths[_LOCAL],
         local_kv_heads=kv_heads[_LOCAL],
-        **_ropes(h, widths, local),
+        **_ropes(h, widths),
         window=window,
         is_local=local if window is not None else (),
         keys_of=_keys_of(h, local, first) if shared else (),
@@ -193,7 +193,7 @@ def _by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int])
     return {kind: found.get(kind, values[0]) for kind in (_LOCAL, _GLOBAL)}
 
 
-def _ropes(h: Hyperparameters, widths: Mapping[str, int], local: tuple[bool, ...]) -> dict[str, Rope]:
+def _ropes(h: Hyperparameters, widths: Mapping[str, int]) -> dict[str, Rope]:
     if h.is_gguf:
         turned = h.raw.get(f"{h.prefix}rope.dimension_count_swa", widths[_LOCAL])
         if turned != widths[_LOCAL]:
@@ -201,7 +201,7 @@ def _ropes(h: Hyperparameters, widths: Mapping[str, int], local: tuple[bool, ...
         return {"rope": h.rope(widths[_GLOBAL]), "local_rope": Rope(h.number("rope_local_base"), widths[_LOCAL])}
     said = h.raw.get("rope_parameters") or _ROPES
     h = replace(h, raw={**h.raw, "rope_parameters": said})
-    for kind in {_LOCAL: any(local), _GLOBAL: True}:
+    for kind in (_LOCAL, _GLOBAL):
         section = said.get(kind) if isinstance(said, Mapping) else None
         if not isinstance(section, Mapping) or section.get("rope_type") not in _KINDS_OF_ROPE:
             raise ImportModelError(
