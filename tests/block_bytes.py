@@ -13,7 +13,7 @@ gguf = pytest.importorskip("gguf")
 
 HALVES: Mapping[str, tuple[int, ...]] = {  # where the float16 of a block lie; else at its beginning
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": (),
+    "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": (), "NVFP4": (),
 }  # fmt: skip
 NIBBLES = (49, 51, 53, 55)  # of IQ1_M, the upper ones of which are one float16
 EXPONENTS = np.array([0, 1, 2, 3, 100, 110, 120, 127, 128, 129, 140, 250])  # of MXFP4: the least, and others
@@ -47,4 +47,6 @@ def random_blocks(kind: str, scales: np.ndarray, seed: int = 0) -> np.ndarray:
         blocks[:, NIBBLES] = blocks[:, NIBBLES] & 15 | nibbles << 4
     if kind == "MXFP4":
         blocks[:, 0] = np.resize(EXPONENTS, count)
+    if kind == "NVFP4":
+        blocks[:, :4] &= 127  # the first bit of a scale is never set
     return blocks

@@ -282,6 +282,8 @@ def packed(values: np.ndarray, kind: str) -> np.ndarray:
     data = random_blocks(kind, scales, values.shape[1])
     if kind == "MXFP4":
         data[:, 0] = 112 + data[:, 1] % 5  # powers of two
+    if kind == "NVFP4":
+        data[:, :4] = 4 + data[:, :4] % 8  # the least floats, and the ones behind them
     return data.reshape(len(values), -1)
 
 
@@ -343,6 +345,31 @@ def test_experts_in_blocks(kind: str, is_stacked: bool, tmp_path: Path) -> None:
                 parts = {name.replace("_exps", f".{e}"): part for e, part in enumerate(data)}
             stored |= {part: (found, kind) for part, found in parts.items()}
     check_logits(files.write(tmp_path / "m.gguf", "llama", metadata, stored), "llama", metadata, weights)
+
+
+def test_weights_in_nvfp4_are_multiplied_by_numbers_of_their_own(tmp_path: Path) -> None:
+    """One of each matrix, or of each expert; what is said of activations is left to `precision`."""
+    metadata, weights = files.fields("llama", expert_count=3, expert_used_count=2), files.tensors("llama", experts=3)
+    stored: dict[str, Any] = dict(weights)
+    for k, (name, values) in enumerate(list(weights.items())):
+        if values.ndim < 2 or "ffn_gate_inp" in name:
+            continue
+        data, stem = packed(values.reshape(-1, values.shape[-1]), "NVFP4"), name.removesuffix(".weight")
+        factors = np.float32([0.7, 1, 1.2]) if values.ndim == 3 else np.float32([0.6 + 0.05 * k])
+        stored[name] = (data.reshape(*values.shape[:-1], -1), "NVFP4")
+        stored[f"{stem}.scale"], stored[f"{stem}.input_scale"] = factors, np.float32([3.0])
+        weights[name] = dequantized(data, "NVFP4").reshape(values.shape) * factors.reshape(-1, *[1] * (values.ndim - 1))
+    path = files.write(tmp_path / "m.gguf", "llama", metadata, stored)
+    for precision in TOLERANCE:
+        check_logits(path, "llama", metadata, weights, precision)
+    for name, count in (("blk.0.attn_q.scale", 2), ("blk.1.ffn_up_exps.scale", 4)):
+        with pytest.raises(ImportModelError, match=rf"'{name}' must have 1 .*positive numbers for .* and has {count}"):
+            read_checkpoint(files.write(path, "llama", metadata, {**stored, name: np.ones(count, np.float32)}))
+    with pytest.raises(ImportModelError, match=r"attn_q.scale' must have 1 positive numbers .*, the least -1"):
+        read_checkpoint(files.write(path, "llama", metadata, {**stored, "blk.0.attn_q.scale": -np.ones(1, np.float32)}))
+    others = {**stored, "blk.0.attn_q.weight": weights["blk.0.attn_q.weight"]}
+    with pytest.raises(ImportModelError, match=r"attn_q.* unknown to the architecture llama"):
+        read_checkpoint(files.write(path, "llama", metadata, others))
 
 
 def test_a_matrix_for_each_expert_is_needed(tmp_path: Path) -> None:

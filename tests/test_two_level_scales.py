@@ -72,7 +72,7 @@ def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
         "Q4_K": 4 / 144, "Q5_K": 4 / 176, "Q2_K": 16 / 84, "Q3_K": 4 / 110, "IQ4_XS": 2 / 136, "MXFP4": 1 / 17,
         "IQ1_S": 108 / 50 - 1, "IQ1_M": 116 / 56 - 1, "IQ2_XXS": 108 / 66 - 1, "IQ2_XS": 116 / 74 - 1,
         "IQ2_S": 116 / 82 - 1, "IQ3_XXS": 140 / 98 - 1, "IQ3_S": 138 / 110 - 1, "TQ1_0": 74 / 54 - 1,
-        "TQ2_0": 74 / 66 - 1, "Q1_0": 4 / 18, "Q2_0": 2 / 18,
+        "TQ2_0": 74 / 66 - 1, "Q1_0": 4 / 18, "Q2_0": 2 / 18, "NVFP4": 4 / 36,
     }.get(kind, 0)  # fmt: skip
     assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
 

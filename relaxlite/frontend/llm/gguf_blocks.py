@@ -2,8 +2,8 @@
 
 Each says the same thing (quantized.py) in its own packing: groups of 16 or 32 weights with a scale, and sometimes an
 offset, in float16, or in the K formats integers of few bits times a float16 of 256 weights. The IQ4 formats have a
-table of numbers, and codes of 4 bits are places in it; so are those of MXFP4, which are floats, and its scales, powers
-of two, are kept in bfloat16.
+table of numbers, and codes of 4 bits are places in it; so are those of MXFP4 and NVFP4, which are floats, and their
+scales, powers of two and floats of 7 bits, are kept in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from relaxlite import dtypes
 from relaxlite.frontend.llm import gguf_grids as grids
 from relaxlite.frontend.llm.quantized import MXFP4, GroupedWeight, GroupScales, mxfp4_scales, scale_of_groups
 from relaxlite.ir.ops.block_codes import Coding
@@ -148,6 +149,20 @@ def _mxfp4(blocks: Array) -> _Parts:
     return _nibbles(blocks[:, 1:]), GroupScales(mxfp4_scales(blocks[:, :1])), None
 
 
+def _nvfp4(blocks: Array) -> _Parts:
+    """Four groups of 16, whose scales are floats of 4 bits of exponent and 3 of fraction, half as large."""
+    return _nibbles(blocks[:, 4:].reshape(-1, 4, 8)), GroupScales(_UNSIGNED_E4M3[blocks[:, :4]]), None
+
+
+def _unsigned_e4m3() -> Array:
+    """Half of what each byte stands for as a scale: its first bit does not count, and what would be no number is 0."""
+    exponents, fractions = np.divmod(np.arange(256) & 127, 8)
+    found = np.where(exponents == 0, fractions * 2.0**-10, (8 + fractions) * 2.0 ** (exponents - 11.0))
+    found[127] = 0
+    return found.astype(dtypes.to_numpy("bfloat16"))
+
+
+_UNSIGNED_E4M3 = _unsigned_e4m3()
 _IQ4 = Coding(
     4, 128, tuple(128 + n for n in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 )
@@ -179,5 +194,6 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("TQ1_0", 256, 54, grids.TERNARY, grids.tq1_0),
         ("TQ2_0", 256, 66, grids.TERNARY, grids.tq2_0),
         ("MXFP4", 32, 17, MXFP4, _mxfp4),
+        ("NVFP4", 64, 36, MXFP4, _nvfp4),
     )
 }

@@ -19,6 +19,7 @@ from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.gguf_format import TensorInfo, read_parts
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
+from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows
 
 _DIVISORS = {"all": "rope_freqs.weight", "short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -45,10 +46,11 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
         if name in tensors
     }
     config = replace(config, rope=_with_divisors(config, divisors, source))
+    factors = _taken_factors(tensors, source)
     names = {theirs: ours for ours, theirs in _names(config, architecture).items()}
     unused = tuple(f"blk.{k}." for k in range(config.layers, hyperparameters.integer("layers")))
     weights = {
-        names.get(theirs, theirs): _weight(tensor, source)
+        names.get(theirs, theirs): _multiplied(_weight(tensor, source), factors.get(theirs))
         for theirs, tensor in tensors.items()
         if not theirs.startswith(unused)
     }
@@ -113,6 +115,42 @@ def _weight(tensor: TensorInfo, source: str) -> Weight:
     dtype = dtypes.to_numpy(_FLOATS[tensor.kind])
     data = _bytes(tensor, 1, math.prod(tensor.shape) * dtype.itemsize, what)
     return Weight(data.view(dtype).reshape(tensor.shape), tensor.shape)
+
+
+def _taken_factors(tensors: dict[str, TensorInfo], source: str) -> dict[str, np.ndarray[Any, Any]]:
+    """What weights in NVFP4 are to be scaled by, in tensors of their own, by the weights' names: a number each, or one
+    of each expert. Scales of what these weights are multiplied with are left out: `precision` decides about that."""
+    found = {}
+    for name in [name for name, tensor in tensors.items() if tensor.kind == "NVFP4"]:
+        stem = name.removesuffix(".weight")
+        tensors.pop(f"{stem}.input_scale", None)
+        scale = tensors.pop(f"{stem}.scale", None)
+        if scale is None:
+            continue
+        factors = _weight(scale, source).to_float32().reshape(-1)
+        counts = {1, tensors[name].shape[0] if len(tensors[name].shape) == 3 else 1}
+        if len(factors) not in counts or not all(0 < factor < math.inf for factor in factors.tolist()):
+            raise ImportModelError(
+                f"{source}: tensor {scale.name!r} must have {' or '.join(map(str, sorted(counts)))} positive numbers "
+                f"for {name!r}, and has {len(factors)}, the least {factors.min(initial=math.inf):g}"
+            )
+        found[name] = factors
+    return found
+
+
+def _multiplied(weight: Weight, factors: np.ndarray[Any, Any] | None) -> Weight:
+    """A weight in blocks, its rows times one factor, or as many runs of them as there are factors times one each."""
+    if factors is None:
+        return weight
+    stored = weight.data
+    by_row = np.repeat(factors, len(stored) // len(factors))
+    block = BLOCK_FORMATS[str(weight.block_format)]
+
+    def read(rows: Rows) -> GroupedWeight:
+        found = block.unpack(stored[rows])
+        return replace(found, scales=GroupScales(found.scales.to_float32() * by_row[rows, None]))
+
+    return replace(weight, stored=PackedRows.of(len(stored), stored.nbytes, read))
 
 
 def _bytes(tensor: TensorInfo, rows: int, row_bytes: int, what: str) -> np.ndarray[Any, Any]:
