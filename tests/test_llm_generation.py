@@ -174,11 +174,11 @@ def test_the_logits_of_an_empty_reply_are_none_of_so_many_tokens() -> None:
 
 def test_the_checkpoints_own_settings_are_the_defaults() -> None:
     greedy = made(random_logits, generation={"temperature": 0.8, "top_k": 5})
-    assert greedy._sampling(None, None, None, None, None).temperature == 0
+    assert greedy._sampling().temperature == 0
     sampled = made(random_logits, generation={"do_sample": True, "temperature": 0.8, "top_k": 5})._sampling
-    assert (sampled(None, None, None, None, None).temperature, sampled(None, None, 0.5, None, None).top_k) == (0.8, 5)
-    assert sampled(0, None, None, None, None).temperature == 0
-    assert made(random_logits, generation={"do_sample": True})._sampling(*[None] * 5).temperature == 1
+    assert (sampled(top_k=None).temperature, sampled(top_p=0.5).top_k) == (0.8, 5)
+    assert sampled(temperature=0).temperature == 0
+    assert made(random_logits, generation={"do_sample": True})._sampling().temperature == 1
 
 
 def test_a_tokenizer_may_begin_texts() -> None:
@@ -347,6 +347,8 @@ def test_a_chat_that_was_stopped_goes_on() -> None:
         ("a", {"top_k": 1.5}, "top_k must be a whole number from 0"),
         ("a", {"top_p": 0}, "top_p must be a number from 0 to 1, 0 excluded, got 0"),
         ("a", {"min_p": 1.1}, "min_p must be a number from 0 to 1, got 1.1"),
+        ("a", {"suppress_tokens": [3, -1]}, "suppress_tokens must be numbers of tokens, got [3, -1]"),
+        ("a", {"suppress_tokens": 3.5}, "suppress_tokens must be numbers of tokens, got 3.5"),
         ("a", {"repetition_penalty": 0}, "repetition_penalty must be a number from 0, 0 excluded, got 0"),
         ("x" * 64, {"overflow": "slide"}, "the prompt has 64 tokens, and the context holds 64"),
         ("a", {"overflow": "wrap"}, "overflow must be 'error' or 'slide', got 'wrap'"),

@@ -229,6 +229,23 @@ def test_blocks_that_guess_tokens_ahead_are_left_out(tmp_path: Path) -> None:
         read_checkpoint(files.write(path, "qwen35", {**said, "qwen35.nextn_predict_layers": 0}, {**weights, **ahead}))
 
 
+def test_tokens_that_a_file_suppresses_never_come(tmp_path: Path) -> None:
+    """Nor from the saved model, unless others are asked for."""
+    metadata, weights = {**files.fields("llama"), **files.byte_tokenizer()}, files.tensors("llama", vocab=257)
+    path = tmp_path / "m.gguf"
+    plain = rl.llm.compile(files.write(path, "llama", metadata, weights))
+    likeliest = plain.generate([1, 2, 3], max_new_tokens=9).tokens
+    suppressed = sorted({*likeliest})
+    metadata["tokenizer.ggml.suppress_tokens"] = suppressed
+    rl.llm.compile(files.write(path, "llama", metadata, weights)).save(tmp_path / "m.rlx")
+    loaded = rl.llm.load(tmp_path / "m.rlx")
+    assert not {*loaded.generate([1, 2, 3], max_new_tokens=9).tokens} & {*suppressed}
+    assert loaded.generate([1, 2, 3], max_new_tokens=9, suppress_tokens=[]).tokens == likeliest
+    metadata["tokenizer.ggml.suppress_tokens"] = "abc"
+    with pytest.raises(ImportModelError, match=r"tokenizer.ggml.suppress_tokens is 'abc', no list of tokens"):
+        read_checkpoint(files.write(path, "llama", metadata, weights))
+
+
 def test_frequencies_that_a_file_brings_divide(tmp_path: Path) -> None:
     metadata, weights = files.fields("llama"), files.tensors("llama")
     weights["rope_freqs.weight"] = np.linspace(1, 8, files.WIDTH // 2, dtype=np.float32)

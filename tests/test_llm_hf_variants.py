@@ -297,3 +297,6 @@ def test_defaults_that_cannot_be_are_told_and_left_out() -> None:
         said = {"top_k": 50.0, "num_beams": 1, "max_new_tokens": 99, "typical_p": 1.0, "bad_words_ids": None}
         assert generation_defaults({**said, "do_sample": False}, "here") == {"top_k": 50, "do_sample": False}
         assert generation_defaults({"top_k": -1}, "here") == {"top_k": 0}
+        assert generation_defaults({"suppress_tokens": [7, 3]}, "here") == {"suppress_tokens": [7, 3]}
+    with pytest.warns(RuntimeWarning, match=r"here: suppress_tokens = \['a'\] cannot be, and is left out"):
+        assert generation_defaults({"suppress_tokens": ["a"]}, "here") == {}

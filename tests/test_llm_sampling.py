@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relaxlite.errors import ExecutionError
 from relaxlite.llm.sampling import Sampler, Sampling, candidates, drawn, log_probability, penalized
 
 CASES: list[dict[str, Any]] = [
@@ -113,6 +114,18 @@ def test_penalties_push_away_what_occurred_on_both_sides_of_zero() -> None:
     assert penalized(scores, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 1.0, -1.0]
     assert penalized(scores, [0, 1], 0.5).tolist() == [4.0, -1.0, 1.0, -1.0]
     assert scores.tolist() == [2.0, -2.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("how", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"repetition_penalty": 1e-38}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suppressed_tokens_never_come(how: dict[str, Any], temperature: float) -> None:
+    """Also where their logits are the largest, and a penalty bounds them; the logits stay as they are."""
+    scores = np.array([3.0, 9.0, 2.0, 8.0], np.float32)
+    sampler = Sampler(Sampling(temperature=temperature, suppress_tokens=(1, 3, 99), **how), seed=0)
+    assert {sampler.choose(scores, [1, 3]) for _ in range(50)} <= {0, 2}
+    assert scores.tolist() == [3.0, 9.0, 2.0, 8.0]
+    with pytest.raises(ExecutionError, match="the sequence: suppress_tokens leave no token that could come next"):
+        Sampler(Sampling(temperature=temperature, suppress_tokens=range(4), **how), seed=0).choose(scores, [])
 
 
 def test_temperature_zero_takes_the_likeliest_whatever_the_seed() -> None:

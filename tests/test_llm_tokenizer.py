@@ -201,11 +201,6 @@ def test_gemma4_begins_texts_whatever_a_file_says() -> None:
     assert found is not None and found.adds_bos and (found.bos, found.stop) == (2, (1, 5))
 
 
-def test_tokens_that_a_file_suppresses_are_told() -> None:
-    with pytest.warns(RuntimeWarning, match=r"x: tokenizer.ggml.suppress_tokens is not supported, and left out"):
-        assert read_tokenizer({**gemma4(LINES), "tokenizer.ggml.suppress_tokens": [4, 5]}, "x") is not None
-
-
 def test_newlines_of_gemma4_that_no_merge_gives_are_refused() -> None:
     """llama.cpp would take them all the same."""
     with pytest.raises(ImportModelError, match=r"x: no merge gives the token '\\n\\n\\n' of newlines"):

@@ -109,6 +109,7 @@ class LanguageModel:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        suppress_tokens: Iterable[int] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_tokens: Iterable[int] | None = None,
@@ -121,7 +122,7 @@ class LanguageModel:
         """What goes on from a prompt (text, or tokens): a Result; for a list of prompts, run as one batch, a list.
 
         max_new_tokens  default: 256, or what the context leaves
-        temperature, top_k, top_p, min_p, repetition_penalty
+        temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens
                         see `Sampling`. Default: what the checkpoint says, else the likeliest token (temperature 0)
         seed            of prompt k is seed + k, whatever stands beside it; None: another each time
         stop            texts that end it, themselves not shown; `stop_tokens`: in place of the model's own
@@ -143,7 +144,14 @@ class LanguageModel:
             stream=stream,
             keeps=False,
             max_new_tokens=max_new_tokens,
-            sampling=self._sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            sampling=self._sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                suppress_tokens=suppress_tokens,
+            ),
             seed=seed,
             stop=stop,
             stop_tokens=stop_tokens,
@@ -163,6 +171,7 @@ class LanguageModel:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        suppress_tokens: Iterable[int] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         overflow: str = "error",
@@ -196,7 +205,14 @@ class LanguageModel:
             stream=stream,
             keeps=True,
             max_new_tokens=max_new_tokens,
-            sampling=self._sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            sampling=self._sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                suppress_tokens=suppress_tokens,
+            ),
             seed=seed,
             stop=stop,
             stop_tokens=None,
@@ -227,17 +243,9 @@ class LanguageModel:
             return self.tokenizer.encode(prompt)
         return [int(token) for token in prompt]
 
-    def _sampling(
-        self,
-        temperature: float | None,
-        top_k: int | None,
-        top_p: float | None,
-        min_p: float | None,
-        repetition_penalty: float | None,
-    ) -> Sampling:
-        given = (temperature, top_k, top_p, min_p, repetition_penalty)
-        names = [field.name for field in fields(Sampling)]
-        chosen = {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    def _sampling(self, **given: Any) -> Sampling:
+        """Of what is not None, else of the checkpoint's defaults."""
+        chosen = {name: value for name, value in given.items() if value is not None}
         return Sampling(**{**_defaults(self.description), **chosen})
 
     def _run(

@@ -1,7 +1,7 @@
 """From logits to the next token, in NumPy.
 
-The steps and their order are those of transformers: repetition penalty, then, where sampled, temperature, top-k, top-p,
-min-p. A token that a step removes takes no part in the next ones.
+The steps and their order are those of transformers: repetition penalty, tokens that must not come, then, where sampled,
+temperature, top-k, top-p, min-p. A token that a step removes takes no part in the next ones.
 
 A vocabulary is large beside what is likely in it, so nothing is sorted or widened to float64 before few tokens are
 left: 49,152 logits take 0.06 to 0.1 ms so, and 0.5 to 1 ms otherwise, where SmolLM2-135M takes 3 ms for a token.
@@ -10,7 +10,7 @@ left: 49,152 logits take 0.06 to 0.1 ms so, and 0.5 to 1 ms otherwise, where Smo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, TypeAlias
@@ -38,6 +38,7 @@ class Sampling:
     top_p               only the likeliest tokens whose probabilities first sum to p (Holtzman et al., arXiv 1904.09751)
     min_p               only tokens at least p times as likely as the likeliest (Nguyen et al., arXiv 2407.01082)
     repetition_penalty  divides positive logits of tokens that occurred, multiplies others (Keskar et al., 1909.05858)
+    suppress_tokens     that never come; those that the vocabulary does not have are none
 
     InvalidArgumentError for values out of range.
     """
@@ -47,6 +48,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = {
@@ -60,6 +62,14 @@ class Sampling:
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
         object.__setattr__(self, "top_k", int(self.top_k))
+        object.__setattr__(self, "suppress_tokens", _tokens(self.suppress_tokens))
+
+
+def _tokens(given: object) -> tuple[int, ...]:
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) and int(token) >= 0 for token in found):
+        raise InvalidArgumentError(f"suppress_tokens must be numbers of tokens, got {given!r}")
+    return tuple(dict.fromkeys(int(token) for token in found))
 
 
 def _number(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> float:
@@ -98,9 +108,11 @@ class Sampler:
                 f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True, or "
                 "`relaxlite inspect --verify`), or keys and values too large for a cache of float16 (cache_dtype)?"
             )
-        scores = penalized(logits, tokens, how.repetition_penalty)
+        scores = without(penalized(logits, tokens, how.repetition_penalty), how.suppress_tokens)
         if how.temperature == 0:
-            return best if scores is logits else int(np.argmax(scores))
+            return best if scores is logits else _likeliest(scores, name)
+        if how.suppress_tokens:
+            _likeliest(scores, name)
         places, weights = candidates(scores, how)
         at = drawn(weights, self._random.random())
         return at if places is None else int(places[at])
@@ -117,6 +129,23 @@ def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
     with np.errstate(over="ignore"):
         scores[seen] = np.clip(np.where(wide < 0, wide * penalty, wide / penalty), -most, most)
     return scores
+
+
+def without(scores: Array, tokens: Sequence[int]) -> Array:
+    """Scores [vocab] of which those of some tokens are -inf."""
+    known = [token for token in tokens if token < scores.size]
+    if not known:
+        return scores
+    scores = scores.copy()
+    scores[known] = -np.inf
+    return scores
+
+
+def _likeliest(scores: Array, name: str) -> int:
+    found = int(np.argmax(scores))
+    if scores[found] == -np.inf:
+        raise ExecutionError(f"{name}: suppress_tokens leave no token that could come next")
+    return found
 
 
 def candidates(scores: Array, how: Sampling) -> tuple[Array | None, Array]:

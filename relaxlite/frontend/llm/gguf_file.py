@@ -19,6 +19,7 @@ from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.gguf_format import TensorInfo, read_parts
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
+from relaxlite.frontend.llm.hf_generation import are_tokens
 from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows
 
 _DIVISORS = {"all": "rope_freqs.weight", "short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
@@ -62,7 +63,15 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
         weights = in_halves(weights, config)
     said = {key: raw.get(f"general.{key}") for key in _PROVENANCE}
     provenance = {"source": os.path.basename(source)} | {key: str(value) for key, value in said.items() if value}
-    return Checkpoint(config, weights, read_tokenizer(raw, source), provenance)
+    return Checkpoint(config, weights, read_tokenizer(raw, source), provenance, _generation(raw, source))
+
+
+def _generation(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What the file says of how tokens are chosen."""
+    suppressed = raw.get("tokenizer.ggml.suppress_tokens", [])
+    if not are_tokens(suppressed):
+        raise ImportModelError(f"{source}: tokenizer.ggml.suppress_tokens is {suppressed!r}, no list of tokens")
+    return {"suppress_tokens": suppressed} if suppressed else {}
 
 
 def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:

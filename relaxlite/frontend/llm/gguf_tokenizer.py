@@ -44,10 +44,6 @@ def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
     fields = _Fields(raw, source)
     if model not in _MODELS:
         raise fields.error(f"the tokenizer model {model!r} is not known; known are {', '.join(map(repr, _MODELS))}")
-    if raw.get("tokenizer.ggml.suppress_tokens"):
-        warnings.warn(
-            f"{source}: tokenizer.ggml.suppress_tokens is not supported, and left out", RuntimeWarning, stacklevel=2
-        )
     parts = _MODELS[model](fields)
     parts["added_tokens"] = _added(fields, parts["normalizer"])
     bos, eos = fields.token("bos"), fields.token("eos")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 # what is taken over, with the values that it may have; `do_sample` says whether the others count
 _NUMBERS: Mapping[str, tuple[float, float]] = {
@@ -14,7 +14,7 @@ _NUMBERS: Mapping[str, tuple[float, float]] = {
 _MAY_BE_0 = ("temperature", "min_p")
 # what would change a reply and is not read, with the value that changes nothing
 _UNREAD: Mapping[str, Any] = {
-    "stop_strings": None, "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None,
+    "stop_strings": None, "begin_suppress_tokens": None, "bad_words_ids": None,
     "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_length": 0, "num_beams": 1, "typical_p": 1.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "sequence_bias": None, "forced_bos_token_id": None,
     "forced_eos_token_id": None, "encoder_no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
@@ -42,6 +42,11 @@ def generation_defaults(said: Mapping[str, Any], source: str) -> dict[str, Any]:
         found["top_k"] = max(int(top_k), 0)  # -1: all tokens, in some programs
     elif top_k is not None:
         wrong.append("top_k")
+    suppressed = said.get("suppress_tokens")
+    if are_tokens(suppressed):
+        found["suppress_tokens"] = suppressed
+    elif suppressed is not None:
+        wrong.append("suppress_tokens")
     unread = [name for name, usual in _UNREAD.items() if said.get(name) not in (None, usual, [])]
     if wrong:
         values = ", ".join(f"{name} = {said[name]!r}" for name in wrong)
@@ -49,3 +54,7 @@ def generation_defaults(said: Mapping[str, Any], source: str) -> dict[str, Any]:
     if unread:
         warnings.warn(f"{source}: {', '.join(unread)} is not supported, and left out", RuntimeWarning, stacklevel=2)
     return found
+
+
+def are_tokens(said: Any) -> TypeGuard[list[int]]:
+    return isinstance(said, list) and all(type(token) is int and token >= 0 for token in said)
