@@ -39,6 +39,7 @@ NORMED_BEFORE_MLP_BY = dict.fromkeys(
     ("gpt-oss", "seed_oss", "glm4moe", *HYBRIDS), "post_attention_norm"
 )  # else "ffn_norm"
 LAST_NORM = dict.fromkeys(("lfm2", "lfm2moe"), "token_embd_norm")  # else "output_norm"
+RANK, PLAIN, TURNED, OF_VALUE, QUERY_RANK = 128, 64, 32, 96, 160  # of latent attention
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 BYTES = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]  # as GPT-2 spells them
@@ -58,7 +59,13 @@ def fields(name: str, **more: Any) -> dict[str, Any]:
             "ssm.conv_kernel": STATE_LENGTH, "ssm.state_size": STATE_WIDTH, "ssm.group_count": STATE_KEYS,
             "ssm.time_step_rank": STATE_HEADS, "ssm.inner_size": STATE_HEADS * STATE_WIDTH,
         }  # fmt: skip
-    return {f"{name}.{key}": value for key, value in {**common, **more}.items()}
+    if name == "deepseek2":
+        common |= {
+            "attention.kv_lora_rank": RANK, "attention.q_lora_rank": QUERY_RANK, "attention.key_length": RANK + TURNED,
+            "attention.value_length": RANK, "attention.key_length_mla": PLAIN + TURNED, "attention.head_count_kv": 1,
+            "attention.value_length_mla": OF_VALUE, "rope.dimension_count": TURNED,
+        }  # fmt: skip
+    return {f"{name}.{key}": value for key, value in {**common, **more}.items() if value is not None}
 
 
 def tensors(
@@ -118,6 +125,15 @@ def tensors(
             "ssm_norm.weight": vector(wide, 1).reshape(STATE_KEYS, -1),
         }  # fmt: skip
 
+    def of_latent() -> dict[str, Array]:
+        return {
+            "attn_q_a_norm.weight": vector(QUERY_RANK, 1), "attn_kv_a_norm.weight": vector(RANK, 1),
+            "attn_q_b.weight": matrix(HEADS * (PLAIN + TURNED), QUERY_RANK),
+            "attn_k_b.weight": np.stack([matrix(RANK, PLAIN) for _ in range(HEADS)]),
+            "attn_v_b.weight": np.stack([matrix(OF_VALUE, RANK) for _ in range(HEADS)]),
+            "attn_output.weight": matrix(HIDDEN, HEADS * OF_VALUE),
+        }  # fmt: skip
+
     def of_states() -> dict[str, Array]:
         wide, channels = STATE_HEADS * STATE_WIDTH, (STATE_HEADS + 2 * STATE_KEYS) * STATE_WIDTH
         rows = {"attn_qkv": channels, "attn_gate": wide}
@@ -156,6 +172,11 @@ def tensors(
         widths |= {"attn_qkv": (HEADS + 2 * KV_HEADS) * WIDTH}
         for part in ("attn_q", "attn_k", "attn_v"):
             del widths[part]
+    if name == "deepseek2":
+        widths = {
+            "attn_q_a": QUERY_RANK, "attn_kv_a_mqa": RANK + TURNED,
+            **{part: rows for part, rows in widths.items() if part.startswith("ffn")},
+        }  # fmt: skip
     norms = ["attn_norm", NORMED_BEFORE_MLP_BY.get(name, "ffn_norm")] if name not in WITHOUT_PRE_NORMS else []
     if parallel:
         norms = ["attn_norm"]
@@ -190,6 +211,8 @@ def tensors(
             made = of_state_spaces() if name == "granitehybrid" else of_states()
             found |= {f"{at}{part}": weight for part, weight in made.items()}
             continue
+        if name == "deepseek2":
+            found |= {f"{at}{part}": weight for part, weight in of_latent().items()}
         for part, size in qk_norms.items():
             found[f"{at}{part}.weight"] = vector(size, 1)
     return found
@@ -251,6 +274,8 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
             a = _convolution(part, h)
         elif "ssm_conv1d.weight" in part:
             a = _state_space(part, h) if name == "granitehybrid" else _remembered(name, part, h)
+        elif "attn_kv_a_mqa.weight" in part:
+            a = _latent_attention(metadata, part, h, positions)
         else:
             a = _attention(name, metadata, part, h, positions, k, w.get("rope_freqs.weight"))
         given, x = x, x + added * (_norm(a, part["post_attention_norm.weight"]) if name in POST_NORMED else a)
@@ -267,6 +292,37 @@ def forward(name: str, metadata: Mapping[str, Any], w: Mapping[str, Array], toke
     )
     logits += w.get("output.bias", np.float32(0))
     return _capped(logits, metadata.get(f"{name}.final_logit_softcapping"))
+
+
+def _latent_attention(metadata: Mapping[str, Any], part: Mapping[str, Array], x: Array, positions: Array) -> Array:
+    """With all keys and values of all heads."""
+    q = _linear(part, "attn_q_b", _norm(_linear(part, "attn_q_a", x), part["attn_q_a_norm.weight"]))
+    q = q.reshape(len(x), HEADS, PLAIN + TURNED)
+    latent, shared = np.split(_linear(part, "attn_kv_a_mqa", x), [RANK], axis=-1)
+    latent = _norm(latent, part["attn_kv_a_norm.weight"])
+    steps, scale = np.arange(0, TURNED, 2) / TURNED, (PLAIN + TURNED) ** -0.5
+    frequencies = metadata["deepseek2.rope.freq_base"] ** -steps
+    if "deepseek2.rope.scaling.type" in metadata:  # yarn: divided are those that turn once in the context, or less
+        factor, context, share = (
+            metadata[f"deepseek2.rope.scaling.{key}"]
+            for key in ("factor", "original_context_length", "yarn_log_multiplier")
+        )
+        base = metadata["deepseek2.rope.freq_base"]
+        first, last = (TURNED * np.log(context / (n * 2 * np.pi)) / (2 * np.log(base)) for n in (32, 1))
+        first = max(np.floor(first), 0)
+        ramp = np.clip((np.arange(TURNED // 2) - first) / (np.ceil(last) - first), 0, 1)
+        frequencies = frequencies * (1 - ramp) + frequencies / factor * ramp
+        scale *= (1 + share * np.log(factor)) ** 2
+    angles = positions[:, None] * frequencies
+    turned = _turn(q[..., PLAIN:], angles, interleaved=True)
+    shared = _turn(shared[:, None], angles, interleaved=True)[:, 0]
+    seen, found = positions[None] <= positions[:, None], []
+    for h, (keys, values) in enumerate(zip(part["attn_k_b.weight"], part["attn_v_b.weight"], strict=True)):
+        scores = (q[:, h, :PLAIN] @ (latent @ keys).T + turned[:, h] @ shared.T) * scale
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        found.append(weights / weights.sum(-1, keepdims=True) @ (latent @ values.T))
+    return _linear(part, "attn_output", np.concatenate(found, axis=-1))
 
 
 def _convolution(part: Mapping[str, Array], x: Array) -> Array:
@@ -358,7 +414,7 @@ def _experts(name: str, metadata: Mapping[str, Any], part: Mapping[str, Array], 
     fed = np.zeros_like(x)
     for row, token in enumerate(x):
         best = np.argsort(-preferred[row])[:chosen]
-        is_normed = metadata.get(f"{name}.expert_weights_norm", name not in ("olmoe", "qwen2moe"))
+        is_normed = metadata.get(f"{name}.expert_weights_norm", name not in ("olmoe", "qwen2moe", "deepseek2"))
         total = (shares[row, best].sum() if is_normed else 1.0) / metadata.get(f"{name}.expert_weights_scale", 1.0)
         for e in best:
             kinds = [(kind, of) for kind in ("gate", "up", "down") for of in ("weight", "bias")]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope, StateLayers
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Latent, Rope, StateLayers
 from relaxlite.runtime.kv_cache import CacheLayout, Pool
 
 VOCAB, CONTEXT = 61, 96
@@ -65,6 +65,10 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "granite_hybrid": {
         "layers": 3, "residual_scale": 0.4, "unturned": (True,) * 3,
         "states": StateLayers("mamba", 2, 4, 6, 10, 3, (True, False, True), has_bias=True, has_conv_bias=True),
+    },
+    "deepseek_v2": {
+        "kv_heads": 1, "head_width": 20, "rope": Rope(1e4, 8), "latent": Latent(12, 6, 8, 10, 14, 1e-6),
+        "query_scale": 14**-0.5,
     },
     "experts": {"experts": Experts(7, 3, 24, True)},
     "experts in groups": {

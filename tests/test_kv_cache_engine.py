@@ -129,7 +129,7 @@ def test_a_ragged_batch_is_one_by_one(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "lfm2", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize("architecture", ["llama", "lfm2", "qwen3_5", "gemma4", "deepseek_v2"])
 def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> None:
     engine, oracle = engines(architecture, dtype)
     ours, theirs = engine.new(), oracle.new()
@@ -147,7 +147,7 @@ def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2", "qwen3_5", "deepseek_v2"])
 def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
     engine, oracle = engines(architecture, dtype)
     prompt = tokens(40)

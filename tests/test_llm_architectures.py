@@ -44,6 +44,7 @@ HYBRID = {
 EXPERTS = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24
 }  # fmt: skip
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 GEMMA4 = {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
@@ -323,6 +324,50 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 2,
             "norm_topk_prob": False,
+        },
+    ),
+    "deepseek v2, without experts": (
+        "DeepseekV2Config",
+        {**LATENT, "num_key_value_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 3, "num_experts_per_tok": 2},
+    ),
+    "deepseek v2, as lite": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "q_lora_rank": 40,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    "glm 4.7 flash": (
+        "Glm4MoeLiteConfig",
+        {
+            **LATENT,
+            "v_head_dim": 20,
+            "q_lora_rank": 40,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
     "qwen3.5": ("Qwen3_5TextConfig", {**HYBRID, "full_attention_interval": 3}),

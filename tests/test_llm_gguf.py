@@ -156,6 +156,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "expert_feed_forward_length": files.INTER, "expert_gating_func": 2, "expert_weights_norm": False},
         {"experts": 12, "shared": 64, "balanced": True},
     ),
+    "deepseek2": ("deepseek2", {}, {}),
+    "deepseek2, stretched": (
+        "deepseek2",
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 40.0, "rope.scaling.original_context_length": 64,
+         "rope.scaling.yarn_log_multiplier": 0.0707},
+        {},
+    ),
+    "deepseek2, as DeepSeek-V3": (
+        "deepseek2",
+        {"expert_count": 8, "expert_used_count": 2, "expert_group_count": 4, "expert_group_used_count": 2,
+         "expert_feed_forward_length": files.INTER, "expert_gating_func": 2, "expert_weights_norm": True,
+         "expert_weights_scale": 2.5},
+        {"experts": 8, "shared": 64, "dense_layers": (0,), "balanced": True},
+    ),
     "qwen35": ("qwen35", {"block_count": 5, "rope.dimension_count": 16}, {"remembering": (0, 1, 2, 4)}),
     "qwen35, every second layer attends": (
         "qwen35", {"full_attention_interval": 2, "rope.dimension_count": 16}, {"remembering": (0,), "tied": True}

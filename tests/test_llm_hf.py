@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight, split_fused
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Rope, RopeScaling, StateLayers
+from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Latent, Rope, RopeScaling, StateLayers
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.tokenizer import Tokenizer
@@ -233,6 +233,43 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             "glm4_moe", 151552, 4096, 46, 96, 8, 128, 10944, 131072, 1e-5, Rope(1e6, 64), False, has_qkv_bias=True,
             experts=Experts(
                 128, 8, 1408, True, 1408, layers=tuple(k >= 1 for k in range(46)), scores="sigmoid", is_balanced=True
+            ),
+        ),
+    ),
+    "DeepSeek-V2-Lite-Chat": (
+        {"attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+         "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+         "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+         "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+         "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                          "original_max_position_embeddings": 4096, "type": "yarn"},
+         "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "tie_word_embeddings": False,
+         "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400},
+        DecoderConfig(
+            "deepseek_v2", 102400, 2048, 27, 16, 1, 576, 10944, 163840, 1e-6,
+            Rope(1e4, 64, RopeScaling("yarn", 40.0, 4096, attention_factor=1.0)), False,
+            latent=Latent(512, 128, 64, 128, None, 1e-6),
+            query_scale=192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2,
+            experts=Experts(64, 6, 1408, False, 2816, layers=tuple(k >= 1 for k in range(27))),
+        ),
+    ),
+    "GLM-4.7-Flash": (
+        {"attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+         "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64,
+         "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+         "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "q_lora_rank": 768,
+         "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+         "rope_theta": 1000000, "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
+         "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880},
+        DecoderConfig(
+            "glm4_moe_lite", 154880, 2048, 47, 20, 1, 576, 10240, 202752, 1e-5, Rope(1e6, 64), False,
+            latent=Latent(512, 192, 64, 256, 768, 1e-6), query_scale=256**-0.5,
+            experts=Experts(
+                64, 4, 1536, True, 1536, layers=tuple(k >= 1 for k in range(47)), scores="sigmoid", is_balanced=True,
+                scale=1.8,
             ),
         ),
     ),

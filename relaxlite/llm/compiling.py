@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from numbers import Integral
@@ -27,6 +28,7 @@ from relaxlite.passes.word_products import are_words
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
+GROUPED = re.compile(r"\.(experts|latent_keys|latent_values)\.")  # weights of which a step's rows choose one each
 LEAST_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
 
 
@@ -108,13 +110,13 @@ def build_checkpoint(
         cache_dtype = "float16" if rounds and machine.converts_halves else "float32"
     multiplied = {name: weight for name, weight in checkpoint.weights.items() if name != "layer_embed"}
     coarse = [weight for weight in multiplied.values() if _is_coarse(weight, machine, chosen)]
-    experts = [weight for name, weight in checkpoint.weights.items() if ".experts." in name and len(weight.shape) == 2]
+    grouped = [w for name, w in checkpoint.weights.items() if GROUPED.search(name) and len(w.shape) == 2]
     module = module_of(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
         has_fill=_elements(coarse) >= LEAST_COARSE * _elements(multiplied.values()) or _ends_without_keys(checkpoint),
-        groups_rows=all(_is_integer(weight, machine, chosen) for weight in experts),
+        groups_rows=all(_is_integer(weight, machine, chosen) for weight in grouped),
     )
     samples = step_samples(module) if validate else False
     data = build_module(module, target, context=context, precision=precision, validate=samples)

@@ -10,7 +10,8 @@ Weights have our names, whatever the checkpoint calls them:
                shared_router [hidden],
                and where these are beside an MLP router_norm, experts_norm, experts_post_norm, experts_scale [experts],
                dense_post_norm; input_gate, input_project, input_norm, scale [1];
-               in place of attention conv_*, delta_*, mamba_* (`expected_weights` has their shapes)
+               in place of attention conv_*, delta_*, mamba_*, or q, q_down, kv_down, latent_keys.H, latent_values.H
+               (`expected_weights` has their shapes)
 
 Norms that are no RMS norms may have a bias, attn_norm_bias and the like. Matrices are [out, in], as in both kinds of
 checkpoints. Rotary embeddings work on halves of a head.
@@ -178,6 +179,25 @@ def _attention_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...
     return {name: shape for name, shape in found.items() if name.partition("_")[0] not in without}
 
 
+def _latent_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    assert c.latent is not None
+    net, given = c.latent, c.latent.query_rank or c.hidden
+    found: dict[str, tuple[int, ...]] = (
+        {} if net.query_rank is None else {"q_down": (net.query_rank, c.hidden), "q_down_norm": (net.query_rank,)}
+    )
+    found |= {
+        "q": (c.heads * (net.plain + net.turned), given), "kv_down": (net.rank + net.turned, c.hidden),
+        "kv_norm": (net.rank,), "o": (c.hidden, c.heads * net.width),
+    }  # fmt: skip
+    for h in range(c.heads):
+        found |= {f"latent_keys.{h}": (net.rank, net.plain), f"latent_values.{h}": (net.width, net.rank)}
+    if c.has_qkv_bias:
+        found |= {f"{name}_bias": found[name][:1] for name in ("q_down", "kv_down") if name in found}
+    if c.has_o_bias:
+        found["o_bias"] = (c.hidden,)
+    return found
+
+
 def _convolution_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.convolutions is not None
     square = (c.hidden, c.hidden)
@@ -219,8 +239,8 @@ def _mamba_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 _MIXING = {
-    "attention": _attention_weights, "convolution": _convolution_weights, "delta": _delta_weights,
-    "mamba": _mamba_weights,
+    "attention": _attention_weights, "latent": _latent_weights, "convolution": _convolution_weights,
+    "delta": _delta_weights, "mamba": _mamba_weights,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from relaxlite.records import dataclass
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu2"]
 Norm = Literal["rms", "layer", "layer_biased"]
-Mixing = Literal["attention", "convolution", "delta", "mamba"]
+Mixing = Literal["attention", "latent", "convolution", "delta", "mamba"]
 Scores = Literal["softmax", "sigmoid"]
 GELU_SIGMOID = 1.702  # of gelu_sigmoid: x * sigmoid(1.702 * x), Hendrycks and Gimpel, arXiv 1606.08415
 
@@ -171,6 +171,23 @@ class StateLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention over one vector of each token, of which all heads make their keys and values (latent.py).
+
+    `rank`: how wide it is. Queries and keys of a head have `plain` elements that come of it, and `turned` ones under
+    the rotary embedding, whose keys all heads share; its values are `width` wide. `query_rank`: queries come by way of
+    a vector of that width, too. `norm_epsilon`: of the norms of both vectors.
+    """
+
+    rank: int
+    plain: int
+    turned: int
+    width: int
+    query_rank: int | None
+    norm_epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A decoder: token embedding, `layers` times (attention or what stands for it, MLP or experts), norm, logits.
 
@@ -232,12 +249,15 @@ class DecoderConfig:
     experts: Experts | None = None
     convolutions: Convolutions | None = None
     states: StateLayers | None = None
+    latent: Latent | None = None  # in place of attention; its vectors are one head of keys, `head_width` wide
 
     def mixing(self, layer: int) -> Mixing:
         """How its tokens look at those before."""
         if self.convolutions is not None and self.convolutions.layers[layer]:
             return "convolution"
-        return self.states.kind if self.states is not None and self.states.layers[layer] else "attention"
+        if self.states is not None and self.states.layers[layer]:
+            return self.states.kind
+        return "attention" if self.latent is None else "latent"
 
     def is_local_layer(self, layer: int) -> bool:
         if self.window is None:
@@ -250,6 +270,9 @@ class DecoderConfig:
 
     def head_width_of(self, layer: int) -> int:
         return self.local_head_width or self.head_width if self.is_local_layer(layer) else self.head_width
+
+    def value_width_of(self, layer: int) -> int:
+        return self.head_width_of(layer) if self.latent is None else self.latent.rank
 
     def kv_heads_of(self, layer: int) -> int:
         return self.local_kv_heads or self.kv_heads if self.is_local_layer(layer) else self.kv_heads

@@ -17,6 +17,7 @@ from relaxlite.config import compile_threads
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig, Rope
 from relaxlite.frontend.llm.delta_net import delta_net
+from relaxlite.frontend.llm.latent import latent_attention
 from relaxlite.frontend.llm.layer_inputs import LayerInputs, with_layer_input
 from relaxlite.frontend.llm.mamba import mamba
 from relaxlite.frontend.llm.mixture import mixture
@@ -178,6 +179,8 @@ class Decoder:
         kind = self.config.mixing(k)
         if kind == "attention":
             return self.attended(k, x, positions, mix)
+        if kind == "latent":
+            return latent_attention(self, k, x, positions, mix)
         if kind == "convolution":
             return self.convolved(k, x, mix)
         return delta_net(self, k, x, mix) if kind == "delta" else mamba(self, k, x, mix)
@@ -226,7 +229,7 @@ class Decoder:
         kind, convolutions = self.config.mixing(k), self.config.convolutions
         if kind == "convolution":
             return f"layers.{k}.conv_out", convolutions is not None and convolutions.has_bias
-        if kind == "attention":
+        if kind in ("attention", "latent"):
             return f"layers.{k}.o", self.config.has_o_bias
         states = self.config.states
         return f"layers.{k}.{kind}_out", states is not None and states.has_bias
@@ -314,6 +317,14 @@ class Decoder:
             orders = self.op("gather", self._order(stack.order), numbers, axis=0)
             x = self.op("gather_elements", x, orders, axis=1)
         return self.op("grouped_matmul", x, spans, *stack.operands, **stack.coding.attrs, coarse=self._is_coarse)
+
+    def stack(self, names: Sequence[str]) -> Expr:
+        """Matrices [n, k] in float32 as one operand [matrices, k, n]."""
+        if names[0] not in self._matrices:
+            found = [self._weights[name] for name in names]
+            floats = [w.data if w.block_format is None else w.to_float32() for w in found]
+            self._matrices[names[0]] = Constant.of(np.stack([each.T for each in floats]), name=names[0])
+        return self._widened(self._matrices[names[0]])
 
     def can_stack(self, names: Sequence[str]) -> bool:
         """Whether these weights can be one operand of a grouped product: they lie in blocks of one kind."""

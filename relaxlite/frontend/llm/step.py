@@ -145,7 +145,7 @@ def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: s
     heads, width = config.kv_heads_of(layer), config.head_width_of(layer)
     found = {
         f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
-        f"values_{layer}": TensorType.of((heads, pages, page, width), dtype),
+        f"values_{layer}": TensorType.of((heads, pages, page, config.value_width_of(layer)), dtype),
     }
     if dtype == "int8":
         for name in ("key_scales", "value_scales"):

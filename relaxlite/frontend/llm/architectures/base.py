@@ -206,7 +206,7 @@ class Hyperparameters:
             return self._checked(
                 Rope(base, self._turned(self.integer("rope_width", width), width), self._gguf_scaling())
             )
-        said = self._rope_parameters()
+        said = self.rope_parameters()
         if section is not None and isinstance(said.get(section), Mapping):
             said = said[section]
         base = said.get("rope_theta", self.get("rope_base", default_base))
@@ -246,7 +246,7 @@ class Hyperparameters:
             names = ("attention.temperature_scale", "rope.scaling.original_context_length")
             said, (key, place) = self.raw, [self.prefix + name for name in names]
         else:
-            said, key, place = self._rope_parameters(), "llama_4_scaling_beta", "original_max_position_embeddings"
+            said, key, place = self.rope_parameters(), "llama_4_scaling_beta", "original_max_position_embeddings"
         share, steps = said.get(key) or 0, said.get(place) or self.integer("context")
         if share == 0:
             return None
@@ -259,7 +259,7 @@ class Hyperparameters:
         said = self.raw.get("rope_parameters")
         return isinstance(said, Mapping) and isinstance(said.get(section), Mapping)
 
-    def _rope_parameters(self) -> Mapping[str, Any]:
+    def rope_parameters(self) -> Mapping[str, Any]:
         """As transformers writes them since version 5, with what is added as cards of models say to: `rope_scaling`."""
         named = {key: self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
         for key, said in named.items():
@@ -433,7 +433,8 @@ class Hyperparameters:
         kv_heads = specific.get("kv_heads") or self.integer("kv_heads", heads)
         if heads % kv_heads:
             raise ImportModelError(f"{self.source}: {heads} heads cannot share {kv_heads} heads of keys and values")
-        if self.is_gguf and self.raw.get(f"{self.prefix}attention.value_length", width) != width:
+        value_width = self.raw.get(f"{self.prefix}attention.value_length", width) if self.is_gguf else width
+        if value_width != width and specific.get("latent") is None:
             raise ImportModelError(f"{self.source}: values of another width than keys are not supported")
         if self.is_gguf and self.raw.get(f"{self.prefix}attention.causal", True) is not True:
             raise ImportModelError(
