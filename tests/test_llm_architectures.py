@@ -358,6 +358,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
         },
     ),
+    "youtu": ("YoutuConfig", {**LATENT, "q_lora_rank": 40}),
     "glm 4.7 flash": (
         "Glm4MoeLiteConfig",
         {

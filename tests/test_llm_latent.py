@@ -11,9 +11,12 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.llm.architectures.deepseek import DEEPSEEK_V3
+from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import Rope
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
+from relaxlite.frontend.llm.quantized import PackedRows
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
@@ -101,6 +104,21 @@ def test_files_in_which_keys_and_values_of_all_heads_are_one_matrix(tmp_path: Pa
     old["blk.0.attn_kv_b.weight"] = old["blk.0.attn_kv_b.weight"][:-1]
     with pytest.raises(ImportModelError, match=r"kv_up has shape .*, the hyperparameters say"):
         read_checkpoint(files.write(path, "deepseek2", said, old))
+
+
+def test_keys_that_lie_otherwise_in_a_file_are_turned_as_floats() -> None:
+    """As those of a folder in FP8, which become floats some rows at a time."""
+    checkpoint = small_checkpoint("deepseek_v2")
+    net = checkpoint.config.latent
+    assert net is not None
+    rows = np.random.default_rng(0).standard_normal((6 * (net.plain + net.width), net.rank)).astype(np.float32)
+    packed = Weight(PackedRows.of(len(rows), rows.nbytes, lambda some: rows[some]), rows.shape)
+    assert DEEPSEEK_V3.from_folder is not None
+    found = DEEPSEEK_V3.from_folder({"layers.0.kv_up": packed}, checkpoint.config, "here")
+    for h in range(6):
+        keys, values = np.split(rows[h * (net.plain + net.width) :][: net.plain + net.width], [net.plain])
+        np.testing.assert_array_equal(found[f"layers.0.latent_keys.{h}"].to_float32(), keys.T)
+        np.testing.assert_array_equal(found[f"layers.0.latent_values.{h}"].to_float32(), values)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from numbers import Integral
@@ -28,7 +27,6 @@ from relaxlite.passes.word_products import are_words
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
-GROUPED = re.compile(r"\.(experts|latent_keys|latent_values)\.")  # weights of which a step's rows choose one each
 LEAST_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
 
 
@@ -110,7 +108,7 @@ def build_checkpoint(
         cache_dtype = "float16" if rounds and machine.converts_halves else "float32"
     multiplied = {name: weight for name, weight in checkpoint.weights.items() if name != "layer_embed"}
     coarse = [weight for weight in multiplied.values() if _is_coarse(weight, machine, chosen)]
-    grouped = [w for name, w in checkpoint.weights.items() if GROUPED.search(name) and len(w.shape) == 2]
+    grouped = _matrices(checkpoint, ".experts.") or _matrices(checkpoint, ".latent_")
     module = module_of(
         checkpoint,
         max_context=max_context,
@@ -132,6 +130,10 @@ def module_of(
     config = replace(checkpoint.config, context=_context(checkpoint, max_context))
     checkpoint = replace(checkpoint, config=config)
     return build_step(checkpoint, cache_dtype=cache_dtype, has_fill=has_fill, groups_rows=groups_rows)
+
+
+def _matrices(checkpoint: Checkpoint, kind: str) -> list[Weight]:
+    return [weight for name, weight in checkpoint.weights.items() if kind in name and len(weight.shape) == 2]
 
 
 def _ends_without_keys(checkpoint: Checkpoint) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.arcee import ARCEE
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
-from relaxlite.frontend.llm.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE
+from relaxlite.frontend.llm.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, YOUTU
 from relaxlite.frontend.llm.architectures.ernie import ERNIE, ERNIE_MOE
 from relaxlite.frontend.llm.architectures.exaone4 import EXAONE4
 from relaxlite.frontend.llm.architectures.gemma import GEMMA, GEMMA2
@@ -33,7 +33,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, STARCODER2, PHI, STABLELM, GPT2, GPT_NEOX, COHERE, GPT_OSS,
     COHERE2, ERNIE, SEED_OSS, GLM, GLM4, HUNYUAN, EXAONE4, ARCEE, GRANITE_HYBRID,
     MINISTRAL, MINISTRAL3, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2_MOE, ERNIE_MOE, GLM4_MOE,
-    GEMMA4, GEMMA4_UNIFIED, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE,
+    GEMMA4, GEMMA4_UNIFIED, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_LITE, YOUTU,
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention (latent.py), and experts, some for all
-tokens, in all but the first layers. GLM-4.7-Flash is built alike."""
+tokens, in all but the first layers. GLM-4.7-Flash is built alike, Youtu-LLM (Tencent, 2025) without experts."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def _v3(h: Hyperparameters) -> DecoderConfig:
 
 def _glm4_lite(h: Hyperparameters) -> DecoderConfig:
     return _balanced(h, "glm4_moe_lite")
+
+
+def _youtu(h: Hyperparameters) -> DecoderConfig:
+    h.refuse(rope_interleave=True)
+    return _decoder(h, "youtu", None)
 
 
 def _balanced(h: Hyperparameters, name: str) -> DecoderConfig:
@@ -173,7 +178,7 @@ def _by_head(name: str, weight: Weight, config: DecoderConfig, source: str) -> d
     found, begin = {}, name.removesuffix("kv_up")
     for h in range(config.heads):
         keys = weight.part(h * both, h * both + net.plain)
-        if keys.block_format is not None:
+        if not isinstance(keys.stored, np.ndarray) or keys.block_format is not None:
             keys = Weight(keys.to_float32(), keys.shape)
         found[f"{begin}latent_keys.{h}"] = keys.transposed
         found[f"{begin}latent_values.{h}"] = weight.part(h * both + net.plain, (h + 1) * both)
@@ -227,5 +232,15 @@ GLM4_LITE = replace(
         "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "moe_intermediate_size": 1536,
         "num_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
         "n_shared_experts": 1,
+    },
+)  # fmt: skip
+YOUTU = replace(
+    DEEPSEEK_V2,
+    names=("youtu",),
+    describe=_youtu,
+    keys={},
+    defaults={
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": True,
     },
 )  # fmt: skip
