@@ -137,6 +137,15 @@ def test_keys_that_lie_otherwise_in_a_file_are_turned_as_floats() -> None:
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": -1.0},
             r"deepseek2.rope.scaling.\* must be positive numbers",
         ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.yarn_log_multiplier": 0.1,
+                "rope.scaling.attn_factor": 2.0,
+            },
+            "attn_factor is not supported beside deepseek2.rope.scaling.yarn_log_multiplier",
+        ),
     ],
 )
 def test_files_that_make_no_sense_are_refused(more: dict[str, Any], problem: str, tmp_path: Path) -> None:

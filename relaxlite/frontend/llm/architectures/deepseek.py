@@ -101,12 +101,12 @@ def _latent(h: Hyperparameters) -> Latent:
 
 def _gguf_latent(h: Hyperparameters) -> Latent:
     """Lengths of keys and values are those of the vector where a file says those of heads in other fields, too."""
-    key, value = (
-        h.size(
-            f"{h.prefix}attention.{name}_length{'_mla' if f'{h.prefix}attention.{name}_length_mla' in h.raw else ''}"
-        )
-        for name in ("key", "value")
-    )
+
+    def length(kind: str) -> int:
+        usual = f"{h.prefix}attention.{kind}_length"
+        return h.size(f"{usual}_mla" if f"{usual}_mla" in h.raw else usual)
+
+    key, value = length("key"), length("value")
     rank, turned = (h.size(f"{h.prefix}{name}") for name in ("attention.kv_lora_rank", "rope.dimension_count"))
     if key <= turned:
         raise ImportModelError(f"{h.source}: keys of {key} elements, of which rotary embeddings turn {turned}")
@@ -125,6 +125,8 @@ def _stretched(h: Hyperparameters, rope: Rope) -> tuple[Rope, float]:
         raise ImportModelError(f"{h.source}: {key} = {share!r} must be a positive number")
     if not share:
         return rope, 1.0
+    if h.is_gguf and h.raw.get(f"{h.prefix}rope.scaling.attn_factor", 1.0) != 1.0:
+        raise ImportModelError(f"{h.source}: {h.prefix}rope.scaling.attn_factor is not supported beside {key}")
     if h.is_gguf:  # a tenth of what config.json says, and cos and sin as they are
         share, rope = share * 10, replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))
     return rope, yarn_attention(rope.scaling.factor, share) ** 2 if rope.scaling is not None else 1.0
