@@ -230,6 +230,25 @@ def test_numbers_that_are_none_stay_with_their_token() -> None:
     assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
 
 
+def test_experts_that_all_sigmoids_turn_down_add_nothing() -> None:
+    """Shares of nothing are 0, not NaN."""
+    experts = small_checkpoint("experts in groups").config.experts
+    assert experts is not None
+    experts = replace(experts, is_normed=True, has_bias=True, shared=None)
+    checkpoint = small_checkpoint("experts in groups", experts=experts)
+    down = {f"layers.{k}.router_bias": Weight(np.full(8, -200, np.float32), (8,)) for k in range(2)}
+    found = []
+    for changed in (1.0, 7.0):  # whatever experts would give
+        of_experts = {name: w for name, w in checkpoint.weights.items() if ".experts." in name}
+        other = {name: Weight(w.data * np.float32(changed), w.shape) for name, w in of_experts.items()}
+        engine = CompiledEngine(
+            rl.compile(build_step(replace(checkpoint, weights={**checkpoint.weights, **down, **other})))
+        )
+        found.append(engine.forward([(engine.new(), [1, 2, 3])])[0])
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize(("count", "chosen", "chunk"), [(8, 2, 256), (32, 8, 256), (128, 8, 512), (4, 4, 128)])
 def test_steps_of_long_prompts_have_enough_tokens_for_each_expert(count: int, chosen: int, chunk: int) -> None:
     experts = Experts(count, chosen, 16, True)

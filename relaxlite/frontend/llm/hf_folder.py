@@ -57,7 +57,9 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     tensors = _tensors(folder, () if quantization is None else quantization.method.kinds)
     if quantization is not None:
         tensors = quantization.assembled(tensors, source)
-    weights = _renamed(tensors, architecture, config, source)
+    ahead = _guessing_layers(_of_text(raw), architecture, config)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(ahead)}
+    weights = _renamed(kept, architecture, config, source)
     if config.is_tied and "head" in weights:
         if _is_same(weights["head"], weights.get("embed")):
             del weights["head"]
@@ -195,6 +197,13 @@ def _weight(
     if not 0 <= begin <= end <= data.size:
         raise ValueError(f"tensor {name!r} lies at {begin} to {end} of {data.size} bytes")
     return Weight(data[begin:end].view(dtypes_of[kind]).reshape(shape), shape)
+
+
+def _guessing_layers(raw: Mapping[str, Any], architecture: Architecture, config: DecoderConfig) -> tuple[str, ...]:
+    """How names begin in layers behind the last one, which guess tokens further ahead: we have other guesses."""
+    count = raw.get("num_nextn_predict_layers")
+    count = min(count, config.layers) if isinstance(count, int) and count > 0 else 0
+    return tuple(f"{architecture.prefix}{config.layers + k}." for k in range(count))
 
 
 def _renamed(

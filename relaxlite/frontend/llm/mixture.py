@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from relaxlite.frontend.llm.layers import Decoder
 
 _KINDS = ("gate", "up", "down")
+_LEAST = 1e-20  # of what shares are of (DeepSeek-V3)
 
 
 def mixture(d: Decoder, name: str, experts: Experts, x: Expr, routed: Expr) -> Var:
@@ -60,7 +61,10 @@ def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var
     if preferred is not scores:
         weights = d.op("gather_elements", scores, chosen, axis=-1)
     if experts.is_normed:
-        weights = d.op("divide", weights, d.op("sum", weights, axes=(-1,), keepdims=True))
+        total = d.op("sum", weights, axes=(-1,), keepdims=True)
+        if experts.scores == "sigmoid":  # whose sum may be 0
+            total = d.op("add", total, np.float32(_LEAST))
+        weights = d.op("divide", weights, total)
     if experts.scale != 1:
         weights = d.op("multiply", weights, np.float32(experts.scale))
     if experts.has_scales:

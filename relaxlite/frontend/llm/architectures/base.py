@@ -155,6 +155,21 @@ class Hyperparameters:
             )
         return found
 
+    def layers_behind(self, key: str, usual: int) -> tuple[bool, ...]:
+        """By layer, whether it is none of the first ones, whose number a key of config.json says."""
+        first = self._count(key, usual, "layers")
+        return tuple(k >= first for k in range(self.integer("layers")))
+
+    def shared_width(self, key: str, usual: int) -> int | None:
+        """Of the experts that all tokens go through, together, whose number a key of config.json says."""
+        return None if self.is_gguf else self._count(key, usual, "experts") * self.integer("expert_width") or None
+
+    def _count(self, key: str, usual: int, of: str) -> int:
+        found = self.raw.get(key, usual)
+        if not isinstance(found, int) or found < 0:
+            raise ImportModelError(f"{self.source}: {key} = {_short(found)} must be a number of {of}")
+        return found
+
     def window(self) -> int | None:
         """How many last tokens layers see; None: all."""
         found = self.get("window")

@@ -54,11 +54,8 @@ def _balanced(h: Hyperparameters, name: str) -> DecoderConfig:
 
 
 def _experts(h: Hyperparameters, **routing: Any) -> Experts:
-    shared = h.raw.get("n_shared_experts") or 0
-    if not isinstance(shared, int) or shared < 0:
-        raise ImportModelError(f"{h.source}: n_shared_experts = {shared!r} must be a number of experts")
     return h.experts(
-        **routing, is_scaled=True, layers_with=_layers_with(h), shared=shared * h.integer("expert_width") or None
+        **routing, is_scaled=True, layers_with=_layers_with(h), shared=h.shared_width("n_shared_experts", 0)
     )
 
 
@@ -68,10 +65,7 @@ def _layers_with(h: Hyperparameters) -> tuple[bool, ...]:
         if not isinstance(said, list) or len(said) != layers or set(said) - set(_KINDS):
             raise ImportModelError(f"{h.source}: mlp_layer_types must name {' or '.join(_KINDS)} for each layer")
         return tuple(_KINDS[kind] for kind in said)
-    dense = h.raw.get("first_k_dense_replace", 0)
-    if not isinstance(dense, int) or dense < 0:
-        raise ImportModelError(f"{h.source}: first_k_dense_replace = {dense!r} must be a number of layers")
-    return tuple(k >= dense for k in range(layers))
+    return h.layers_behind("first_k_dense_replace", 0)
 
 
 def _decoder(h: Hyperparameters, name: str, experts: Experts | None, layers: int | None = None) -> DecoderConfig:
@@ -133,15 +127,12 @@ def _stretched(h: Hyperparameters, rope: Rope) -> tuple[Rope, float]:
 
 
 def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """What makes keys and values, by head; turned elements in halves; without the layer behind the last one, which
-    guesses tokens further ahead."""
+    """What makes keys and values, by head; turned elements in halves."""
     net = config.latent
     assert net is not None
     found: dict[str, Weight] = {}
     for name, weight in weights.items():
         begin, _, kind = name.rpartition(".")
-        if name.startswith(f"model.layers.{config.layers}."):
-            continue
         if kind in ("latent_keys", "latent_values"):
             if len(weight.shape) != 3 or weight.shape[0] != config.heads:
                 raise ImportModelError(

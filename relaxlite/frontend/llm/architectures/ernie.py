@@ -32,20 +32,20 @@ def _experts(h: Hyperparameters) -> Experts:
     if h.is_gguf:
         return h.experts(is_normed=True)
     layers = h.integer("layers")
-    usual = {"layer_start_index": 1, "layer_end_index": -1, "layer_interval": 1, "num_shared_experts": 2}
+    usual = {"layer_start_index": 1, "layer_end_index": -1, "layer_interval": 1}
     said = [h.raw.get(f"moe_{key}", number) for key, number in usual.items()]
     if not all(isinstance(number, int) for number in said) or said[2] < 1:
         raise ImportModelError(
-            f"{h.source}: moe_layer_start_index, moe_layer_end_index, moe_layer_interval and moe_num_shared_experts "
-            f"are {said}; they must be integers, the third positive"
+            f"{h.source}: moe_layer_start_index, moe_layer_end_index and moe_layer_interval are {said}; they must be "
+            "integers, the third positive"
         )
-    first, last, every, shared = said
+    first, last, every = said
     last = layers - 1 if last == -1 else last
     return h.experts(
         is_normed=True,
         is_balanced=True,
         layers_with=tuple(first <= k <= last and (k + 1) % every == 0 for k in range(layers)),
-        shared=shared * h.integer("expert_width") or None,
+        shared=h.shared_width("moe_num_shared_experts", 2),
     )
 
 

@@ -3,9 +3,7 @@ what attention and MLP give. GLM-4.5 (arXiv 2508.06471): experts, some for all t
 
 from __future__ import annotations
 
-from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, HUGGING_FACE_LAYER, Architecture, Hyperparameters
-from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig
 
 
@@ -32,26 +30,14 @@ def _decoder(h: Hyperparameters, name: str, *, has_post_norms: bool) -> DecoderC
 def _glm4_moe(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu")
     width, layers = h.head_width(None), h.integer("layers") - h.guessing_layers()
-    dense, shared = h.raw.get("first_k_dense_replace", 1), h.raw.get("n_shared_experts", 1)
-    if not isinstance(dense, int) or not isinstance(shared, int) or dense < 0 or shared < 0:
-        raise ImportModelError(
-            f"{h.source}: first_k_dense_replace = {dense!r} and n_shared_experts = {shared!r} must be numbers of "
-            "layers and of experts"
-        )
     experts = h.experts(
         is_normed=True, scores="sigmoid", is_balanced=True, is_scaled=True, layers=layers,
-        layers_with=tuple(k >= dense for k in range(layers)),
-        shared=None if h.is_gguf else shared * h.integer("expert_width") or None,
+        layers_with=h.layers_behind("first_k_dense_replace", 1), shared=h.shared_width("n_shared_experts", 1),
     )  # fmt: skip
     return h.decoder(
         "glm4_moe", layers=layers, head_width=width, rope=h.rope(width), has_qkv_bias=h.flag("qkv_bias"),
         has_qk_norm=h.flag("qk_norm"), experts=experts,
     )  # fmt: skip
-
-
-def _without_guessing(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Without the layer behind the last one, which guesses tokens further ahead: we have other guesses."""
-    return {name: w for name, w in weights.items() if not name.startswith(f"model.layers.{config.layers}.")}
 
 
 _FUSED = {"gate_up": ("gate", "up")}
@@ -96,7 +82,6 @@ GLM4_MOE = Architecture(
         **{ours: theirs for ours, theirs in GGUF_LAYER.items() if ours != "attn_post_norm"},
         "mlp_norm": "post_attention_norm.weight",
     },
-    from_folder=_without_guessing,
     keys={"n_routed_experts": "num_experts"},
     defaults={
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_experts": 128,

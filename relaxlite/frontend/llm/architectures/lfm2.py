@@ -27,12 +27,9 @@ def _lfm2(h: Hyperparameters) -> DecoderConfig:
 
 
 def _lfm2_moe(h: Hyperparameters) -> DecoderConfig:
-    dense = h.raw.get("num_dense_layers", 2)
-    if not isinstance(dense, int) or dense < 0:
-        raise ImportModelError(f"{h.source}: num_dense_layers = {dense!r} must be a number of layers")
     experts = h.experts(
         is_normed=True, scores="sigmoid", is_balanced=h.raw.get("use_expert_bias", True) is True, is_scaled=True,
-        layers_with=tuple(k >= dense for k in range(h.integer("layers"))),
+        layers_with=h.layers_behind("num_dense_layers", 2),
     )  # fmt: skip
     return _decoder(h, "lfm2_moe", {"experts": experts})
 
