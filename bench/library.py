@@ -32,8 +32,8 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.library.openblas import COSTS, KINDS, rules_of
 from relaxlite.machine import cpu_name
-from relaxlite.passes.library_rules import LibraryRule
-from relaxlite.passes.manager import PassContext
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.fuse.library_rules import LibraryRule
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.replay import Recorder
 from relaxlite.target import Target

@@ -31,8 +31,9 @@ from pathlib import Path
 
 from bench.decoder import DecoderConfig, build_decoder
 from relaxlite.ir.symbolic import SymVar, evaluate
-from relaxlite.passes.manager import PassContext, run_passes
-from relaxlite.passes.memory_plan import MemoryPlan
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import run_passes
+from relaxlite.passes.memory.plan import MemoryPlan
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.memory import rounded_size
 from relaxlite.target import Target

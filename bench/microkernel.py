@@ -41,7 +41,7 @@ from relaxlite.ir.program import (
     reduce,
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.scheduling import Schedule
+from relaxlite.passes.schedule.primitives import Schedule
 from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 

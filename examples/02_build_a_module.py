@@ -46,7 +46,8 @@ def fused_multiply_add_relu(x: Buffer((n, 4), "float32"), z: Buffer((n, 4), "flo
 import numpy as np
 
 import relaxlite as rl
-from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import PASSES
 
 
@@ -62,8 +63,7 @@ with bb.function("main", x=rl.TensorType.of((n, 4), "float32")) as (x,):
     scaled = bb.emit(rl.ops.multiply(x, six), "scaled")
     shifted = bb.emit(rl.ops.add(scaled, np.float32(1)), "shifted")
     bb.result(bb.emit(rl.ops.relu(shifted), "z"))
-module = bb.module()
-print(f"As it was built:\n\n{module}")
+print(f"As it was built:\n\n{(module := bb.module())}")
 
 # A module is immutable: a pass makes another one.
 folded = after(module, "fold_constants", "eliminate_dead")

@@ -25,7 +25,7 @@ _HOME = {
     "register_library": "relaxlite.library",
     "register_function": "relaxlite.runtime.libraries",
     "tune": "relaxlite.tuner",
-    "Tuning": "relaxlite.passes.tuning",
+    "Tuning": "relaxlite.passes.schedule.tuning",
     "Executable": "relaxlite.runtime.module",
     "Target": "relaxlite.target",
     "IRModule": "relaxlite.ir.module",

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 
+from relaxlite import config
 from relaxlite.codegen.bytecode import compile_functions
 from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
@@ -24,18 +25,19 @@ from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import LibraryFound
+from relaxlite.ir.program_cache import ProgramCache
 from relaxlite.ir.program_visitor import all_values
 from relaxlite.ir.symbolic import Division, SymExpr, SymVar, to_text
 from relaxlite.ir.types import TensorType, Type, type_symbols
 from relaxlite.ir.verifier import verify
 from relaxlite.library import rules_for
+from relaxlite.passes.context import PassContext
 from relaxlite.passes.cost import Cost
-from relaxlite.passes.donate import donated_params
-from relaxlite.passes.kept import Kept
-from relaxlite.passes.manager import Pass, PassContext, run_passes
+from relaxlite.passes.graph.reachable import entries
+from relaxlite.passes.manager import Pass, run_passes
+from relaxlite.passes.memory.donate import donated_params
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.passes.reachable import entries
-from relaxlite.passes.tuning import Tuning
+from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime.executable import (
     ENTRY,
     Entry,
@@ -76,11 +78,11 @@ def compile(
     attention, to be rounded as far as bfloat16 does (8 significant bits; a row by 2**-8 of its length): faster on
     processors with such instructions (up to 1.9 times on a Zen 4, 3 on one with AMX), results within some 1 % of the
     largest. On a Zen 4 most rows are rounded to whole numbers of 14 bits instead, relative to their largest element,
-    which is faster and closer (passes/word_products.py), also in convolutions of one pixel.
+    which is faster and closer (passes/products/int16_products.py), also in convolutions of one pixel.
     What weights in blocks of few bits are multiplied by, as in language models, is rounded to integers in blocks:
     `precision="int8"` to 8 bits, as llama.cpp does, `"int12"` to 12 (logits move by some 3e-3 of the largest),
     `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies
-    bytes faster than floats (passes/integer_products.py).
+    bytes faster than floats (passes/graph/integer_products.py).
     `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, at
     constant offsets. Where a symbol has no bound, a note in the context says which.
     `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
@@ -135,14 +137,16 @@ def build(
         context.constant_memory = constant_memory
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
+    elif context.tuning is None and (file := config.get("tuning")):
+        context.tuning = Tuning.load(str(file))
     if libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     validators = _validators(module, context, validate)
-    context.kept = Kept(open_cache(), _passes_key(machine))
+    context.program_cache = ProgramCache(open_cache(), _passes_key(machine))
     try:
         lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
-        context.kept.write()
+        context.program_cache.write()
     finally:
         for validator in validators:
             context.observers.remove(validator.check)

@@ -19,7 +19,7 @@ from relaxlite.runtime.module import load as load_compiled
 
 if TYPE_CHECKING:
     from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes
-    from relaxlite.passes.tuning import Tuning
+    from relaxlite.passes.schedule.tuning import Tuning
 
 EXTERNAL_DATA = "external_data"  # where an imported model's provenance names files that lie beside it
 _CHECKPOINT, _ONNX = b"GGUF", b"\x08"  # how such files begin: ONNX with the version of its IR, a varint

@@ -13,7 +13,8 @@ from relaxlite.driver import compile as compile_module
 from relaxlite.errors import ValidationError
 from relaxlite.ir import ops  # noqa: F401  (the parser looks them up)
 from relaxlite.ir.module import IRModule
-from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES
 from relaxlite.target import Target
 from relaxlite.validation.record import open_record

@@ -209,7 +209,7 @@ class Target:
     @property
     def panel_steps_ahead(self) -> int:
         """How many steps of a sum ahead a register tile asks for its panel of float weights, beside an even share of
-        the next one; 0: it asks for the next one alone, and otherwise (passes/panel_requests.py).
+        the next one; 0: it asks for the next one alone, and otherwise (passes/products/panel_prefetch.py).
 
         Measured in turn on one thread of a Granite Rapids, with six pairs (k, n) from 384 x 384 to 2048 x 5632 whose
         weights come from the last cache: 16, 24, 64, 128, 512 rows are 1.27-1.40, 1.28-1.45, 1.26-1.37, 1.23-1.29,

@@ -7,7 +7,7 @@
 1. The model is compiled as the rules say and run on every sample; that tells which programs run, at which sizes, how
    often, and how long they take.
 2. Each program that takes a share worth having becomes a model of its own, whose constants are random. Choices that
-   change its schedule (passes/schedule_choice.py) are compiled, and dropped when their results are not the same.
+   change its schedule (passes/products/choice.py) are compiled, and dropped when their results are not the same.
 3. Those that are left run in turn at the sampled sizes; the slower half leaves after each round. What beats the rules
    by more than noise is kept. One axis of choices is searched after the other.
 """
@@ -35,11 +35,12 @@ from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.ir.symbolic import SymVar, evaluate
 from relaxlite.ir.types import TensorType, TupleType, type_symbols
 from relaxlite.ir.visitor import bodies
-from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext, run_passes
+from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
+from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.passes.schedule_choice import DEFAULT, ScheduleChoice, axes
-from relaxlite.passes.schedule_cpu import schedule_program
-from relaxlite.passes.tuning import TunedProgram, Tuning, program_key
+from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice, axes
+from relaxlite.passes.schedule.cpu.programs import schedule_program
+from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ENTRY

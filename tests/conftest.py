@@ -16,7 +16,7 @@ import pytest
 
 from relaxlite import models
 from relaxlite.errors import FetchError
-from relaxlite.passes import lower_precision
+from relaxlite.passes.graph import lower_precision
 
 os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of every test proves its IR after each pass
 if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the cache of whoever runs them

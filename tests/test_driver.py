@@ -48,14 +48,15 @@ from relaxlite.ir.printer import module_constants, print_module
 from relaxlite.ir.program import Binary, TensorProgram, compute
 from relaxlite.ir.types import TensorType, TupleType, Type
 from relaxlite.passes import manager
-from relaxlite.passes.manager import Pass, PassContext, run_passes
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.artifact import save
 from relaxlite.target import Target
-from tests import random_programs
-from tests.both_ways import assert_same_both_ways, interpreted
-from tests.ir_text import module
-from tests.random_graphs import arguments, assert_same_results, graphs
+from tests.support import random_programs
+from tests.support.both_ways import assert_same_both_ways, interpreted
+from tests.support.ir_text import module
+from tests.support.random_graphs import arguments, assert_same_results, graphs
 
 TRUE, FALSE = Constant.of(True), Constant.of(False)
 HOST = Target.parse("llvm")

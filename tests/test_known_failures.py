@@ -20,11 +20,12 @@ from relaxlite.ir.program import Select, TensorProgram
 from relaxlite.ir.program_visitor import all_values, loads, stores, walk_stmts
 from relaxlite.ir.types import TensorType, type_symbols
 from relaxlite.ir.visitor import bodies, expr_symbols
-from relaxlite.passes.manager import PassContext, run_passes
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
-from tests.ir_text import module
-from tests.random_graphs import assert_same_results
+from tests.support.ir_text import module
+from tests.support.random_graphs import assert_same_results
 
 SIZES = [(1, 1), (0, 3), (3, 0), (2, 3), (5, 16), (7, 33), (16, 64), (33, 5)]
 

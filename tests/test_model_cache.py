@@ -22,7 +22,7 @@ from relaxlite.errors import ArtifactError, FetchError, ImportModelError, InputE
 from relaxlite.frontend.onnx import registry
 from relaxlite.ir.pattern import is_op, wildcard
 from relaxlite.runtime import artifact, roofline
-from tests.onnx_models import model, node, values
+from tests.support.onnx_models import model, node, values
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 OLD = 1_600_000_000  # seconds since 1970, long before any test

@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 import relaxlite as rl
-from tests import model_zoo, ort_reference
-from tests.both_ways import assert_same_both_ways, interpreted
+from tests.support import model_zoo, ort_reference
+from tests.support.both_ways import assert_same_both_ways, interpreted
 
 TOLERANCE = 1e-4
 Inputs = dict[str, np.ndarray]

@@ -17,12 +17,13 @@ import relaxlite as rl
 from relaxlite import driver
 from relaxlite.ir import first_difference, module_constants, parse_module, print_module, verify
 from relaxlite.ir.module import IRModule
-from relaxlite.passes.manager import Pass, PassContext
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.executable import BUILTINS, Call
-from tests import ort_reference
-from tests.both_ways import assert_same_both_ways, interpreted
-from tests.model_inputs import page, planes, scene, speech, table, text_line
+from tests.support import ort_reference
+from tests.support.both_ways import assert_same_both_ways, interpreted
+from tests.support.model_inputs import page, planes, scene, speech, table, text_line
 
 pytestmark = pytest.mark.models
 

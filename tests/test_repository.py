@@ -17,8 +17,8 @@ import relaxlite
 from relaxlite import config
 from relaxlite.cli.parser import COMMANDS, make_parser
 from relaxlite.passes.pipeline import PASSES
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "relaxlite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -57,6 +57,9 @@ LAYERS: dict[str, set[str]] = {
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
     | {"library", "model_cache", "loading", "validation"},
 }
+# The rooms of passes/, lowest first: each imports those before it, and the files that stand above all rooms.
+ROOMS = ("loops", "schedule.primitives", "products", "schedule", "graph", "fuse", "memory")
+ABOVE_ROOMS = ("context", "cost", "manager", "pipeline")
 # Imports inside functions: of optional packages, and these.
 LATE_IMPORTS = {
     "relaxlite/cli/bench.py": {"onnxruntime"},
@@ -105,6 +108,36 @@ def test_imports_point_downwards(path: Path) -> None:
     assert not names & {"relaxlite", "tests", "examples", "bench"}, "name the part of relaxlite"
     above = {name.split(".")[1] for name in names if name.startswith("relaxlite.")} - LAYERS[part] - {part}
     assert not above, f"{path.name} in {part} must not import {sorted(above)}"
+
+
+def room_of(module: str) -> str:
+    """The room of passes/ that a module is in; the last parts of its name where it is in none."""
+    inside = module.removeprefix("relaxlite.passes.")
+    return max((room for room in ROOMS if f"{inside}.".startswith(f"{room}.")), key=len, default=inside)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "passes").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_between_rooms_point_downwards(path: Path) -> None:
+    own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    tree = ast.parse(path.read_text("utf-8"))
+    hints = {id(n) for node in ast.walk(tree) if is_for_type_checkers(node) for n in ast.walk(node)}
+    names = [name for node, name in imported_modules(tree) if id(node) not in hints]
+    rooms = {room_of(name) for name in names if name.startswith("relaxlite.passes.")} - {own}
+    if own in ROOMS:
+        assert rooms <= {*ROOMS[: ROOMS.index(own)], "context", "manager", "cost"}
+    elif own != "pipeline":
+        assert not rooms & {*ROOMS, "pipeline"}, "only the pipeline names what is in the rooms"
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def test_only_what_stands_above_the_rooms_lies_beside_them() -> None:
+    assert {p.stem for p in (PACKAGE / "passes").glob("*.py")} == {"__init__", *ABOVE_ROOMS}
+    assert {p.name for p in (PACKAGE / "passes").iterdir() if p.is_dir() and p.name != "__pycache__"} == {
+        room for room in ROOMS if "." not in room
+    }
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

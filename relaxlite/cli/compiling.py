@@ -25,9 +25,10 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import evaluate
 from relaxlite.ir.types import TensorType, defined_symbols
 from relaxlite.library import names_of, rules_for
-from relaxlite.passes.manager import DEFAULT_PRECISION, Pass, PassContext
+from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
+from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES, default_pipeline
-from relaxlite.passes.tuning import Tuning
+from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.target import Target
 from relaxlite.validation.samples import symbol_values

@@ -20,7 +20,7 @@ from relaxlite.cli.sizes import bytes_text
 from relaxlite.driver import compile as compile_module
 from relaxlite.errors import RelaxliteError
 from relaxlite.frontend.onnx import from_onnx
-from relaxlite.passes.manager import PassContext
+from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target

@@ -9,7 +9,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.passes.scheduling import steps_of
+from relaxlite.passes.schedule.primitives import steps_of
 
 
 def show_inside(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from relaxlite.version import __version__
 
 Number = int | float
 QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/quantize.py
-PRECISIONS = ("auto", "float32", "bf16", "int8", "int12", "int16")  # those of passes/lower_precision.py
+PRECISIONS = ("auto", "float32", "bf16", "int8", "int12", "int16")  # those of passes/graph/lower_precision.py
 CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
 OVERFLOW, LOOKUP = ("error", "slide"), "lookup"  # those of llm/model.py
 _LARGEST = (1 << 63) - 1  # of a size

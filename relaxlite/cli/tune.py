@@ -14,8 +14,8 @@ from relaxlite.driver import signature_of
 from relaxlite.errors import ExecutionError, InvalidArgumentError, RelaxliteError
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
-from relaxlite.passes.manager import PassContext
-from relaxlite.passes.tuning import Tuning
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ENTRY
 from relaxlite.tuner import sample_shapes, tune

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from relaxlite.passes.decisions import Decision
+from relaxlite.passes.context import Decision
 from relaxlite.records import dataclass
 
 _NUMBER = re.compile(r"\d+")

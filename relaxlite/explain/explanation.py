@@ -20,10 +20,9 @@ from relaxlite.ir.expr import Constant, Function
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import module_constants
 from relaxlite.ir.symbolic import SymExpr, SymVar
-from relaxlite.passes.decisions import Decision
-from relaxlite.passes.manager import PassContext
-from relaxlite.passes.memory_plan import MemoryPlan
-from relaxlite.passes.tuning import Tuning
+from relaxlite.passes.context import Decision, PassContext
+from relaxlite.passes.memory.plan import MemoryPlan
+from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.records import dataclass
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.target import Target

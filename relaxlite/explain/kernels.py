@@ -12,7 +12,7 @@ from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.visitor import bodies
 from relaxlite.passes.cost import Cost
-from relaxlite.passes.scheduling import steps_of
+from relaxlite.passes.schedule.primitives import steps_of
 from relaxlite.records import dataclass
 
 FLOPS_PER_BYTE = 8

@@ -7,7 +7,7 @@ from html import escape
 
 from relaxlite.explain.decisions import DecisionGroup
 from relaxlite.ir.symbolic import SymExpr
-from relaxlite.passes.decisions import Decision
+from relaxlite.passes.context import Decision
 
 
 def section(at: str, title: str, *parts: str) -> str:

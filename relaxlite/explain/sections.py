@@ -27,7 +27,7 @@ from relaxlite.explain.passes import Differences
 from relaxlite.explain.symbols import Figures, value_of
 from relaxlite.ir.program_printer import print_program
 from relaxlite.ir.symbolic import SymExpr
-from relaxlite.passes.decisions import Decision
+from relaxlite.passes.context import Decision
 from relaxlite.runtime.executable import bound_text
 
 MAX_CODE_BYTES = 8_000_000

@@ -17,7 +17,7 @@ from relaxlite import config
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.pattern import Match, Pattern
 from relaxlite.library.openblas import openblas_rules
-from relaxlite.passes.library_rules import Dims, LibraryRule, Range
+from relaxlite.passes.fuse.library_rules import Dims, LibraryRule, Range
 from relaxlite.runtime import libraries
 from relaxlite.runtime.libraries import OPENBLAS, PYTHON
 from relaxlite.target import Target

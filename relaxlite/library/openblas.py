@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxlite.ir.pattern import is_op, wildcard
-from relaxlite.passes.library_rules import LibraryRule, Range
+from relaxlite.passes.fuse.library_rules import LibraryRule, Range
 from relaxlite.records import dataclass
 from relaxlite.runtime.libraries import OPENBLAS
 

@@ -21,9 +21,9 @@ from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
-from relaxlite.passes.integer_products import are_integers, coarse_rotation
-from relaxlite.passes.manager import PassContext
-from relaxlite.passes.word_products import are_words
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.graph.integer_products import are_integers, coarse_rotation
+from relaxlite.passes.products.int16_products import are_words
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 

@@ -9,7 +9,7 @@ from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.compiled_engine import layout_of
 from relaxlite.llm.engine import Array
-from relaxlite.passes.reachable import entries
+from relaxlite.passes.graph.reachable import entries
 from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.state_slots import STATES

@@ -39,6 +39,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     Value,
 )
+from relaxlite.ir.program_cache import ProgramCache
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.simplify import num_extrema
 from relaxlite.ir.symbolic import (
@@ -56,7 +57,6 @@ from relaxlite.ir.symbolic import (
     smin,
     sym,
 )
-from relaxlite.passes.kept import Kept
 from relaxlite.records import dataclass
 
 _ZERO, _ONE = sym(0), sym(1)
@@ -77,9 +77,9 @@ class Cost:
         return self.flops, self.bytes_read, self.bytes_written, self.is_bound
 
 
-def estimate_costs(module: IRModule, kept: Kept | None = None) -> dict[str, Cost]:
+def estimate_costs(module: IRModule, cache: ProgramCache | None = None) -> dict[str, Cost]:
     """What each program of the module costs."""
-    recall = (kept or Kept()).recall
+    recall = (cache or ProgramCache()).recall
 
     def cost(program: TensorProgram) -> Cost:
         return Cost(*recall("cost", program, "", lambda: cost_of(program).parts))

@@ -5,44 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relaxlite.ir.module import IRModule
-from relaxlite.passes.byte_products import byte_products
-from relaxlite.passes.channels_last import channels_last
+from relaxlite.passes.context import PassContext
 from relaxlite.passes.cost import estimate_costs
-from relaxlite.passes.decompose import decompose
-from relaxlite.passes.dispatch import dispatch
-from relaxlite.passes.donate import donate
-from relaxlite.passes.eliminate import eliminate_common, eliminate_dead
-from relaxlite.passes.fold_constants import fold_constants
-from relaxlite.passes.fold_shapes import fold_shapes
-from relaxlite.passes.fuse_attention import fuse_attention
-from relaxlite.passes.fuse_ops import fuse_ops
-from relaxlite.passes.fuse_programs import fuse_programs
-from relaxlite.passes.fuse_prologues import fuse_prologues
-from relaxlite.passes.inner_products import inner_products
-from relaxlite.passes.integer_products import integer_products
-from relaxlite.passes.join_calls import join_calls
-from relaxlite.passes.join_parts import join_parts
-from relaxlite.passes.legalize import legalize
-from relaxlite.passes.lift_workspaces import lift_workspaces
-from relaxlite.passes.lower_dps import lower_dps
-from relaxlite.passes.lower_precision import lower_precision, narrow_attention
-from relaxlite.passes.lower_shapes import lower_shapes
-from relaxlite.passes.make_views import make_views
-from relaxlite.passes.manager import Pass, PassContext
-from relaxlite.passes.pack_constants import pack_constants
-from relaxlite.passes.pair_products import pair_products
-from relaxlite.passes.plan_memory import plan_memory
-from relaxlite.passes.quantized_weights import keep_quantized
-from relaxlite.passes.reachable import drop_unused
-from relaxlite.passes.recognize import recognize
-from relaxlite.passes.resolve_matches import resolve_matches
-from relaxlite.passes.reuse_operands import reuse_operands
-from relaxlite.passes.schedule_cpu import schedule_cpu
-from relaxlite.passes.simplify_algebra import simplify_algebra
-from relaxlite.passes.sink_into_branches import sink_into_branches
-from relaxlite.passes.split_products import split_products
-from relaxlite.passes.winograd import winograd
-from relaxlite.passes.word_products import word_products
+from relaxlite.passes.fuse.dispatch import dispatch
+from relaxlite.passes.fuse.fuse_ops import fuse_ops
+from relaxlite.passes.fuse.fuse_programs import fuse_programs
+from relaxlite.passes.fuse.fuse_prologues import fuse_prologues
+from relaxlite.passes.fuse.join_calls import join_calls
+from relaxlite.passes.fuse.pair_products import pair_products
+from relaxlite.passes.fuse.resolve_matches import resolve_matches
+from relaxlite.passes.fuse.sink_into_branches import sink_into_branches
+from relaxlite.passes.graph.byte_products import byte_products
+from relaxlite.passes.graph.channels_last import channels_last
+from relaxlite.passes.graph.decompose import decompose
+from relaxlite.passes.graph.eliminate import eliminate_common, eliminate_dead
+from relaxlite.passes.graph.fold_constants import fold_constants
+from relaxlite.passes.graph.fold_shapes import fold_shapes
+from relaxlite.passes.graph.fuse_attention import fuse_attention
+from relaxlite.passes.graph.integer_products import integer_products
+from relaxlite.passes.graph.lower_precision import lower_precision, narrow_attention
+from relaxlite.passes.graph.quantized_weights import keep_quantized
+from relaxlite.passes.graph.reachable import drop_unused
+from relaxlite.passes.graph.recognize import recognize
+from relaxlite.passes.graph.simplify_algebra import simplify_algebra
+from relaxlite.passes.graph.split_products import split_products
+from relaxlite.passes.loops.legalize import legalize
+from relaxlite.passes.manager import Pass
+from relaxlite.passes.memory.donate import donate
+from relaxlite.passes.memory.join_parts import join_parts
+from relaxlite.passes.memory.lift_workspaces import lift_workspaces
+from relaxlite.passes.memory.lower_dps import lower_dps
+from relaxlite.passes.memory.lower_shapes import lower_shapes
+from relaxlite.passes.memory.make_views import make_views
+from relaxlite.passes.memory.plan_memory import plan_memory
+from relaxlite.passes.memory.reuse_operands import reuse_operands
+from relaxlite.passes.products.int16_products import word_products
+from relaxlite.passes.products.pack_constants import pack_constants
+from relaxlite.passes.products.winograd_convolution import winograd
+from relaxlite.passes.products.winograd_products import inner_products
+from relaxlite.passes.schedule.cpu.programs import schedule_cpu
 
 
 def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
@@ -52,7 +53,7 @@ def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
 
 def _note_costs(module: IRModule, context: PassContext) -> IRModule:
     """Note what each program costs; the module stays as it is."""
-    context.costs.update(estimate_costs(module, context.kept))
+    context.costs.update(estimate_costs(module, context.program_cache))
     return module
 
 

@@ -21,10 +21,10 @@ from relaxlite.errors import InvalidArgumentError, OutOfBoundsError, RelaxliteEr
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
-from relaxlite.passes.donate import donated_params
-from relaxlite.passes.eliminate import eliminate_dead
-from relaxlite.passes.fold_shapes import fold_shapes
+from relaxlite.passes.graph.eliminate import eliminate_dead
+from relaxlite.passes.graph.fold_shapes import fold_shapes
 from relaxlite.passes.manager import Pass
+from relaxlite.passes.memory.donate import donated_params
 from relaxlite.records import dataclass
 from relaxlite.validation.coverage import MOST_UNDETERMINED, Coverage, coverage_of
 from relaxlite.validation.difference import Difference, compare

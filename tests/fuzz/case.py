@@ -23,7 +23,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
 from relaxlite.ir.verifier import verify
-from relaxlite.passes.manager import PassContext
+from relaxlite.passes.context import PassContext
 from relaxlite.runtime.module import Executable
 from relaxlite.runtime.vm import register_extern
 from relaxlite.target import Target

@@ -19,7 +19,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, evaluate, product, sy
 from relaxlite.ir.types import TensorType, defined_symbols
 from relaxlite.ir.visitor import body_uses
 from relaxlite.validation.samples import draw_array
-from tests.choices import Rolled
+from tests.support.choices import Rolled
 
 DTYPES = ("float32",) * 10 + (
     "float64", "float16", "bfloat16", "int64", "int64", "int32", "int8", "uint8", "int16", "uint32", "bool",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES, default_pipeline
-from tests.choices import Rolled
+from tests.support.choices import Rolled
 
 NEEDED = frozenset(("decompose", "legalize", "fuse_programs", "drop_unused", "lower_dps", "lower_shapes"))
 AGAIN = frozenset(("drop_unused", "eliminate_dead_again", "schedule", "estimate_costs"))  # may run twice in a row

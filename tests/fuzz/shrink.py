@@ -32,7 +32,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, sym
 from relaxlite.ir.types import TensorType, defined_symbols, type_symbols
 from relaxlite.ir.visitor import Rewriter, bodies, body_uses, expr_symbols, program_calls, substitute_type
-from relaxlite.passes.eliminate import eliminate_dead
+from relaxlite.passes.graph.eliminate import eliminate_dead
 from tests.fuzz.case import Case, Problem, check
 
 SECONDS = 120.0  # for one failure

@@ -14,7 +14,7 @@ from relaxlite.ir.op import Op, Sample, all_ops
 from relaxlite.ir.symbolic import SymExpr, as_int, product, sym, syms
 from relaxlite.ir.types import TensorType, TupleType
 from tests.fuzz.generator import Generator, rank_of, shape_of, step, type_of
-from tests.test_ops_conformance import dims_of, draw, operand_dtypes, sample_symbols
+from tests.ir.ops.test_conformance import dims_of, draw, operand_dtypes, sample_symbols
 
 UNARY = (
     "tanh", "sigmoid", "relu", "neg", "abs", "gelu", "exp", "sqrt", "silu", "erf", "sin", "floor", "round", "sign",

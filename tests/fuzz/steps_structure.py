@@ -28,7 +28,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute
 from relaxlite.ir.types import TensorType, TupleType, Type
 from tests.fuzz.generator import MOST_STEPS, Generator, rank_of, shape_of, step, type_of
 from tests.fuzz.steps_ops import bound, chosen
-from tests.random_programs import a_map, a_product, a_reduction, a_row_program, work_at
+from tests.support.random_programs import a_map, a_product, a_reduction, a_row_program, work_at
 
 MAX_DEPTH = 2
 

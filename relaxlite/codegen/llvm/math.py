@@ -2,7 +2,7 @@
 
 float32: exp, exp2, log, tanh and erf, which models spend time in, are made of float32 arithmetic; the others go through
 float64 (math_double.py). float16 and bfloat16 values are float32 in registers, so the same code serves them.
-float64: the C library, lane by lane. Errors in ulp of the result stand in tests/test_math.py, which measures them.
+float64: the C library, lane by lane. tests/codegen/test_math.py measures errors, in ulp of the result.
 """
 
 from __future__ import annotations

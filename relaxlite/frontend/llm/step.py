@@ -12,7 +12,7 @@ writes the new tokens' into the caller's arrays. A change of any of this is anot
 
 Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
 cache, without layers at the end that keep nothing there, and may compute products more coarsely
-(passes/integer_products.py, passes/word_products.py), as nobody sees logits of these tokens.
+(passes/graph/integer_products.py, passes/products/int16_products.py), as nobody sees logits of these tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CHUNK = 128
 ROWS_OF_EXPERT = 64  # measured: 0.92 of the speed of 128, 32 have 0.82 of it, 8 have 0.37
 MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
-DONATED = "donated"  # as passes/donate.py calls it
-EXPORTED = "exported"  # as passes/reachable.py does
-COARSE = "coarse"  # as passes/word_products.py does
-BATCH_INVARIANT = "batch_invariant"  # as passes/schedule_choice.py does
+DONATED = "donated"  # as passes/memory/donate.py calls it
+EXPORTED = "exported"  # as passes/graph/reachable.py does
+COARSE = "coarse"  # as passes/products/int16_products.py does
+BATCH_INVARIANT = "batch_invariant"  # as passes/products/choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
 STATES = ("tails_", "states_")  # pools too, with a slot for each state

@@ -1,6 +1,6 @@
 """Weights in blocks of onnxruntime (com.microsoft): MatMulNBits, GatherBlockQuantized.
 
-Codes stay in few bits (passes/quantized_weights.py), but for what only floats can say: zero points that are no
+Codes stay in few bits (passes/graph/quantized_weights.py), but for what only floats can say: zero points that are no
 integers, and groups in any order.
 """
 

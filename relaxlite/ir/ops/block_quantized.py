@@ -258,10 +258,10 @@ def some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 @register
 class DequantizeBlocks(BlocksOp):
     """The weight in blocks (words, scales, ...) as float32 (rows, n). Not folded: it keeps to the few bits that it
-    has, and what reads it widens it on its way in (passes/fuse_prologues.py).
+    has, and what reads it widens it on its way in (passes/fuse/fuse_prologues.py).
 
     `coarse` changes nothing here: what it is multiplied by may be rounded to 8 bits where more are usual
-    (passes/integer_products.py)."""
+    (passes/graph/integer_products.py)."""
 
     name = "dequantize_blocks"
     operands = WEIGHT

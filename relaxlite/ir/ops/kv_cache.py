@@ -46,7 +46,7 @@ LOWEST = float(np.finfo(np.float32).min)  # of a score that is not seen: -inf - 
 class KvAppend(Op):
     """A copy of pool (heads, pages, page, width) with x (n, heads, width) at n slots: token t in row slots[t] % page of
     page slots[t] // page. `turned`: the pool is (heads, pages, width, page). Rows whose slot is negative go nowhere; of
-    several in one slot the last stays. Where the pool is donated and dies, it is updated in place (passes/donate.py).
+    several in one slot the last stays. Where the pool is donated and dies, it is updated in place (memory/donate.py).
     """
 
     name = "kv_append"

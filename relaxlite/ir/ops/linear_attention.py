@@ -5,7 +5,7 @@ that the convolution sees, however long the sequence is. States of all sequences
 all sequences of a step stand one after another, without padding; `spans` int64 (s, 4) say whose they are: the first
 row, how many, the slot with the state before them (negative: none, it is zero), and the slot for the state behind them
 (negative: it goes nowhere). No span reads a slot that another one writes; its own it has read when it writes. Where the
-pool is donated and dies, it is updated in place (passes/donate.py).
+pool is donated and dies, it is updated in place (passes/memory/donate.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Normalizations. Those over the last axis are one program whose row loop is shared by all stages.
 
     for each row:  statistics into local scalars, one loop over the row each;  then one loop that writes the row
-                   (passes/rows.py says what else a stage may be)
+                   (passes/loops/row_program.py says what else a stage may be)
 
 Other axes are moved or flattened into the last one by decomposition.
 """

@@ -193,7 +193,7 @@ class UnpackIntegers(Op):
     x[k, ...] = (words[k // c, ...] >> k % c * bits & (2**bits - 1)) - 2**(bits - 1)
 
     `rows` is the size of the first dimension of the result. Constants in this form are not folded: they are read from
-    memory as they are (passes/quantized_weights.py).
+    memory as they are (passes/graph/quantized_weights.py).
     """
 
     name = "unpack_integers"

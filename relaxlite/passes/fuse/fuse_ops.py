@@ -1,0 +1,376 @@
+"""Group calls of tensor programs that are to become one kernel.
+
+The graph of calls is walked in order; a call `u` may join its immediate post-dominator `v` (the first call that all of
+its uses flow into) together with everything on the paths between, when the patterns of those programs allow it:
+
+    epilogue    u is a reduction, ROW or OUT_FUSIBLE, all others are elementwise over u's own output shape
+    injective   u and the path are at most PARTS, v is at most ROW
+    rows        all are reductions of rows, row programs, or elementwise along the same rows or once per row
+
+Reshapes take part: between two programs one becomes a change of indices, at the edge of a group it stays a view.
+Then groups join that share work but not a post-dominator; their kernel has several outputs:
+
+    output      v reads element by element what u computes and others use too
+    siblings    u and v compute tensors of one shape from the same operand
+
+Each group becomes a Function with the attribute `composite`; its last parameter is a shape that carries the symbols.
+fuse_programs.py then merges the loops. rules.py says what is legal and cost.py what pays; every decision,
+for and against, is kept with its reason and the amounts that it rests on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from relaxlite.ir.expr import Binding, Block, Body, Call, GlobalVar, Let, ShapeValue, Var
+from relaxlite.ir.layout import flat_offset
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.op import Op
+from relaxlite.ir.program import Allocate, Load, TensorProgram
+from relaxlite.ir.program_visitor import loads, stores
+from relaxlite.ir.symbolic import Division, SymExpr, product, sym
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.fuse.call_graph import (
+    Group,
+    Node,
+    between,
+    call_bindings,
+    composite,
+    joined,
+    make_graph,
+    post_dominate,
+)
+from relaxlite.passes.fuse.cost import Verdict, tensor_bytes
+from relaxlite.passes.fuse.fuse_programs import merge
+from relaxlite.passes.fuse.merge_stages import CannotMerge
+from relaxlite.passes.fuse.rules import (
+    inline_verdict,
+    loads_of,
+    loses_threads,
+    may_share_rows,
+    refuse_data_index,
+    refuse_epilogue,
+    refuse_injective,
+    rows_verdict,
+)
+from relaxlite.passes.loops.access import coefficient
+from relaxlite.passes.loops.legalize import ProgramTable, lower_call
+from relaxlite.passes.loops.pattern import LoopPattern, analyze, perfect_nest, top_stages
+
+MAX_GROUP = 40  # calls in one kernel: bounds the size of the code
+MAX_STREAMS = 16  # tensors that a kernel of several outputs goes through side by side
+
+
+def fuse_ops(module: IRModule, context: PassContext) -> IRModule:
+    definitions: dict[str, Definition] = dict(module)
+    patterns = {name: analyze(program) for name, program in module.programs().items()}
+    table = ProgramTable(definitions)
+    for name, function in module.functions().items():
+        definitions[name] = _FuseFunction(patterns, definitions, table, context).function(function)
+    return module.updated(definitions)
+
+
+class _FuseFunction(Rewriter):
+    def __init__(
+        self,
+        patterns: dict[str, LoopPattern],
+        definitions: dict[str, Definition],
+        table: ProgramTable,
+        context: PassContext,
+    ) -> None:
+        super().__init__()
+        self._patterns, self._definitions, self._table, self._context = patterns, definitions, table, context
+        # Layers repeat: whether groups alike merge, with the names that a reason may mention; reshapes alike, as calls.
+        self._tried: dict[object, tuple[Verdict | None, list[str]]] = {}
+        self._views: dict[object, tuple[GlobalVar, TensorProgram, LoopPattern]] = {}
+
+    def body(self, body: Body) -> Body:
+        nodes = make_graph(body, self._node)
+        post_dominate(nodes)
+        for epilogue in (True, False):
+            for node in nodes:
+                self._into_post_dominator(node, epilogue)
+        for group in _groups(nodes):
+            _trim_views(group)
+        self._join_outputs(nodes)
+        groups = [g for g in _groups(nodes) if len(g.nodes) > 1]
+        if not groups:
+            return super().body(body)
+        self.changed = True
+        inner = {n.var for g in groups for n in g.nodes}
+        placed = [(float(k), [b]) for k, b in enumerate(body.bindings()) if b.var not in inner]
+        placed += [(g.place, call_bindings(g, self._define(g))) for g in groups]
+        bindings = tuple(b for _, made in sorted(placed, key=lambda item: item[0]) for b in made)
+        return super().body(Body((Block(bindings, is_dataflow=False),), body.result))
+
+    def _node(self, position: int, binding: Binding) -> Node | None:
+        value = binding.value if isinstance(binding, Let) else None
+        if not isinstance(value, Call) or not isinstance(value.ty, TensorType) or value.ty.shape is None:
+            return None
+        if isinstance(value.callee, Op) and value.callee.name == "reshape":
+            return self._view(position, binding.var, value)
+        program = self._definitions.get(value.callee.name) if isinstance(value.callee, GlobalVar) else None
+        if not isinstance(program, TensorProgram):
+            return None
+        return Node(position, binding.var, value, program, self._patterns[value.callee.name])
+
+    def _view(self, position: int, var: Var, call: Call) -> Node | None:
+        """A reshape as a call of a program."""
+        source = call.args[0]
+        if not isinstance(source, Var) or not isinstance(source.ty, TensorType) or source.ty.shape is None:
+            return None
+        key = source.ty, call.ty, *(arg.values if isinstance(arg, ShapeValue) else arg.ty for arg in call.args)
+        if key not in self._views:
+            program, _ = lower_call(call)
+            self._views[key] = self._table.add("reshape", program), program, analyze(program)
+        callee, program, pattern = self._views[key]
+        made = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
+        return Node(position, var, made, program, pattern, is_view=True)
+
+    # One output
+
+    def _into_post_dominator(self, node: Node, epilogue: bool) -> None:
+        sink = node.parent
+        if sink is None or node.pattern == LoopPattern.OPAQUE or node.group is sink.group:
+            return
+        if epilogue != (node.pattern >= LoopPattern.REDUCTION):
+            return
+        path = between(node, sink)
+        verdict = self._verdict(node, path, sink, epilogue)
+        groups = list(dict.fromkeys(n.group for n in (node, *path)))
+        merged = joined(groups)
+        reason = _refuse_group(groups, merged)
+        if verdict.taken and (reason is not None or isinstance(merged, str)):
+            verdict = Verdict(False, reason or str(merged))
+        if verdict.taken and isinstance(merged, Group) and loses_threads(node):
+            verdict = rows_verdict(groups, merged)
+        if verdict.taken and isinstance(merged, Group) and _needs_trial(merged):
+            verdict = self._try_to_merge(merged) or verdict
+        elif not verdict.taken and isinstance(merged, Group) and node.group.has_anchor:
+            verdict = self._in_rows(groups, merged) or verdict
+        if not (node.is_view and len(node.group.nodes) == 1):  # a view alone moves nothing, either way
+            self._context.decide(
+                "fuse_ops", f"{node.var.name} into {sink.var.name}", verdict.taken, verdict.reason, **verdict.figures
+            )
+        if verdict.taken and isinstance(merged, Group):
+            for n in merged.nodes:
+                n.group = merged
+
+    def _verdict(self, node: Node, path: list[Node], sink: Node, epilogue: bool) -> Verdict:
+        if not epilogue and sink.pattern == LoopPattern.OUT_FUSIBLE and path == [sink]:
+            return Verdict(False, f"{sink.var.name} is OUT_FUSIBLE: each tile of it would compute {node.var.name} anew")
+        reason = None if epilogue else refuse_injective(path, sink)
+        if reason is None and node.group.has_anchor:
+            reason = refuse_epilogue(node, path)
+        if reason is not None:
+            return Verdict(False, reason)
+        if node.group.has_anchor:
+            size = tensor_bytes(node.shape, node.call.ty.dtype)  # type: ignore[union-attr]
+            return Verdict(True, "an epilogue of the reduction", {"bytes_saved": size * 2})
+        figures: dict[str, SymExpr] = {}
+        for n in (node, *(other for other in path if other is not sink)):
+            verdict = inline_verdict(n, [c for c in n.consumers if c in path])
+            if not verdict.taken:
+                return Verdict(False, f"{verdict.reason} ({n.var.name} is computed where it is read)", verdict.figures)
+            for name, amount in verdict.figures.items():
+                figures[name] = figures.get(name, sym(0)) + amount
+        return Verdict(True, verdict.reason, figures)
+
+    def _in_rows(self, groups: list[Group], merged: Group) -> Verdict | None:
+        """The verdict on a group that could become a row program; None: it could not."""
+        if len(merged.nodes) > MAX_GROUP or not may_share_rows(merged) or self._try_to_merge(merged) is not None:
+            return None
+        return rows_verdict(groups, merged)
+
+    def _try_to_merge(self, group: Group) -> Verdict | None:
+        """The verdict against a group whose loops turn out not to merge, or to merge badly."""
+        likeness, names = group.likeness, group.names
+        if likeness not in self._tried:
+            self._tried[likeness] = self._trial(group), names
+        against, tried = self._tried[likeness]
+        if against is None or names == tried:
+            return against
+        renamed = dict(zip(tried, names, strict=True))
+        return Verdict(False, re.sub(r"[^\s,]+", lambda word: renamed.get(word[0], word[0]), against.reason))
+
+    def _trial(self, group: Group) -> Verdict | None:
+        try:
+            program = merge(composite(group), self._definitions)
+        except CannotMerge as reason:
+            return Verdict(False, str(reason))
+        divided = next((x for x in loads(program.body) if _divides(x)), None)
+        if divided is not None and any(n.is_view for n in group.nodes):
+            return Verdict(False, f"each element of {divided.buffer.name} would be found by a division (reshape)")
+        across = _read_across(program) if program.num_outputs > 1 else None
+        if across is not None:
+            return Verdict(False, f"{across.buffer.name} is read across its rows, which one output alone does in tiles")
+        return None
+
+    # Several outputs
+
+    def _join_outputs(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            for other in _siblings(node):
+                if node.group is not other.group:
+                    self._join(node, other, _shared_bytes(node.group, other.group), "siblings read the same operands")
+        for node in nodes:
+            if node in node.group.outs and not node.is_view:
+                for consumer in node.consumers:
+                    if _may_read_output(node, consumer):
+                        size = tensor_bytes(node.shape, node.call.ty.dtype)  # type: ignore[union-attr]
+                        self._join(node, consumer, size, f"{node.var.name} is stored for others and not read again")
+
+    def _join(self, node: Node, other: Node, saved: SymExpr, reason: str) -> None:
+        groups = [node.group, other.group]
+        merged = joined(groups)
+        if isinstance(merged, Group) and len(merged.outs) < 2:
+            return  # one output: what was decided about that stands
+        against = _refuse_group(groups, merged)
+        if against is None and isinstance(merged, Group) and node not in merged.outs:
+            verdict = inline_verdict(node, node.consumers, outputs=len(merged.outs))
+            reason, against = verdict.reason, None if verdict.taken else verdict.reason
+        if against is None and isinstance(merged, Group):
+            streams = len(merged.inputs) + len(merged.outs)
+            if streams > MAX_STREAMS:
+                against = f"{streams} tensors would be gone through side by side, more than {MAX_STREAMS}"
+            else:
+                refused = self._try_to_merge(merged)
+                against = None if refused is None else refused.reason
+        subject = f"{node.var.name} with {other.var.name}"
+        self._context.decide("fuse_ops", subject, against is None, against or reason, bytes_saved=saved)
+        if against is None and isinstance(merged, Group):
+            for n in merged.nodes:
+                n.group = merged
+
+    # Definitions
+
+    def _define(self, group: Group) -> GlobalVar:
+        name = self._unique("fused_" + "_".join(_base_name(n.call) for n in group.nodes))
+        self._definitions[name] = composite(group)
+        return GlobalVar(name)
+
+    def _unique(self, hint: str) -> str:
+        hint = hint if len(hint) <= 60 else hint[:56] + "_etc"
+        name, count = hint, 0
+        while name in self._definitions:
+            count += 1
+            name = f"{hint}_{count}"
+        return name
+
+
+def _base_name(call: Call) -> str:
+    name = call.callee.name
+    stem, _, last = name.rpartition("_")
+    return stem if stem and last.isdigit() else name
+
+
+def _groups(nodes: list[Node]) -> list[Group]:
+    return list(dict.fromkeys(n.group for n in nodes))
+
+
+def _refuse_group(groups: list[Group], merged: Group | str) -> str | None:
+    if isinstance(merged, str):
+        return merged
+    if sum(g.has_anchor for g in groups) > 1:
+        return "both sides hold a reduction"
+    if len(merged.nodes) > MAX_GROUP:
+        return f"the group would exceed {MAX_GROUP} calls"
+    return refuse_data_index(merged)
+
+
+def _needs_trial(group: Group) -> bool:
+    """Whether the patterns alone do not tell that the loops merge: something inside is in parts, or reshaped, or
+    follows a reduction in another order."""
+    anchors = [n.position for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
+    after = [n for n in group.nodes if any(n.position > p for p in anchors)]
+    return any(n.is_view or (n.pattern == LoopPattern.PARTS and n not in group.outs) for n in group.nodes) or any(
+        not _is_in_place(n, group) for n in after
+    )
+
+
+def _is_in_place(node: Node, group: Group) -> bool:
+    """Whether a call reads the results of others of its group at the very indices where it writes."""
+    inside = {n.var for n in group.nodes}
+    written = [s.indices for s in stores(node.program.body)]
+    return all([load.indices] == written for load in loads_of(node, inside))
+
+
+def _read_across(program: TensorProgram) -> Load | None:
+    """A load that moves in wide steps along the innermost loop of a nest."""
+    for stage in top_stages(program):
+        nest = perfect_nest(stage)
+        if not nest.loops or isinstance(nest.body, Allocate):  # a reduction or row program has rows of its own
+            continue
+        for load in loads(nest.body):
+            step = coefficient(flat_offset(load.buffer.shape, load.indices), nest.loops[-1].var)
+            if step is not None and step is not sym(0) and step is not sym(1):
+                return load
+    return None
+
+
+def _divides(load: Load) -> bool:
+    """Whether finding the element takes a division: the indices hold one that the offset keeps."""
+    return any(map(_has_division, load.indices)) and _has_division(flat_offset(load.buffer.shape, load.indices))
+
+
+def _has_division(expr: SymExpr) -> bool:
+    return any(isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial)
+
+
+def _trim_views(group: Group) -> None:
+    """Reshapes at the edges of a group leave it: a view costs nothing."""
+    while len(group.nodes) > 1:
+        inside = set(group.nodes)
+        edge = next((n for n in group.nodes if n.is_view and _is_edge(n, inside)), None)
+        if edge is None:
+            return
+        group.nodes.remove(edge)
+        group.place = group.nodes[-1].position
+        edge.group = Group([edge], edge.position)
+
+
+def _is_edge(node: Node, inside: set[Node]) -> bool:
+    first = not inside.intersection(node.producers)
+    last = not inside.intersection(node.consumers)
+    return first or (last and all(len(p.consumers) == 1 and not p.outside for p in node.producers))
+
+
+def _siblings(node: Node) -> Iterator[Node]:
+    """Results that are computed element by element from an operand of this one, and are no part of each other."""
+    if not _is_plain(node.group) or node not in node.group.outs:
+        return
+    for producer in node.producers:
+        for other in producer.consumers:
+            if other.position > node.position and _is_plain(other.group) and other in other.group.outs:
+                same = len(other.shape) == len(node.shape) and all(map(lambda a, b: a is b, other.shape, node.shape))
+                if same and _shared_bytes(node.group, other.group) is not sym(0):
+                    yield other
+
+
+def _is_plain(group: Group) -> bool:
+    return all(n.pattern < LoopPattern.PARTS and not n.is_view for n in group.nodes)
+
+
+def _shared_bytes(a: Group, b: Group) -> SymExpr:
+    """The size of the operands that two groups both read, unless they are small beside what is written."""
+    types = [x.ty for x in a.inputs if x in b.inputs]
+    size = product(a.nodes[-1].shape)
+    wide = [t for t in types if isinstance(t, TensorType) and t.shape is not None and product(t.shape) is size]
+    return sum((tensor_bytes(t.shape or (), t.dtype) for t in wide), sym(0))
+
+
+def _may_read_output(node: Node, consumer: Node) -> bool:
+    """Whether a consumer in another group may run in the loops that compute the node, for what the patterns tell."""
+    if node.group is consumer.group or node.pattern == LoopPattern.OPAQUE:
+        return False
+    own, its = node.group, consumer.group
+    if node is not own.outs[-1] or any(n.pattern == LoopPattern.PARTS for n in (*own.nodes, *its.nodes)):
+        return False
+    if own.has_anchor:
+        return _is_plain(its) and refuse_epilogue(node, [consumer]) is None
+    if not _is_plain(its) and not any(n.pattern == LoopPattern.ROW for n in its.nodes):
+        return False
+    return bool(loads_of(consumer, {node.var}))

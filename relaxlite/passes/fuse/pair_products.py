@@ -1,0 +1,146 @@
+"""Two products of one operand, of which only the second result is kept, become one kernel: gated layers.
+
+    up = x @ b;  out = silu(x @ a) * up
+        =>  for i, j: { e[]; e = 0; for k: e += x[i, k]*b[k, j]; { f[]; f = 0; for k: f += x[i, k]*a[k, j]
+                        out[i, j] = silu(f) * e } }
+
+Register tiles take the steps of both sums in one loop (pair_tile.py): what is read of x serves both, and the
+intermediate result is never stored. The first product may have an epilogue of its own, such as a bias or an activation.
+
+Products with constant weights that may be computed in another way (winograd_products.py, int16_products.py) stay apart:
+that is 1.3 times as fast, and what a pair saves are some percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from relaxlite import dtypes
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.expr import Binding, Block, Let, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.program import Binary, Buffer, Cast, Check, Load, Stmt, Store, TensorProgram, Value, seq
+from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, loads
+from relaxlite.ir.symbolic import product, sym
+from relaxlite.ir.types import TensorType
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.loops.edits import nest
+from relaxlite.passes.loops.legalize import ProgramTable
+from relaxlite.passes.loops.merge_calls import Instances, Site, map_blocks, sites_of, stem
+from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of, top_stages
+from relaxlite.passes.products.constant_weights import Way
+from relaxlite.passes.products.reduction import reduction_block
+from relaxlite.passes.products.strategies import ProductWays, way_for
+from relaxlite.target import Target
+
+_ANALYZER = Analyzer()
+_FLOAT_BYTES = 4
+
+
+def pair_products(module: IRModule, context: PassContext) -> IRModule:
+    """Gated layers become one kernel each."""
+
+    products = {name for name, program in module.programs().items() if _is_product(program)}
+    ways = ProductWays(module, context)
+
+    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
+        bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
+        sites = {site.var: site for site in sites_of(block.bindings, module) if site.call.callee.name in products}
+        for second in list(sites.values()):
+            for arg in second.call.args:
+                first = sites.get(arg) if isinstance(arg, Var) else None
+                if first is None or second.var not in sites or uses[first.var] != 1:
+                    continue
+                made = _pair(first, second, ways, table, context)
+                if made is not None:
+                    bindings[second.var] = made
+                    del bindings[first.var], sites[first.var], sites[second.var]
+        return tuple(bindings.values())
+
+    made = module
+    for name in module.functions():
+        made = map_blocks(made, partial(change, ways=ways.of(name)), [name])
+    return made
+
+
+def _is_product(program: TensorProgram) -> bool:
+    """Whether the program is one sum of products."""
+    stages = [stage for stage in top_stages(program) if not isinstance(stage, Check)]
+    found = reduction_of(stages[0]) if len(stages) == 1 else None
+    return found is not None and isinstance(found.update.value, Binary) and found.update.value.op == "mul"
+
+
+def _pair(first: Site, second: Site, ways: Sequence[Way], table: ProgramTable, context: PassContext) -> Let | None:
+    """The second call, computing what the first one gave it on its own; None where that is no pair of products."""
+    parts = Instances()
+    stages = [s for site in (first, second) for s in parts.stages(site)]
+    checks = [s for s in stages if isinstance(s, Check)]
+    found = [reduction_of(s) for s in stages if not isinstance(s, Check)]
+    between = parts.buffers[first.var]
+    if len(found) != 2 or found[0] is None or found[1] is None:
+        return None
+    if any(load.buffer is between for load in loads(found[1].update)):
+        return None  # one product after another
+    made = _paired(found[0], found[1], between, context.target)
+    if not isinstance(made, str) and (way := way_for((first, second), ways)) is not None:
+        made = f"each alone is one of {way.name}, which is faster"
+    subject = f"{first.var.name} and {second.var.name}"
+    if isinstance(made, str):
+        context.decide("pair_products", subject, False, made)
+        return None
+    args = dict.fromkeys(a for a in (*first.call.args, *second.call.args) if a is not first.var)
+    call = parts.call(f"pair_{stem(second)}", seq(*checks, made), tuple(args), (second.var,), table)
+    ty = first.var.ty
+    assert isinstance(ty, TensorType) and ty.shape is not None
+    context.decide(
+        "pair_products", subject, True, "both multiply one operand; the first result is not stored",
+        kernels_saved=sym(1), bytes_not_moved=2 * dtypes.itemsize(ty.dtype) * product(ty.shape),
+    )  # fmt: skip
+    return Let(second.var, replace(call, loc=second.call.loc))
+
+
+def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target) -> Stmt | str:
+    """One nest of both reductions, or why there is none."""
+    if len(first.spatial) != len(second.spatial):
+        return "their results differ in rank"
+    loops = list(zip(first.spatial, second.spatial, strict=True))
+    inner = [perfect_nest(r.inner).loops for r in (first, second)]
+    if len(inner[0]) != len(inner[1]):
+        return "they sum over different numbers of loops"
+    loops += zip(*inner, strict=True)
+    if not all(_ANALYZER.can_prove_equal(a.extent, b.extent) for a, b in loops):
+        return "their loops are not of the same lengths"
+    if not _is_plain(first.update) or not _is_plain(second.update):
+        return "they sum up more than products of two elements"
+    same = {a.var: b.var for a, b in loops}
+    update = Substitute(same).stmt(first.update)
+    read = {(load.buffer, load.indices) for load in loads(update)}
+    if not read & {(load.buffer, load.indices) for load in loads(second.update)}:
+        return "their sums share no operand"
+    final = Substitute({a.var: b.var for a, b in loops[: len(first.spatial)]}).stmt(first.final)
+    places = tuple(loop.var for loop in second.spatial)
+    if not isinstance(final, Store) or final.buffer is not between or final.indices != places:
+        return "the first result is not one element per sum"
+    if any(load.buffer is between and load.indices != places for load in loads(second.final)):
+        return "the second reads the first one's result elsewhere than at its own element"
+    steps = nest([b for _, b in loops[len(first.spatial) :]], update)
+    last = ReplaceLoads(between, final.value).stmt(second.final)
+    block = replace(second, final=last).block
+    made = nest(second.spatial, replace(first, inner=steps, final=block).block)
+    tiles = reduction_block(made)
+    lanes = target.vector_bits // 8 // _FLOAT_BYTES
+    if tiles is None or lanes < 2 or tiles.fused().vector_loop() is None:
+        return "they would have no register tiles"
+    return made
+
+
+def _is_plain(update: Store) -> bool:
+    """e += a * b of elements as they are stored, or widened: what register tiles of a pair take."""
+    value = update.value
+    return isinstance(value, Binary) and value.op == "mul" and _is_element(value.a) and _is_element(value.b)
+
+
+def _is_element(value: Value) -> bool:
+    return isinstance(value.x if isinstance(value, Cast) else value, Load)

@@ -1,0 +1,340 @@
+"""Recognise attention in a graph of matmul, scale, bias, softmax and matmul, and make it one op.
+
+    matmul(softmax(matmul(q, transpose(k)) * scale + bias, axis=-1), v)   =>   attention(q, k, v, bias, scale=scale)
+
+Transposes of q, k, v and of the result become attributes of the op, which reads and writes through them, and so do
+repetitions of the heads of k and v for groups of query heads:
+
+    reshape(broadcast_to(expand_dims(k), (b, h, g, n, d)), (b, h*g, n, d))
+    gather(k, (0, 0, .., 1, 1, ..), axis=1)                                 =>   attention(.., k, .., group=g)
+
+A mask that chooses between the scores and a constant becomes an operand too. Whatever looks like attention and is none,
+or is too wide for its blocks, leaves a note that says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from relaxlite import dtypes
+from relaxlite.errors import TypeInferenceError
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.expr import AttrValue, Call, Constant, Expr, Function, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.ops.nn_attention import has_blocks
+from relaxlite.ir.symbolic import SymExpr, as_int, sym
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
+from relaxlite.passes.context import PassContext
+from relaxlite.records import dataclass
+
+_ANALYZER = Analyzer()
+Axes = tuple[int, ...]
+
+
+class _NotAttention(Exception):
+    """Why a product of a softmax is not rewritten."""
+
+
+def fuse_attention(module: IRModule, context: PassContext) -> IRModule:
+    return map_functions(module, partial(_rewritten, context=context))
+
+
+def _rewritten(function: Function, context: PassContext) -> Function:
+    return _FuseAttention(Counter(body_uses(function.body)), context).function(function)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Where `mask` is `where`, scores become `value`."""
+
+    mask: Expr
+    value: float
+    where: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """scale * q @ k, masked, + bias; k is (..., d, n)."""
+
+    q: Expr
+    k: Expr
+    scale: float = 1.0
+    mask: _Mask | None = None
+    bias: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An operand as it is stored; how it is transposed, how often each of its matrices is repeated, and scaled."""
+
+    expr: Expr
+    axes: Axes | None
+    group: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    expr: Expr
+    axis: int
+    times: int
+
+
+class _FuseAttention(Rewriter):
+    def __init__(self, uses: Mapping[Var, int], context: PassContext) -> None:
+        super().__init__()
+        self._uses, self._context = uses, context
+        self._bound: dict[Expr, Call] = {}  # calls of ops
+
+    def bind(self, var: Var, value: Expr) -> None:
+        super().bind(var, value)
+        target = self.env.get(var, var)
+        if isinstance(target, Var) and isinstance(value, Call) and isinstance(value.callee, Op):
+            self._bound[target] = value
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, Op):
+            return None
+        if value.callee.name == "transpose":
+            return self._turned(value)
+        if value.callee.name != "matmul":
+            return None
+        weights = self._without_nan(value.args[0])
+        softmax = self._call_of(value.args[0] if weights is None else weights, "softmax")
+        if softmax is None:
+            return None
+        try:
+            return self._attention(softmax, value, zero_nan=weights is not None)
+        except _NotAttention as reason:
+            self._context.decide("fuse_attention", f"attention at {var.name}", False, str(reason))
+            return None
+
+    def _call_of(self, expr: Expr, *names: str) -> Call | None:
+        """The call of one of these ops that a variable is bound to."""
+        call = self._bound.get(expr)
+        return call if call is not None and call.callee.name in names else None
+
+    def _is_private(self, expr: Expr) -> bool:
+        return isinstance(expr, Var) and self._uses[expr] == 1
+
+    def _without_nan(self, expr: Expr) -> Expr | None:
+        """x of where(isnan(x), 0, x), which nothing else uses."""
+        where = self._call_of(expr, "where")
+        found = None if where is None else self._call_of(where.args[0], "isnan")
+        if where is None or found is None or _factor(where.args[1]) != 0:
+            return None
+        x = where.args[2]
+        is_own = isinstance(x, Var) and self._uses[x] == 2 and self._is_private(where.args[0])
+        return x if is_own and found.args[0] is x else None
+
+    def _attention(self, softmax: Call, product: Call, *, zero_nan: bool) -> Expr:
+        weights, v = product.args
+        (scores,) = softmax.args
+        ty, out = scores.ty, product.ty
+        if (
+            not isinstance(ty, TensorType)
+            or not isinstance(out, TensorType)
+            or softmax.attrs["axis"] not in (-1, (ty.rank or 0) - 1)
+        ):
+            raise _NotAttention("the softmax is not over the last axis")
+        if not dtypes.is_float(ty.dtype):
+            raise _NotAttention(f"the scores are of {ty.dtype}")
+        if not self._is_private(weights):
+            raise _NotAttention("the weights are used elsewhere too")
+        found = self._scores(scores)
+        q = self._source(found.q, scaled=True)
+        k, values = self._source(found.k, swap=True, grouped=True, scaled=True), self._source(v, grouped=True)
+        if k.group != values.group:
+            k, values = self._source(found.k, swap=True, scaled=True), self._source(v)
+        mask = found.mask
+        added = tuple(x for x in (found.bias, None if mask is None else mask.mask) if x is not None)
+        shapes = [_shape(x) for x in (found.q, found.k, v)]
+        if len({len(shape) for shape in shapes}) > 1:
+            raise _NotAttention("q, k and v differ in rank")
+        if not has_blocks(shapes[0], shapes[2]):
+            raise _NotAttention(f"the widths {shapes[0][-1]} and {shapes[2][-1]} are not constant and small")
+        try:
+            made = get_op("attention")(
+                q.expr,
+                k.expr,
+                values.expr,
+                *added,
+                scale=found.scale * q.scale * k.scale,
+                q_axes=q.axes,
+                k_axes=k.axes,
+                v_axes=values.axes,
+                group=k.group,
+                masked=0.0 if mask is None else mask.value,
+                zero_nan=zero_nan,
+                masked_where=mask is not None and mask.where,
+                loc=product.loc,
+            )
+        except TypeInferenceError as error:
+            raise _NotAttention(str(error)) from error
+        if not _equal(_shape(made), _shape(product)):
+            raise _NotAttention(f"the result would be {made.ty}, not {out}")
+        return made
+
+    def _scores(self, expr: Expr) -> _Scores:
+        """What the scores are made of, from the softmax inwards."""
+        if not self._is_private(expr):
+            raise _NotAttention("the scores are used elsewhere too")
+        call = self._call_of(expr, "matmul", "multiply", "divide", "add", "where")
+        if call is None:
+            raise _NotAttention(f"the scores are computed by {_name(self._bound.get(expr))}")
+        if call.callee.name == "matmul":
+            return _Scores(call.args[0], call.args[1])
+        if call.callee.name == "where":
+            return self._masked(call)
+        a, b = call.args
+        if call.callee.name == "add":
+            for inner, bias in ((a, b), (b, a)):
+                if self._leads_to_product(inner) and _equal(_shape(inner), _shape(call)):
+                    found = self._scores(inner)
+                    if found.bias is not None:
+                        raise _NotAttention("two biases are added")
+                    return replace(found, bias=bias)
+            raise _NotAttention("the bias is larger than the scores")
+        factor = _factor(b) if call.callee.name == "divide" or isinstance(b, Constant) else None
+        inner = a
+        if factor is None and call.callee.name == "multiply":
+            factor, inner = _factor(a), b
+        if factor is None or (call.callee.name == "divide" and factor == 0):
+            raise _NotAttention("the scale is no constant")
+        found = self._scores(inner)
+        if found.bias is not None or found.mask is not None:
+            raise _NotAttention("the scores are scaled after the bias or the mask")
+        return replace(found, scale=found.scale / factor if call.callee.name == "divide" else found.scale * factor)
+
+    def _masked(self, where: Call) -> _Scores:
+        """where(mask, scores, constant), or the other way round."""
+        cond, a, b = where.args
+        for inner, other, masked_where in ((a, b, False), (b, a, True)):
+            value = _factor(other)
+            if value is not None and _equal(_shape(inner), _shape(where)):
+                found = self._scores(inner)
+                if found.bias is not None or found.mask is not None:
+                    raise _NotAttention("the scores are masked after the bias or another mask")
+                return replace(found, mask=_Mask(cond, value, masked_where))
+        raise _NotAttention("the mask does not choose between the scores and a constant")
+
+    def _leads_to_product(self, expr: Expr) -> bool:
+        while (call := self._call_of(expr, "multiply", "divide", "where", "matmul")) is not None:
+            if call.callee.name == "matmul":
+                return self._is_private(expr)
+            operands = call.args[1:] if call.callee.name == "where" else call.args
+            expr = next((x for x in operands if not isinstance(x, Constant)), operands[0])
+        return False
+
+    def _source(self, expr: Expr, *, swap: bool = False, grouped: bool = False, scaled: bool = False) -> _Source:
+        """What transposes read, and their axes together; `swap`: the last two change places after them. `grouped`: also
+        what is repeated along the dimension before the last two; `scaled`: what is multiplied by a constant."""
+        rank, group, scale = len(_shape(expr)), 1, 1.0
+        order = (*range(rank - 2), rank - 1, rank - 2) if swap else tuple(range(rank))
+        while True:
+            transpose = self._call_of(expr, "transpose")
+            repeated = self._repeated(expr) if grouped and rank > 2 else None
+            if transpose is not None:
+                axes = _axes(transpose)
+                expr, order = transpose.args[0], tuple(axes[p] for p in order)
+            elif repeated is not None and repeated.axis == order[rank - 3]:
+                expr, group = repeated.expr, group * repeated.times
+            elif scaled and (found := self._scaled(expr)) is not None:
+                expr, scale = found[0], scale * found[1]
+            else:
+                return _Source(expr, None if order == tuple(range(rank)) else order, group, scale)
+
+    def _scaled(self, expr: Expr) -> tuple[Expr, float] | None:
+        """(x, c) of x * c"""
+        call = self._call_of(expr, "multiply")
+        for x, c in () if call is None else (call.args, call.args[::-1]):
+            factor = _factor(c)
+            if factor is not None and len(_shape(x)) == len(_shape(expr)):
+                return x, factor
+        return None
+
+    def _repeated(self, expr: Expr) -> _Repeated | None:
+        """The tensor whose elements along one axis stand `times` times in a row in this one."""
+        call = self._call_of(expr, "reshape", "gather")
+        if call is None:
+            return None
+        if call.callee.name == "gather":
+            return _repeating_gather(call)
+        wide = self._call_of(call.args[0], "broadcast_to", "tile", "concat")
+        source = None if wide is None else self._call_of(wide.args[0], "expand_dims", "reshape")
+        if wide is None or source is None or (wide.callee.name == "concat" and len(set(wide.args)) > 1):
+            return None
+        inner, outer, made = _shape(source.args[0]), _shape(wide), _shape(call)
+        for axis in range(len(inner)):  # (.., h, 1, ..) became (.., h, times, ..), then (.., h * times, ..)
+            times = as_int(outer[axis + 1]) if len(outer) == len(inner) + 1 else None
+            if (
+                times is not None
+                and times > 1
+                and _equal(_shape(source), (*inner[: axis + 1], sym(1), *inner[axis + 1 :]))
+                and _equal(outer, (*inner[: axis + 1], sym(times), *inner[axis + 1 :]))
+                and _equal(made, (*inner[:axis], inner[axis] * times, *inner[axis + 1 :]))
+            ):
+                return _Repeated(source.args[0], axis, times)
+        return None
+
+    def _turned(self, transpose: Call) -> Expr | None:
+        """transpose(attention(...)) as one op."""
+        (x,) = transpose.args
+        call = self._call_of(x, "attention")
+        if call is None or not self._is_private(x):
+            return None
+        inner, axes = _permutation(call.attrs["out_axes"]), _axes(transpose)
+        made = axes if inner is None else tuple(inner[a] for a in axes)
+        return get_op("attention")(*call.args, **{**call.attrs, "out_axes": made}, loc=call.loc)
+
+
+def _repeating_gather(call: Call) -> _Repeated | None:
+    """Whether constant places are 0, 0, .., 1, 1, .. up to the size of the axis."""
+    x, places = call.args
+    axis, shape = call.attrs["axis"], _shape(x)
+    if not isinstance(places, Constant) or places.value.ndim != 1 or not isinstance(axis, int):
+        return None
+    size = as_int(shape[axis])
+    times = len(places.value) // size if size else 0
+    if size is None or times < 2 or not np.array_equal(places.value, np.repeat(np.arange(size), times)):
+        return None
+    return _Repeated(x, axis % len(shape), times)
+
+
+def _axes(transpose: Call) -> Axes:
+    rank = len(_shape(transpose))
+    axes = _permutation(transpose.attrs["axes"])
+    return tuple(reversed(range(rank))) if axes is None else tuple(a % rank for a in axes)
+
+
+def _permutation(value: AttrValue) -> Axes | None:
+    return value  # type: ignore[return-value]  # of kind "ints"
+
+
+def _shape(expr: Expr) -> tuple[SymExpr, ...]:
+    shape = expr.ty.shape if isinstance(expr.ty, TensorType) else None
+    if shape is None:
+        raise _NotAttention("a shape is unknown")
+    return shape
+
+
+def _equal(a: tuple[SymExpr, ...], b: tuple[SymExpr, ...]) -> bool:
+    return len(a) == len(b) and all(_ANALYZER.can_prove_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _factor(expr: Expr) -> float | None:
+    """The one value of a constant."""
+    if not isinstance(expr, Constant) or expr.value.size != 1:
+        return None
+    return float(np.asarray(expr.value).reshape(-1)[0])
+
+
+def _name(call: Call | None) -> str:
+    return "no op" if call is None else call.callee.name

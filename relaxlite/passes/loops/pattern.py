@@ -1,0 +1,271 @@
+"""What kind of computation a tensor program is, read off its loops.
+
+ELEMENTWISE   every load has the indices of the store
+BROADCAST     loads use a subset of the store's loop variables, in order (a scalar: none of them)
+INJECTIVE     one nest, each output element from other indices (transpose, slice, gather)
+PARTS         several such nests, each writing its own range of one dimension, one range after another (concat)
+REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
+ROW           several stages over one row of the output after another (softmax, layer norm; rows.py)
+OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
+OPAQUE        anything else: several stages, data-dependent stores, scans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import TypeGuard
+
+from relaxlite.ir.program import (
+    Allocate,
+    Buffer,
+    Check,
+    For,
+    IfThenElse,
+    LetIndex,
+    LibraryFound,
+    Load,
+    Seq,
+    Stmt,
+    Store,
+    TensorProgram,
+    seq,
+)
+from relaxlite.ir.program_visitor import loads, walk_stmts, walk_values
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
+from relaxlite.passes.loops.row_program import rows_of
+from relaxlite.records import dataclass
+
+
+class LoopPattern(IntEnum):
+    ELEMENTWISE = 0
+    BROADCAST = 1
+    INJECTIVE = 2
+    PARTS = 3
+    REDUCTION = 4
+    ROW = 5
+    OUT_FUSIBLE = 6
+    OPAQUE = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """A perfect nest of loops round a body that is no loop."""
+
+    loops: tuple[For, ...]
+    body: Stmt
+
+    @property
+    def vars(self) -> tuple[SymVar, ...]:
+        return tuple(loop.var for loop in self.loops)
+
+    @property
+    def shape(self) -> tuple[SymExpr, ...]:
+        return tuple(loop.extent for loop in self.loops)
+
+    @property
+    def stmt(self) -> Stmt:
+        stmt = self.body
+        for loop in reversed(self.loops):
+            stmt = replace(loop, body=stmt)
+        return stmt
+
+
+def perfect_nest(stmt: Stmt) -> Nest:
+    """The loops that stand directly inside each other, from `stmt` inwards."""
+    found: list[For] = []
+    while isinstance(stmt, For):
+        found.append(stmt)
+        stmt = stmt.body
+    return Nest(tuple(found), stmt)
+
+
+def calls_library(stage: Stmt) -> TypeGuard[IfThenElse]:
+    """Whether this is a call of a library under conditions, one of which is that it is there, with loops beside it."""
+    if not isinstance(stage, IfThenElse):
+        return False
+    return any(isinstance(value, LibraryFound) for value in walk_values(stage.cond))
+
+
+def top_stages(program: TensorProgram) -> tuple[Stmt, ...]:
+    return program.body.stmts if isinstance(program.body, Seq) else (program.body,)
+
+
+def injective_store(nest: Nest) -> Store | None:
+    """The one plain Store of a nest that writes each element once, at its loop variables in order; else None."""
+    store = plain_store(nest)
+    return store if store is not None and store.indices == nest.vars else None
+
+
+def plain_store(nest: Nest) -> Store | None:
+    """The one Store of a nest, which does not combine and whose buffer the nest does not read, under nothing but
+    indices from data and checks; else None."""
+    body = nest.body
+    while isinstance(body, LetIndex | Seq):
+        if isinstance(body, LetIndex):
+            body = body.body
+        elif all(isinstance(s, Check) for s in body.stmts[:-1]):
+            body = body.stmts[-1]
+        else:
+            return None
+    if not isinstance(body, Store) or body.combine is not None:
+        return None
+    return body if all(load.buffer is not body.buffer for load in loads(nest.body)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A nest that writes a range of one dimension of a buffer: at its loop variables, `offset` further along `axis`."""
+
+    nest: Nest
+    store: Store
+    axis: int
+    offset: SymExpr
+
+
+def parts_of(stages: Sequence[Stmt]) -> tuple[Part, ...] | None:
+    """The stages as nests that write the ranges of one buffer one after another, all of it; None: they do not."""
+    nests = [perfect_nest(stage) for stage in stages]
+    found = [plain_store(nest) for nest in nests]
+    stored = [store for store in found if store is not None and store.buffer is getattr(found[0], "buffer", None)]
+    if len(stored) < len(stages) or len(stages) < 2:
+        return None
+    buffer, rank = stored[0].buffer, len(stored[0].indices)
+    if any(len(nest.loops) != rank for nest in nests):
+        return None
+    at = [(store.indices, nest.vars) for nest, store in zip(nests, stored, strict=True)]
+    moved = {k for indices, own in at for k in range(rank) if indices[k] is not own[k]}
+    if len(moved) != 1:
+        return None
+    (axis,), parts, end = moved, list[Part](), sym(0)
+    for nest, store in zip(nests, stored, strict=True):
+        offset = store.indices[axis] - nest.vars[axis]
+        if offset is not end or set(offset.free_vars()) & set(nest.vars):
+            return None
+        parts.append(Part(nest, store, axis, offset))
+        end = offset + nest.loops[axis].extent
+    return tuple(parts) if end is buffer.shape[axis] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """for spatial: { element[]; element = init; for reduced: element combine= value; final }
+
+    `final` holds no loop; before fusion it is one Store of a function of the element, at the spatial loop variables.
+    """
+
+    spatial: tuple[For, ...]
+    element: Buffer
+    init: Store
+    inner: Stmt  # the reduced loops round `update`
+    update: Store
+    final: Stmt
+
+    @property
+    def block(self) -> Allocate:
+        return Allocate(self.element, seq(self.init, self.inner, self.final))
+
+
+def reduction_of(stage: Stmt) -> Reduction | None:
+    """The stage as a reduction, or None. A nest that combines straight into its output is brought into this form."""
+    nest = perfect_nest(stage)
+    body = nest.body
+    if isinstance(body, Seq):
+        body = _with_element(nest, body) or body
+    if (
+        not isinstance(body, Allocate)
+        or body.buffer.shape
+        or not isinstance(body.body, Seq)
+        or len(body.body.stmts) < 3
+    ):
+        return None
+    init, inner, *rest = body.body.stmts
+    update = perfect_nest(inner).body
+    if not isinstance(init, Store) or not isinstance(update, Store) or update.combine is None or update is inner:
+        return None
+    if init.buffer is not body.buffer or init.combine is not None or update.buffer is not body.buffer:
+        return None
+    if any(load.buffer is body.buffer for load in loads(update)) or any(True for _ in loads(init)):
+        return None
+    if any(isinstance(s, For | Allocate) for r in rest for s in walk_stmts(r)):
+        return None
+    return Reduction(nest.loops, body.buffer, init, inner, update, seq(*rest))
+
+
+def _with_element(nest: Nest, body: Seq) -> Allocate | None:
+    """{ out[i] = init; for r: out[i] combine= v }  =>  { e[]; e = init; for r: e combine= v; out[i] = e }"""
+    if len(body.stmts) != 2 or not isinstance(body.stmts[0], Store) or body.stmts[0].combine is not None:
+        return None
+    init, inner = body.stmts[0], perfect_nest(body.stmts[1])
+    update, out = inner.body, init.buffer
+    if not isinstance(update, Store) or update.combine is None or update.buffer is not out or not inner.loops:
+        return None
+    if update.indices != init.indices or init.indices != nest.vars or any(load.buffer is out for load in loads(update)):
+        return None
+    element = Buffer(f"{out.name}_acc", (), out.dtype, "local")
+    reduced: Stmt = Store(element, (), update.value, update.combine)
+    for loop in reversed(inner.loops):
+        reduced = replace(loop, body=reduced)
+    final = Store(out, init.indices, Load(element, ()))
+    return Allocate(element, seq(Store(element, (), init.value), reduced, final))
+
+
+def analyze(program: TensorProgram) -> LoopPattern:
+    """The pattern of a program of one output."""
+    stages = tuple(s for s in top_stages(program) if not isinstance(s, Check))
+    if program.num_outputs != 1:
+        return LoopPattern.OPAQUE
+    if len(stages) != 1:
+        return LoopPattern.OPAQUE if parts_of(stages) is None else LoopPattern.PARTS
+    stage = stages[0]
+    store = injective_store(perfect_nest(stage))
+    if store is not None:
+        return _pattern_of_store(store, stage)
+    reduction, rows = reduction_of(stage), rows_of(stage)
+    if rows is not None and rows.result.indices == tuple(loop.var for loop in (*rows.spatial, rows.final)):
+        return LoopPattern.ROW
+    if reduction is None or not _is_plain(reduction.final, reduction):
+        return LoopPattern.OPAQUE
+    return LoopPattern.OUT_FUSIBLE if _shares_operands(reduction) else LoopPattern.REDUCTION
+
+
+def _pattern_of_store(store: Store, stage: Stmt) -> LoopPattern:
+    if any(isinstance(s, LetIndex) for s in walk_stmts(stage)):
+        return LoopPattern.INJECTIVE
+    pattern = LoopPattern.ELEMENTWISE
+    for load in loads(store):
+        if load.indices == store.indices:
+            continue
+        if not _is_subsequence(load.indices, store.indices):
+            return LoopPattern.INJECTIVE
+        pattern = LoopPattern.BROADCAST
+    return pattern
+
+
+def _is_subsequence(part: tuple[SymExpr, ...], whole: tuple[SymExpr, ...]) -> bool:
+    """Constant indices are dimensions of one, which broadcasting skips."""
+    rest = iter(whole)
+    return all(index.is_const or index in rest for index in part)
+
+
+def _is_plain(final: Stmt, reduction: Reduction) -> bool:
+    """Whether the result is stored once, at the spatial loop variables."""
+    return (
+        isinstance(final, Store)
+        and final.combine is None
+        and final.indices == tuple(loop.var for loop in reduction.spatial)
+        and all(load.buffer is not final.buffer for load in loads(reduction.block))
+    )
+
+
+def _shares_operands(reduction: Reduction) -> bool:
+    """Two or more inputs, each used for several outputs: some load leaves out a spatial loop."""
+    reduced = {loop.var for loop in perfect_nest(reduction.inner).loops}
+    found = [load for load in loads(reduction.update) if _mentions(load, reduced)]
+    spatial = {loop.var for loop in reduction.spatial}
+    return len(found) > 1 and any(spatial - {v for index in load.indices for v in index.free_vars()} for load in found)
+
+
+def _mentions(load: Load, variables: set[SymVar]) -> bool:
+    return any(v in variables for index in load.indices for v in index.free_vars())

@@ -1,0 +1,103 @@
+"""Copies of contiguous ranges become views: slices and splits of leading dimensions, a gather of one place.
+
+    y = call(slice, x)        =>        y = memory.part(x, shape(offset), shape(n, m))        no kernel, no memory
+
+The loops say what is contiguous (contiguous.py), so that what fusion has made of an op is seen as well. Results of a
+body keep their kernel, as they must own their memory. A view keeps all of x alive: where that is much larger and would
+be dead by then, the copy stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from relaxlite import dtypes
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.expr import Attrs, Body, Call, Expr, Function, GlobalVar, ShapeValue, Tuple, Var
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.op import get_op
+from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import product, substitute
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, bodies
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.loops.contiguous import Range, Ranges, copied_range, copied_ranges, joined_inputs
+from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
+
+JOINS = "joins"  # attribute of a program: the inputs that its output is, one after another
+SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
+MOST_KEPT = 4  # times the size of a view that it may keep alive for longer
+_ANALYZER = Analyzer()
+
+
+def make_views(module: IRModule, context: PassContext) -> IRModule:
+    """Calls of programs that copy a contiguous range become views of it; programs that join contiguous ranges get the
+    attribute by which join_parts knows them."""
+    copied = {name: copied_ranges(program) for name, program in module.programs().items()}
+    ranges = {name: copied_range(program, copied[name]) for name, program in module.programs().items()}
+    definitions: dict[str, Definition] = dict(module)
+    definitions.update({name: _with_joins(program, copied[name]) for name, program in module.programs().items()})
+    for name, function in module.functions().items():
+        definitions[name] = _MakeViews(module, context, ranges, function).function(function)
+    return module.updated(definitions)
+
+
+def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
+    inputs = joined_inputs(program, copied)
+    if inputs is None:
+        return program
+    places = tuple(program.inputs.index(x) for x in inputs)
+    return replace(program, attrs=Attrs({**program.attrs, JOINS: places}))
+
+
+class _MakeViews(Rewriter):
+    def __init__(
+        self, module: IRModule, context: PassContext, ranges: dict[str, Range | str | None], function: Function
+    ) -> None:
+        super().__init__()
+        self._module, self._context, self._ranges = module, context, ranges
+        self._aliases = find_aliases(function, module)
+        self._leaving = {root for body in bodies(function) for root in _results(body, self._aliases)}
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
+            return None
+        program, found = self._module[value.callee.name], self._ranges.get(value.callee.name)
+        if not isinstance(program, TensorProgram) or found is None or len(value.args) != len(program.inputs):
+            return None
+        if isinstance(found, str):
+            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, found)
+            return None
+        x = value.args[program.inputs.index(found.source)]
+        assert isinstance(var.ty, TensorType) and var.ty.shape is not None
+        nbytes = product(var.ty.shape) * dtypes.itemsize(var.ty.dtype)
+        reason = self._obstacle(var, x)
+        subject = f"{var.name} of {value.callee.name} in {getattr(x, 'name', None) or 'a constant'}"
+        text = reason or "it is a contiguous range: nothing is copied"
+        self._context.decide("make_views", subject, reason is None, text, bytes=nbytes)
+        if reason is not None:
+            return None
+        at = dict(zip(program.symbols, value.sym_args, strict=True))
+        start = substitute(found.start, at) * dtypes.itemsize(var.ty.dtype)
+        return get_op("memory.part")(x, ShapeValue((start,)), ShapeValue(var.ty.shape), dtype=var.ty.dtype)
+
+    def _obstacle(self, var: Var, x: Expr) -> str | None:
+        """Why the copy stays, or None."""
+        if var in self._leaving:
+            return "it is a result, which has memory of its own"
+        assert isinstance(x.ty, TensorType) and isinstance(var.ty, TensorType)
+        roots = self._aliases.roots(x)
+        lasts = [self._aliases.last_use(root) for root in roots if isinstance(root, Var)]
+        mine = self._aliases.last_use(var)
+        is_made_here = all(isinstance(root, Var) and self._aliases.step(root) >= 0 for root in roots)
+        if not is_made_here or max(lasts, default=mine) >= mine or mine - self._aliases.step(var) <= SHORT_LIFE:
+            return None
+        size, kept = (product(ty.shape or ()) * dtypes.itemsize(ty.dtype) for ty in (var.ty, x.ty))
+        if _ANALYZER.can_prove_lt(size * MOST_KEPT, kept):
+            return f"it would keep alive the {kept} bytes that it is a small part of"
+        return None
+
+
+def _results(body: Body, aliases: Aliases) -> list[Root]:
+    fields = body.result.fields if isinstance(body.result, Tuple) else (body.result,)
+    return [root for field in fields for root in aliases.roots(field)]

@@ -1,0 +1,147 @@
+"""Results in place: where an operand dies at a call and the program can be computed in its memory, the result takes it.
+
+    y = memory.alloc_tensor(shape(n, m))          y = memory.part(x, shape(0), shape(n, m))
+    call(add_relu, x, b, y)                =>     call(add_relu, x, b, y)              x is not read any more
+
+Which outputs of a program may take over which inputs, its attribute says (in_place.py). An operand must be memory that
+this body has allocated, all of it dead after the call (aliases.py), and no other operand of the call may lie in it.
+A result that leaves the body takes all of its operand's memory or none, so that it owns just what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.expr import Binding, Body, Call, Expr, GlobalVar, Let, ShapeValue, Var
+from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.program import TensorProgram
+from relaxlite.ir.symbolic import sym
+from relaxlite.ir.types import TensorType
+from relaxlite.ir.visitor import Rewriter, inner_bodies, used_vars
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.loops.in_place import IN_PLACE
+from relaxlite.passes.memory.aliases import Aliases, find_aliases
+from relaxlite.passes.memory.plan_memory import tensor_bytes
+from relaxlite.records import dataclass
+
+_ANALYZER = Analyzer()
+
+
+def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
+    """Results take over the memory of operands that die."""
+    definitions: dict[str, Definition] = dict(module)
+    for name, function in module.functions().items():
+        found = _FindOperands(module, context, find_aliases(function, module))
+        found.body(function.body)
+        definitions[name] = _TakeOver(found.operand_of).function(function)
+    return module.updated(definitions)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The allocations of one body: those that nothing has used yet, and those that something has."""
+
+    fresh: set[Var] = field(default_factory=set)
+    used: set[Var] = field(default_factory=set)
+
+
+class _FindOperands:
+    def __init__(self, module: IRModule, context: PassContext, aliases: Aliases) -> None:
+        self._module, self._context, self._aliases = module, context, aliases
+        self.operand_of: dict[Var, Var] = {}  # by allocation of a result: the operand that it takes over
+        self._taken: dict[Var, Var] = {}  # by allocation: the one in whose memory it lies now
+
+    def body(self, body: Body) -> None:
+        memory = _Memory()
+        for binding in body.bindings():
+            self._binding(binding, memory)
+
+    def _binding(self, binding: Binding, memory: _Memory) -> None:
+        value = binding.value if isinstance(binding, Let) else binding.source
+        for inner in inner_bodies(value):
+            self.body(inner)
+        if isinstance(value, Call) and isinstance(value.callee, GlobalVar):
+            program = self._module[value.callee.name]
+            if isinstance(program, TensorProgram) and len(value.args) == len(program.params):
+                self._call(binding.var, value, program, memory)
+        now = memory.fresh.intersection(root for var in used_vars(value) for root in self._aliases.roots(var))
+        memory.fresh -= now
+        memory.used |= now
+        if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
+            memory.fresh.add(binding.var)
+
+    def _call(self, at: Var, call: Call, program: TensorProgram, memory: _Memory) -> None:
+        pairs = program.attrs.get(IN_PLACE, ())
+        assert isinstance(pairs, tuple) and isinstance(call.callee, GlobalVar)
+        used: set[Var] = set()
+        for x_at, out_at in pairs:  # type: ignore[misc, str-unpack]
+            x, out = call.args[x_at], call.args[out_at]  # type: ignore[index]
+            if not isinstance(x, Var) or not isinstance(out, Var) or x in used or out in self.operand_of:
+                continue
+            reason = self._obstacle(at, call, x, out, memory)
+            self._decide(call.callee.name, x, out, reason)
+            owner = self._owner(x)
+            if reason is None and owner is not None:
+                used.add(x)
+                self.operand_of[out] = x
+                self._taken[out] = owner
+
+    def _decide(self, name: str, x: Var, out: Var, reason: str | None) -> None:
+        assert isinstance(out.ty, TensorType)
+        text = reason or f"'{x.name}' is not read any more, and each element is read before it is written"
+        self._context.decide(
+            "reuse_operands", f"{out.name} of {name} in {x.name}", reason is None, text, bytes=tensor_bytes(out.ty)
+        )
+
+    def _obstacle(self, at: Var, call: Call, x: Var, out: Var, memory: _Memory) -> str | None:
+        """Why the result cannot take over the operand's memory, or None."""
+        roots = self._aliases.roots(x)
+        if out not in memory.fresh or self._aliases.step(x) > self._aliases.step(out):
+            return "the result is not allocated for this call alone"
+        if len(roots) != 1 or roots[0] not in memory.used:
+            return f"'{x.name}' may lie in memory that was not allocated in the same body: an argument, a constant"
+        if not self._aliases.dies_at(x, at):
+            return f"'{x.name}' is read later"
+        owner = self._owner(x)
+        assert owner is not None
+        if sum(self._owner(arg) is owner for arg in call.args if isinstance(arg, Var)) > 1:
+            return f"another operand shares the memory of '{x.name}'"
+        if not self._fits(out, x):
+            return f"it is not proven that the result is not larger than '{x.name}'"
+        leaves = self._aliases.last_use(out) >= self._aliases.end
+        if leaves and not self._fills(out, owner):
+            return f"the result leaves the function, and '{x.name}' is only a part of its memory"
+        return None
+
+    def _owner(self, var: Var) -> Var | None:
+        """The allocation in which the variable lies, if it is one that is known."""
+        roots = self._aliases.roots(var)
+        root = roots[0] if len(roots) == 1 and isinstance(roots[0], Var) else None
+        while root is not None and root in self._taken:
+            root = self._taken[root]
+        return root
+
+    def _fits(self, out: Var, x: Var) -> bool:
+        assert isinstance(out.ty, TensorType) and isinstance(x.ty, TensorType)
+        size, room = tensor_bytes(out.ty), tensor_bytes(x.ty)
+        return size is room or _ANALYZER.can_prove_le(size, room)
+
+    def _fills(self, out: Var, x: Var) -> bool:
+        assert isinstance(out.ty, TensorType) and isinstance(x.ty, TensorType)
+        size, room = tensor_bytes(out.ty), tensor_bytes(x.ty)
+        return size is room or _ANALYZER.can_prove_equal(size, room)
+
+
+class _TakeOver(Rewriter):
+    def __init__(self, operand_of: dict[Var, Var]) -> None:
+        super().__init__()
+        self._operand_of = operand_of
+
+    def rewrite(self, var: Var, value: Expr) -> Expr | None:
+        if var not in self._operand_of:
+            return None
+        assert isinstance(var.ty, TensorType) and var.ty.shape is not None
+        x, start, shape = self._operand_of[var], ShapeValue((sym(0),)), ShapeValue(var.ty.shape)
+        return get_op("memory.part")(x, start, shape, dtype=var.ty.dtype)

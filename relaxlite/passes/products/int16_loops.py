@@ -1,0 +1,157 @@
+"""The loops of products of words (int16_products.py): a pass over x, then tiles; beside them products of floats."""
+
+from __future__ import annotations
+
+from relaxlite.dtypes import DType
+from relaxlite.ir.intrinsics import HALVES, NEAREST
+from relaxlite.ir.ops.scalars import Scalar, literal, select
+from relaxlite.ir.program import (
+    Allocate,
+    Binary,
+    Buffer,
+    For,
+    IndexValue,
+    Intrinsic,
+    Literal,
+    Load,
+    Seq,
+    Stmt,
+    Store,
+    Unary,
+    Value,
+    seq,
+)
+from relaxlite.ir.program_visitor import Substitute
+from relaxlite.ir.symbolic import SymExpr, SymVar, sym
+from relaxlite.passes.loops.edits import fill, split_reduction
+from relaxlite.passes.products.int16_weights import LONGEST, MOST_W, MOST_X
+from relaxlite.passes.products.prepared_rows import Product, Products, Rows, Weights
+from relaxlite.passes.products.winograd_loops import LARGEST_POWER
+from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
+from relaxlite.records import dataclass
+
+_MASK = 0xFFFF
+_UNIT = 2.0**-16  # of a column's whole numbers as floats, whose length is then at most 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WordProducts(Products):
+    """Of rows of whole numbers, two in an int32: those at t and t + depth / 2."""
+
+    @property
+    def least_rows(self) -> int:
+        return 1
+
+    @property
+    def dtype(self) -> DType:
+        return "int32"
+
+    @property
+    def length(self) -> int:
+        return self.depth // 2
+
+    @property
+    def weight_rows(self) -> int:
+        return whole_steps(self.length)
+
+    def _plain(self, part: Product, weights: Weights) -> Stmt:
+        """Sums of x times the whole numbers of weights as floats, without rounding x; or, where weights are kept, times
+        these."""
+        if part.is_kept:
+            return Substitute(fresh=True).stmt(part.stage)
+        total, column, step = part.block.body.buffer, part.column.var, SymVar("t", lower=0)
+        x = [Load(part.x.buffer, (*part.x.indices[:-1], place)) for place in (step, step + self.length)]
+        pair = Scalar(weights.w[step, column])
+        halves = (pair & _MASK, pair.binary("shift_right", 16))
+        w = [(half - MOST_W).cast("float32") * _UNIT for half in halves]
+        terms = Binary("add", *(Binary("mul", a, b.value) for a, b in zip(x, w, strict=True)))
+        reduced = For(step, sym(self.length), Store(total, (), terms, "add"))
+        width = Scalar(weights.width[column]) * (1 / _UNIT)
+        return part.with_sum(reduced, (Scalar(total[()]) * width).value, total)
+
+    def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
+        total = Buffer(part.block.body.buffer.name, (), "int32", "local")
+        row, column, step = part.row, part.column.var, SymVar("t", lower=0)
+        places = [step * TERMS + n for n in range(TERMS)]
+        x1, x2, x3, x4, x5, x6 = (rows.prepared[row, k] for k in places)
+        w1, w2, w3, w4, w5, w6 = (weights.w[k, column] for k in places)
+        terms = Binary("add", _products(w3, x3), _products(_sum(w2, x1), _sum(w1, x2)))
+        terms = Binary("add", terms, _products(w6, x6))
+        terms = Binary("add", terms, _products(_sum(w5, x4), _sum(w4, x5)))
+        reduced = For(step, sym(self.weight_rows // TERMS), Store(total, (), terms, "add"))
+        e = Scalar(total[()]) - Scalar(weights.offset[column]) - Scalar(rows.shifts[row])
+        finish = e.cast("float32") * Scalar(rows.scales[row]) * Scalar(weights.width[column])
+        stage = part.with_sum(reduced, finish.value, total)
+        return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
+
+    def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
+        """Makes the words of w, as int16_weights.py does, up to whole steps. Columns of zeros, whose width is 0, are of
+        whole numbers 0."""
+        step, column, width = part.step, part.column, Scalar(weights.width[part.column.var])
+        row = SymVar("k", lower=0)
+        factor = select(width.equals(0.0), 0.0, 1.0 / width)
+
+        def number(place: SymExpr) -> Scalar:
+            w = Scalar(Substitute({step.var: place}).value(part.w))
+            return Scalar(Intrinsic(NEAREST, ((w * factor).value,), "int32")) + MOST_W
+
+        word = number(row) | number(row + self.length).binary("shift_left", 16)
+        return self._rows_of_weights(For(row, sym(self.length), Seq(())), column, weights.w, word.value)
+
+    def _prepare(self, rows: Rows) -> Stmt:
+        """The rows of x as words, what they are multiplied by and what their pairs add. A row that has no scale gets an
+        infinite one, one of zeros a scale of 0."""
+        group, lanes, zero = self._group(), self.lanes, literal(0.0, "float32")
+        r, lane = group.member, group.lane
+        squares, peaks, powers = (
+            Buffer(name, (sym(lanes),), "float32", "local") for name in ("squares", "peaks", "powers")
+        )
+        shifts = Buffer("row_shifts", (sym(lanes),), "int32", "local")
+        square, peak = Scalar(squares[lane]), Scalar(peaks[lane])
+        has_scale = (square >= 2.0**-LARGEST_POWER) & (square <= 2.0**LARGEST_POWER)  # not of NaN
+        is_zero = square.equals(0.0) & peak.equals(0.0)
+        most, length = select(has_scale, peak, 1.0), select(has_scale, square, 1.0).unary("sqrt")
+        undo = (most * (1 / MOST_X)).maximum(length * (1 / LONGEST))
+        infinite = Scalar(Literal(float("inf"), "float32"))
+        scale = select(is_zero, 0.0, select(has_scale, undo, infinite))
+        at = (group.lane_row,)
+        results = seq(Store(rows.scales, at, scale.value), Store(rows.shifts, at, shifts[lane]))
+        x = self._element(group.row, k := SymVar("k", lower=0))
+        squared = For(k, sym(self.depth), Store(squares, (r,), Binary("mul", x, x), "add"))
+        compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "maxnum"))
+
+        def word(place: SymExpr) -> Value:
+            low, high = (
+                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(group.row, k), powers[r]),), "int32")) + MOST_X
+                for k in (place, place + self.length)
+            )
+            return (low | high.binary("shift_left", 16)).value
+
+        first = Store(shifts, (r,), literal(0, "int32"), "add")
+        pairs = self._pairs(first, lambda own, place: _shift_of(rows.prepared, group.row, own, place))
+        looked = seq(split_reduction(squared, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
+        body = (
+            *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
+            For(r, group.count, looked),
+            For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
+            For(r, group.count, seq(self._row(rows.prepared, group.row, word), pairs)),
+        )
+        return self._over_groups(group, rows, results, body, (squares, peaks, powers, shifts))
+
+
+def _shift_of(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:
+    """What a word of a row adds to all of its sums: the product with its neighbour where the two are a pair, and its
+    own with what weights are too large by."""
+    word, number = Scalar(prepared[row, place]), Scalar(IndexValue(own % TERMS))
+    neighbours = Scalar(_products(prepared[row, place], prepared[row, place + 1]))
+    is_first = number.equals(0) | number.equals(TERMS // 2)
+    too_large = Scalar(_products(literal(MOST_W | MOST_W << 16, "int32"), word.value))
+    return (select(is_first, neighbours, 0) + too_large).value
+
+
+def _sum(a: Value, b: Value) -> Value:
+    return Binary("add", a, b)
+
+
+def _products(a: Value, b: Value) -> Value:
+    return Intrinsic(HALVES, (literal(0, "int32"), a, b), "int32")

@@ -1,0 +1,442 @@
+"""The schedule of row programs (rows.py): softmax, layer norm and what was fused with them.
+
+Rows run in parallel. Within a row:
+
+    stages that need none of each other's totals share a loop                exps[j] = exp(..) and sum += exps[j]
+    a local row lives in registers or on the stack where it is known to be   out[i, j] = exp(..)
+      short, else in the output's own row where dtypes agree, else it is     out[i, j] = out[i, j] * scale
+      computed anew by each stage
+    every loop steps by several vectors, so that a total has several         for jo in m // 64: 4 vectors
+      partial results, then by single ones, then takes one masked vector     for js in m % 64 // 16: 1 vector
+                                                                             m % 16 lanes
+A row that fits into a few vectors is loaded once and stays in registers from stage to stage. Where the length is a
+symbol, it decides at run time between one masked vector, two, three, four, and the general form.
+
+While a row's second loop computes, memory has nothing to do: where the target gains by that (`Rows.asks`), it asks for
+what the first loop reads of the next row, and for the row of the result if a later loop writes that. On others, rows
+overlap where there are many (`Rows.cores`; rows_in_flight.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from relaxlite import dtypes
+from relaxlite.ir.ops.scalars import identity
+from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Prefetch, Seq, Stmt, Store, Value, seq
+from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, smax, smin, substitute, sym
+from relaxlite.passes.loops.access import accesses, coefficient, offset, stride
+from relaxlite.passes.loops.edits import collect, fill, less, past_caches, when_positive, with_variant
+from relaxlite.passes.loops.parallel import parallel_nest, writes_apart
+from relaxlite.passes.loops.row_program import Rows
+from relaxlite.passes.products.panel_prefetch import LINE
+from relaxlite.passes.schedule.cpu.rows_in_flight import in_flight
+from relaxlite.records import dataclass
+
+ROWS_AHEAD = 2  # which the first of several rows that overlap asks for; measured: 1 to 4
+PARTS = 4  # vectors of a step of a loop over a row: partial results of a total
+MOST_REGISTERS = 8  # vectors of a row of known length that stay in registers from one stage to the next
+MOST_STACK_BYTES = 16 * 1024  # of a local row: half of the L1 cache
+
+
+def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
+    """The row program with loops arranged for vectors of so many lanes; None: rows depend on each other.
+
+    A result larger than `cache_bytes` is stored past the caches.
+    """
+    if not all(map(writes_apart, rows.spatial)):
+        return None
+    known, output = as_int(rows.size), rows.result.buffer
+    is_large = less(cache_bytes // dtypes.itemsize(output.dtype), product(output.shape))
+    if known is not None:
+        in_output, pieces = _in_output(rows), _pieces_of(known, lanes)
+        in_registers, is_aligned = known // lanes <= MOST_REGISTERS, known % lanes == 0
+        usual = stmt = _rows_up_to(rows, known, pieces, lanes)
+        if is_aligned and _fits_stack(rows, known):  # else rows begin anywhere, or the output is a local row before
+            usual = stmt if in_registers or _local_rows(in_output) else _scheduled(in_output, pieces, lanes)
+            usual = with_variant(is_large, past_caches(stmt, output), usual)
+        return (
+            usual if in_registers else _overlapped(rows, known, pieces, lanes, is_large if is_aligned else None, usual)
+        )
+    stmt = _long(rows, lanes)
+    stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
+    stmt = _overlapped(rows, _most_on_stack(rows), _pieces(rows.size, lanes), lanes, is_large, stmt)
+    for vectors in range(PARTS, 0, -1):
+        most = vectors * lanes
+        short = _rows_up_to(rows, most, [_Piece(sym(0), sym(1), vectors, masked=True)], lanes)
+        stmt = IfThenElse(less(rows.size, most + 1), short, stmt)
+    return stmt
+
+
+def _overlapped(
+    rows: Rows, most: int, pieces: Sequence[_Piece], lanes: int, is_large: Value | None, usual: Stmt
+) -> Stmt:
+    """Rows of at most so many elements overlap where there are enough of them; else as usual. `is_large`: that the
+    result is stored past the caches; None: it never is."""
+    if rows.cores is None or not _fits_stack(rows, most):
+        return usual
+    short = _on_stack(rows, most, lanes)
+    stages = _merged(short.stages)
+    first = next(stage for stage in stages if isinstance(stage, For))
+
+    def over_row(loop: For, later: Sequence[Load]) -> Stmt:
+        return _over_row(loop, pieces, lanes, later, overlaps=True)
+
+    ahead = _of_next_row(short, first, first.var, ROWS_AHEAD)
+    found = in_flight(short, stages, over_row, ahead, rows.cores)
+    if found is None:
+        return usual
+    fewest, stmt = found
+    if is_large is not None:
+        stmt = with_variant(is_large, past_caches(stmt, rows.result.buffer), stmt)
+    if as_int(rows.size) is None:
+        stmt = IfThenElse(less(rows.size, most + 1), stmt, usual)
+    return with_variant(less(product([loop.extent for loop in rows.spatial]), fewest), usual, stmt)
+
+
+def _rows_up_to(rows: Rows, most: int, pieces: Sequence[_Piece], lanes: int) -> Stmt:
+    """Rows of at most so many elements: their local rows are on the stack if they are short enough."""
+    if not _fits_stack(rows, most):
+        return _scheduled(_in_output(rows, recompute=True), pieces, lanes)
+    return _scheduled(_on_stack(rows, most, lanes), pieces, lanes)
+
+
+def _on_stack(rows: Rows, most: int, lanes: int) -> Rows:
+    width = -(-most // lanes) * lanes
+    short = {row: replace(row, shape=(sym(width),), scope="local") for row in _local_rows(rows)}
+    stages = tuple(Substitute(buffers=short).stmt(s) for s in rows.stages)
+    return replace(rows, locals=tuple(short.get(b, b) for b in rows.locals), stages=stages)
+
+
+def _long(rows: Rows, lanes: int, *, streamed: bool = False) -> Stmt:
+    """Rows of any length. Local rows live in the output's (measured as fast as on the stack, or faster), unless that is
+    stored past the caches, which is done once, by the last stage."""
+    pieces, in_output, local = _pieces(rows.size, lanes), _in_output(rows), _local_rows(rows)
+    if not local:
+        stmt = _scheduled(rows, pieces, lanes)
+        return past_caches(stmt, rows.result.buffer) if streamed else stmt
+    if not streamed and not _local_rows(in_output):
+        return _scheduled(in_output, pieces, lanes)
+    most = _most_on_stack(rows)
+    on_stack = _rows_up_to(rows, most, pieces, lanes)
+    return IfThenElse(
+        less(rows.size, most + 1),
+        past_caches(on_stack, rows.result.buffer) if streamed else on_stack,
+        _scheduled(_in_output(rows, recompute=True), pieces, lanes),
+    )
+
+
+def _fits_stack(rows: Rows, size: int) -> bool:
+    return all(size * dtypes.itemsize(row.dtype) <= MOST_STACK_BYTES for row in _local_rows(rows))
+
+
+def _most_on_stack(rows: Rows) -> int:
+    """Elements of a row whose local rows fit; where there are none, of float32 too."""
+    return MOST_STACK_BYTES // max((dtypes.itemsize(row.dtype) for row in _local_rows(rows)), default=4)
+
+
+def _local_rows(rows: Rows) -> list[Buffer]:
+    return [local for local in rows.locals if local.shape]
+
+
+def reads_in_time(rows: Rows, x: Buffer) -> bool:
+    """Whether no schedule of the row program reads an element of `x` after it has written the result's element there,
+    also for a local row that lives in the result's: then the two may share memory."""
+    forms = (rows, _in_output(rows), _in_output(rows, recompute=True))
+    return all(_reads_before_writing(_merged(form.stages), x, rows.result.buffer) for form in forms)
+
+
+def _reads_before_writing(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
+    is_written = False
+    for stage in stages:
+        for store in _stores_of(stage) if isinstance(stage, For) else [stage]:
+            if is_written and any(load.buffer is x for load in loads(store)):
+                return False
+            is_written = is_written or any(s.buffer is out for s in stores(store))
+    return True
+
+
+# Where local rows live
+
+
+def _in_output(rows: Rows, *, recompute: bool = False) -> Rows:
+    """Local rows moved into the row of the output, one after another where their lives do not overlap; with
+    `recompute`, the others are computed anew by each stage that reads them."""
+    free_from = 0
+    for row in _local_rows(rows):
+        first = next(k for k, s in enumerate(rows.stages) if any(store.buffer is row for store in stores(s)))
+        last = max((k for k, s in enumerate(rows.stages) if any(x.buffer is row for x in loads(s))), default=first)
+        if row.dtype == rows.result.buffer.dtype and first >= free_from:
+            free_from = last
+            rows = _without(rows, row, rows.stages, _InOutput(row, rows))
+        elif recompute:
+            rows = _without(rows, row, _drop(rows.stages, row), _Recompute(row, rows))
+    return rows
+
+
+def _without(rows: Rows, row: Buffer, stages: Sequence[Stmt], rewriter: _EachStage) -> Rows:
+    new = tuple(rewriter.stage(s) for s in stages)
+    return replace(rows, locals=tuple(b for b in rows.locals if b is not row), stages=new)
+
+
+def _drop(stages: Sequence[Stmt], row: Buffer) -> list[Stmt]:
+    """The stages without the stores into a local row."""
+    kept: list[Stmt] = []
+    for stage in stages:
+        if isinstance(stage, For):
+            body = [s for s in _stores_of(stage) if s.buffer is not row]
+            if not body:
+                continue
+            stage = replace(stage, body=seq(*body))
+        kept.append(stage)
+    return kept
+
+
+class _EachStage(ProgramRewriter):
+    """Rewrites what stages do with one local row, knowing the variable of the loop around."""
+
+    var: SymVar
+
+    def __init__(self, row: Buffer, rows: Rows) -> None:
+        super().__init__()
+        self._row, self._final, self._result = row, rows.final, rows.result
+        self._rows = rows
+
+    def stage(self, stage: Stmt) -> Stmt:
+        if not isinstance(stage, For):
+            return stage
+        self.var, self._done = stage.var, {}
+        return self.stmt(stage)
+
+
+class _InOutput(_EachStage):
+    def _where(self) -> tuple[SymExpr, ...]:
+        return Substitute({self._final.var: self.var}).indices(self._result.indices)
+
+    def _value(self, value: Value) -> Value:
+        if isinstance(value, Load) and value.buffer is self._row:
+            return Load(self._result.buffer, self._where())
+        return super()._value(value)
+
+    def stmt(self, stmt: Stmt) -> Stmt:
+        new = super().stmt(stmt)
+        if isinstance(new, Store) and new.buffer is self._row:
+            return Store(self._result.buffer, self._where(), new.value)
+        return new
+
+
+class _Recompute(_EachStage):
+    def _value(self, value: Value) -> Value:
+        if isinstance(value, Load) and value.buffer is self._row:
+            loop, store = next(
+                (s, store)
+                for s in self._rows.stages
+                if isinstance(s, For)
+                for store in _stores_of(s)
+                if store.buffer is self._row
+            )
+            return Substitute({loop.var: self.var}).value(store.value)
+        return super()._value(value)
+
+
+# Stages that share a loop
+
+
+def _merged(stages: Sequence[Stmt]) -> list[Stmt]:
+    """Stores into scalars as early as can be; then a loop joins the one before it if it reads no total of that."""
+    done: list[Stmt] = []
+    for stage in stages:
+        place = len(done)
+        while place and isinstance(done[place - 1], For) and not _depends(stage, done[place - 1]):
+            place -= 1
+        if not isinstance(stage, For):
+            done.insert(place, stage)
+            continue
+        before = next((k for k in range(len(done) - 1, -1, -1) if isinstance(done[k], For)), None)
+        if before is None or any(_depends(stage, other) for other in done[before:]):
+            done.append(stage)
+            continue
+        loop = done[before]
+        assert isinstance(loop, For)
+        joined = Substitute({stage.var: loop.var}).stmt(stage.body)
+        done[before] = replace(loop, body=seq(loop.body, joined))
+    return done
+
+
+def _depends(later: Stmt, earlier: Stmt) -> bool:
+    """Whether they may not change places, or run side by side: one uses a scalar that the other writes. (Rows are no
+    matter: element j is written and read in iteration j.)"""
+    for a, b in ((later, earlier), (earlier, later)):
+        written = {s.buffer for s in stores(a) if not s.buffer.shape}
+        if any(x.buffer in written for x in accesses(b)):
+            return True
+    return False
+
+
+# Loops over a row
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Steps through a row: `count` times `vectors` vectors from `start` on; masked: those inside of the row."""
+
+    start: SymExpr
+    count: SymExpr
+    vectors: int
+    masked: bool = False
+
+
+def _pieces(size: SymExpr, lanes: int) -> list[_Piece]:
+    width = PARTS * lanes
+    return [
+        _Piece(sym(0), size // width, PARTS),
+        _Piece(size // width * width, size % width // lanes, 1),
+        _Piece(size // lanes * lanes, size % lanes, 1, masked=True),
+    ]
+
+
+def _pieces_of(size: int, lanes: int) -> list[_Piece]:
+    vectors = size // lanes
+    rest = _Piece(sym(vectors * lanes), sym(size % lanes), 1, masked=True)
+    if vectors <= MOST_REGISTERS:
+        pieces = [_Piece(sym(0), sym(1), vectors), rest]
+    else:
+        main = vectors // PARTS * PARTS
+        pieces = [_Piece(sym(0), sym(main // PARTS), PARTS), _Piece(sym(main * lanes), sym(1), vectors - main), rest]
+    return [p for p in pieces if p.vectors and as_int(p.count)]
+
+
+def _scheduled(rows: Rows, pieces: Sequence[_Piece], lanes: int) -> Stmt:
+    merged = _merged(rows.stages)
+    loops = [stage for stage in merged if isinstance(stage, For)]
+    later = _of_next_row(rows, loops[0], loops[1].var) if rows.asks and len(loops) > 1 else []
+    asking = loops[1] if later else None
+    if later and all(s.buffer is not rows.result.buffer for loop in loops[:2] for s in stores(loop)):
+        place = Substitute({rows.final.var: loops[1].var}).indices(rows.result.indices)
+        later.append(Load(rows.result.buffer, place))
+    body = seq(
+        *(_over_row(s, pieces, lanes, later if s is asking else ()) if isinstance(s, For) else s for s in merged)
+    )
+    for local in reversed(rows.locals):
+        body = Allocate(local, body)
+    return parallel_nest(rows.spatial, body)
+
+
+def _of_next_row(rows: Rows, first: For, place: SymVar, count: int = 1) -> list[Load]:
+    """What the first loop over a row reads of the next row, or the `count`-th, at a place in it; of the same row where
+    two are more than the first cache holds."""
+    itemsize = max((dtypes.itemsize(x.dtype) for x in loads(first)), default=1)
+    is_short = smin(MOST_STACK_BYTES // itemsize // smax(rows.size, 1), 1)
+    if not rows.spatial or as_int(is_short) == 0:
+        return []
+    row = rows.spatial[-1].var
+    of_next = Substitute({row: row + is_short * count, first.var: place})
+    found = [x for x in loads(first) if x.buffer.scope == "global" and x.buffer is not rows.result.buffer]
+    moving = [x for x in found if stride(x, first.var) == 1 and coefficient(offset(x), row) not in (sym(0), None)]
+    once = {(x.buffer, x.indices): x for x in moving}.values()
+    return [replace(x, indices=of_next.indices(x.indices)) for x in once]
+
+
+def _over_row(
+    loop: For, pieces: Sequence[_Piece], lanes: int, later: Sequence[Load] = (), *, overlaps: bool = False
+) -> Stmt:
+    """A loop over a row by vectors; its totals have partial results in the lanes of up to PARTS vectors. Its steps ask
+    for what is loaded `later`, line by line.
+
+    Where the loop is one over several rows that overlap, a store that loads of other rows follow is kept back until
+    they are done: processors tell waiting stores from loads by the low 12 bits of an address, and rows are often a
+    multiple of 4096 bytes apart. (Measured on a Zen 4, softmax of rows of 1024: 15 instead of 24 cycles for 16
+    numbers.) Such rows are asked for in the second cache: the first has no room.
+    """
+    totals = [s for s in _stores_of(loop) if s.combine is not None]
+    parts = min(PARTS, max((p.vectors for p in pieces), default=0))
+    if all(p.masked and p.vectors == 1 for p in pieces):
+        parts = 0  # one vector: its lanes are combined at once
+    partials = {
+        s: Buffer(f"{s.buffer.name}_partial", (sym(parts * lanes),), s.buffer.dtype, "local") for s in totals if parts
+    }
+    kept_back = {
+        s: Buffer(f"{s.buffer.name}_next", (sym(max(p.vectors for p in pieces) * lanes),), s.buffer.dtype, "local")
+        for s in (_before_loads(_stores_of(loop)) if overlaps else ())
+    }
+    asked = [Prefetch(x.buffer, x.indices, 2 if overlaps else 1) for x in later]
+    stmts: list[Stmt] = []
+    for store, partial in partials.items():
+        assert store.combine is not None
+        stmts.append(fill(partial, identity(store.combine, store.buffer.dtype), lanes))
+    for piece in pieces:
+        stmts += when_positive(piece.count, _step(loop, piece, partials, kept_back, lanes, asked))
+    stmts += [collect(store, partial, parts, lanes) for store, partial in partials.items()]
+    body = seq(*stmts)
+    for local in (*partials.values(), *kept_back.values()):
+        body = Allocate(local, body)
+    return body
+
+
+def _before_loads(body: Sequence[Store]) -> list[Store]:
+    """The stores into memory that loads from there follow, but of nothing that they store."""
+    found = []
+    for k, store in enumerate(body):
+        loaded = {x.buffer for later in body[k + 1 :] for x in loads(later) if x.buffer.scope == "global"}
+        if store.buffer.scope == "global" and store.indices and loaded and store.buffer not in loaded:
+            found.append(store)
+    return found
+
+
+def _step(
+    loop: For,
+    piece: _Piece,
+    partials: Mapping[Store, Buffer],
+    kept_back: Mapping[Store, Buffer],
+    lanes: int,
+    asked: Sequence[Prefetch],
+) -> Stmt:
+    name = loop.var.name
+    lane = SymVar("l", upper=lanes - 1)
+    outer, part = SymVar(f"{name}o"), SymVar("u", upper=piece.vectors - 1)
+    is_loop = as_int(piece.count) != 1 and not piece.masked
+    at = piece.start + part * lanes + lane + (outer * (lanes * piece.vectors) if is_loop else 0)
+    body = _at(loop, at, partials, part % PARTS * lanes + lane, kept_back, part * lanes + lane)
+    if piece.masked:
+        body = IfThenElse(less(at, loop.extent), body)
+    inner: Stmt = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")
+    starts = [] if piece.masked else [substitute(at, {part: sym(u), lane: sym(0)}) for u in range(piece.vectors)]
+    lines = [
+        replace(x, indices=Substitute({loop.var: k}).indices(x.indices))
+        for x in asked
+        for k in starts[:: max(1, LINE // (lanes * dtypes.itemsize(x.buffer.dtype)))]
+    ]
+    inner = seq(*lines, inner)
+    return For(outer, piece.count, inner) if is_loop else inner
+
+
+def _at(
+    loop: For,
+    at: SymExpr,
+    partials: Mapping[Store, Buffer],
+    place: SymExpr,
+    kept_back: Mapping[Store, Buffer],
+    number: SymExpr,
+) -> Stmt:
+    """The body of the loop for one element, its totals going to the partial results at a place, what is kept back to
+    the place of its number first."""
+    rewriter = Substitute({loop.var: at})
+    body: list[Stmt] = []
+    last: list[Stmt] = []
+    for store in _stores_of(loop):
+        new = rewriter.stmt(store)
+        assert isinstance(new, Store)
+        if store in partials:
+            new = Store(partials[store], (place,), new.value, new.combine)
+        elif store in kept_back:
+            last.append(replace(new, value=Load(kept_back[store], (number,))))
+            new = Store(kept_back[store], (number,), new.value)
+        body.append(new)
+    return seq(*body, *last)
+
+
+def _stores_of(loop: For) -> list[Store]:
+    body = loop.body.stmts if isinstance(loop.body, Seq) else (loop.body,)
+    return [s for s in body if isinstance(s, Store)]

@@ -1,0 +1,304 @@
+"""Which iterations of loops depend on each other: how far apart two accesses to one element can be.
+
+Two accesses b(v') and a(v) meet where their indices are equal. Every dimension whose indices are affine gives one
+equation in the differences d = v' - v of the loops around both,
+
+    sum of c_v * d_v  +  what only one of the accesses knows  +  constant  ==  0,
+
+and each equation narrows the interval of every d in it, given the intervals of the others, until nothing changes. An
+empty interval: they never meet. The intervals are an over-approximation: what they exclude cannot happen. Combining
+stores of one kind may change places (the order of a sum is not part of its meaning) and do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import TypeAlias
+
+from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.layout import flat_offset
+from relaxlite.ir.program import Allocate, Binder, Buffer, For, LetIndex, Load, Stmt, Store
+from relaxlite.ir.program_printer import print_value
+from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
+from relaxlite.ir.symbolic import Division, FloorMod, SymExpr, SymVar, as_int, map_atoms
+from relaxlite.passes.loops.access import coefficient
+from relaxlite.records import dataclass
+
+Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound
+ANY: Interval = (None, None)
+ZERO: Interval = (0, 0)
+_ROUNDS = 8  # of narrowing; more are rarely of use
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One load or store, and the loops and let_index variables between the region's root and it."""
+
+    node: Load | Store
+    binders: tuple[For | LetIndex, ...]
+
+    @property
+    def buffer(self) -> Buffer:
+        return self.node.buffer
+
+    @property
+    def combine(self) -> str | None:
+        return self.node.combine if isinstance(self.node, Store) else None
+
+    def __str__(self) -> str:
+        text = print_value(Load(self.node.buffer, self.node.indices))
+        return f"{'the store to' if isinstance(self.node, Store) else 'the load of'} {text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """Two accesses that may meet in one element: by how many iterations of each common loop `second` is then after
+    `first` (before it: negative)."""
+
+    first: Access
+    second: Access
+    distance: Mapping[SymVar, Interval]
+
+    def along(self, var: SymVar) -> Interval:
+        return self.distance.get(var, ANY)
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second} may be the same element in different iterations"
+
+
+def accesses_of(region: Stmt) -> list[Access]:
+    """Every access inside to a buffer that outlives one execution of the region."""
+    return list(_accesses(region, (), frozenset()))
+
+
+def _accesses(stmt: Stmt, binders: tuple[For | LetIndex, ...], own: frozenset[Buffer]) -> Iterator[Access]:
+    for root in stmt_values(stmt):
+        for value in walk_values(root):
+            if isinstance(value, Load) and value.buffer not in own:
+                yield Access(value, binders)
+    if isinstance(stmt, Store) and stmt.buffer not in own:
+        yield Access(stmt, binders)
+    if isinstance(stmt, Allocate):
+        own = own | {stmt.buffer}
+    inner = (*binders, stmt) if isinstance(stmt, Binder) else binders
+    for child in stmt_children(stmt):
+        yield from _accesses(child, inner, own)
+
+
+def dependences(region: Stmt) -> Iterator[Dependence]:
+    """Every pair of accesses inside that may meet in one element, at least one of them a store."""
+    found = accesses_of(region)
+    yield from conflicts(found, found, is_same=True)
+
+
+def conflicts(left: Sequence[Access], right: Sequence[Access], *, is_same: bool = False) -> Iterator[Dependence]:
+    """The pairs (a of left, b of right) that may meet; `is_same`: the lists are one, and each pair comes once."""
+    for number, a in enumerate(left):
+        for b in right[number:] if is_same else right:
+            if a.buffer is not b.buffer or (isinstance(a.node, Load) and isinstance(b.node, Load)):
+                continue
+            if a.combine is not None and a.combine == b.combine:
+                continue
+            distance = distance_between(a, b)
+            if distance is not None:
+                yield Dependence(a, b, distance)
+
+
+def self_conflicts(left: Sequence[Access]) -> Iterator[Dependence]:
+    """The same with the pairs of combining stores that `conflicts` leaves out: threads must not share an element."""
+    for number, a in enumerate(left):
+        for b in left[number:]:
+            if a.buffer is b.buffer and not (isinstance(a.node, Load) and isinstance(b.node, Load)):
+                distance = distance_between(a, b)
+                if distance is not None:
+                    yield Dependence(a, b, distance)
+
+
+def distance_between(a: Access, b: Access) -> dict[SymVar, Interval] | None:
+    """The intervals of v' (in b) - v (in a) for the loops around both; None: they never meet."""
+    common = [x for x, y in zip(a.binders, b.binders, strict=False) if x is y]
+    loops = [x for x in common if isinstance(x, For)]
+    parts = _Parts({loop.var for loop in loops})
+    equations = list(_equations(a, b, parts))
+    distance: dict[SymVar, Interval] = {loop.var: _spread(loop) for loop in loops}
+    distance |= {part: (-last, last) if (last := part.upper) is not None else ANY for part in parts.made.values()}
+    for _ in range(_ROUNDS):
+        changed = False
+        for terms, rest in equations:
+            for var, coef in terms.items():
+                others = rest
+                for other, factor in terms.items():
+                    if other is not var:
+                        others = _plus(others, _times(distance[other], factor))
+                narrowed = _meet(distance[var], _divided(_times(others, -1), coef))
+                if narrowed is None:
+                    return None
+                changed, distance[var] = changed or narrowed != distance[var], narrowed
+            total = rest
+            for var, coef in terms.items():
+                total = _plus(total, _times(distance[var], coef))
+            if _meet(total, ZERO) is None:
+                return None
+        for (owner, divisor, is_rest), part in parts.made.items():
+            other_part = parts.made.get((owner, divisor, not is_rest))
+            if other_part is not None and distance[part] == distance[other_part] == ZERO != distance[owner]:
+                changed, distance[owner] = True, ZERO  # the quotient and the rest tell the number
+        if not changed:
+            break
+    return distance
+
+
+class _Parts:
+    """Quotients and rests of loop variables, v // d and v % d, as variables of their own: what fusing loops makes."""
+
+    def __init__(self, loops: set[SymVar]) -> None:
+        self.loops = loops
+        self.made: dict[tuple[SymVar, SymExpr, bool], SymVar] = {}
+
+    def named(self, index: SymExpr) -> SymExpr:
+        return map_atoms(index, self._name)
+
+    def _name(self, atom: SymExpr) -> SymExpr:
+        if not isinstance(atom, Division) or atom.a not in self.loops:
+            return atom
+        if not self.loops.isdisjoint(atom.b.free_vars()):
+            return atom
+        assert isinstance(atom.a, SymVar)
+        is_rest = isinstance(atom, FloorMod)
+        last = as_int(atom.b - 1) if is_rest else None
+        key = (atom.a, atom.b, is_rest)
+        return self.made.setdefault(key, SymVar(f"{atom.a.name}_part", upper=last))
+
+
+def _equations(a: Access, b: Access, parts: _Parts) -> Iterator[tuple[dict[SymVar, int], Interval]]:
+    shape = a.buffer.shape
+    pairs = list(zip(a.node.indices, b.node.indices, strict=True))
+    pairs.append((flat_offset(shape, a.node.indices), flat_offset(shape, b.node.indices)))
+    named = [(parts.named(left), parts.named(right)) for left, right in pairs]
+    common = parts.loops | set(parts.made.values())
+    for left, right in named:
+        one = _affine(left, [*(x.var for x in a.binders), *parts.made.values()])
+        two = _affine(right, [*(x.var for x in b.binders), *parts.made.values()])
+        if one is None or two is None:
+            continue
+        (coefs_a, rest_a), (coefs_b, rest_b) = one, two
+        terms = {v: coefs_b[v] for v in coefs_b if v in common and coefs_a.get(v) == coefs_b[v]}
+        rest = Analyzer().bounds(rest_b - rest_a)
+        for coefs, binders, sign in ((coefs_b, b.binders, 1), (coefs_a, a.binders, -1)):
+            ranges = {binder.var: _range(binder) for binder in binders}
+            ranges |= {part: (0, part.upper) for part in parts.made.values()}
+            for var, coef in coefs.items():
+                if var not in terms:
+                    rest = _plus(rest, _times(ranges[var], coef * sign))
+        yield terms, rest
+
+
+def _affine(index: SymExpr, variables: Sequence[SymVar]) -> tuple[dict[SymVar, int], SymExpr] | None:
+    """(coefficient of each of the variables, what is left); None where it is not affine in them."""
+    coefs: dict[SymVar, int] = {}
+    rest = index
+    present = set(index.free_vars())
+    for var in (var for var in variables if var in present):
+        found = coefficient(index, var)
+        coef = None if found is None else as_int(found)
+        if coef is None:
+            return None
+        coefs[var], rest = coef, rest - var * coef
+    return coefs, rest
+
+
+def _range(binder: For | LetIndex) -> Interval:
+    """The values of a variable; those that are declared of data are not believed."""
+    if isinstance(binder, LetIndex):
+        return ANY
+    return 0, _last(binder)
+
+
+def _spread(loop: For) -> Interval:
+    last = _last(loop)
+    return ANY if last is None else (-last, last)
+
+
+def _last(loop: For) -> int | None:
+    """The greatest value of the loop's variable, if that is a known number."""
+    _, extent = Analyzer().bounds(loop.extent)
+    return None if extent is None else max(extent - 1, 0)
+
+
+def _plus(a: Interval, b: Interval) -> Interval:
+    return (
+        None if a[0] is None or b[0] is None else a[0] + b[0],
+        None if a[1] is None or b[1] is None else a[1] + b[1],
+    )
+
+
+def _times(a: Interval, factor: int) -> Interval:
+    low, high = a if factor >= 0 else (a[1], a[0])
+    if factor == 0:
+        return ZERO
+    return None if low is None else low * factor, None if high is None else high * factor
+
+
+def _divided(a: Interval, by: int) -> Interval:
+    """The integers x with x*by in a."""
+    if by == 0:
+        return ANY
+    if by < 0:
+        a, by = _times(a, -1), -by
+    return None if a[0] is None else -(-a[0] // by), None if a[1] is None else a[1] // by
+
+
+def _meet(a: Interval, b: Interval) -> Interval | None:
+    low = b[0] if a[0] is None else a[0] if b[0] is None else max(a[0], b[0])
+    high = b[1] if a[1] is None else a[1] if b[1] is None else min(a[1], b[1])
+    return None if low is not None and high is not None and low > high else (low, high)
+
+
+# Questions
+
+
+def carried_by(loop: For, *, combining: bool = False) -> Dependence | None:
+    """A dependence between different iterations of the loop, or None: they are independent. `combining`: iterations
+    that combine into one element by the same operation count as independent."""
+    found = accesses_of(loop)
+    pairs = conflicts(found, found, is_same=True) if combining else self_conflicts(found)
+    return next((d for d in pairs if d.along(loop.var) != ZERO), None)
+
+
+def order_matters(nest: Sequence[For], order: Sequence[SymVar]) -> Dependence | None:
+    """A dependence that running a perfect nest with its loops in another order would turn round, or None."""
+    before = [loop.var for loop in nest]
+    for dependence in dependences(nest[0]):
+        choices = [_signs(dependence.along(var)) for var in before]
+        for signs in product(*choices):
+            sign_of = dict(zip(before, signs, strict=True))
+            if _leading(signs) != _leading(sign_of[var] for var in order):
+                return dependence
+    return None
+
+
+def _signs(interval: Interval) -> tuple[int, ...]:
+    low, high = interval
+    signs = [-1] if low is None or low < 0 else []
+    signs += [0] if (low is None or low <= 0) and (high is None or high >= 0) else []
+    signs += [1] if high is None or high > 0 else []
+    return tuple(signs)
+
+
+def _leading(signs: Sequence[int] | Iterator[int]) -> int:
+    return next((s for s in signs if s), 0)
+
+
+def comes_too_late(loop: For, earlier: Stmt, later: Stmt) -> Dependence | None:
+    """A dependence that forbids to run `earlier` in all iterations of the loop before `later` in any, or None.
+
+    Both are statements of the loop's body: some iteration's `later` touches what a following iteration's `earlier`
+    touches.
+    """
+    body_of = [[Access(x.node, (loop, *x.binders)) for x in accesses_of(stmt)] for stmt in (earlier, later)]
+    for dependence in conflicts(*body_of):
+        low, _ = dependence.along(loop.var)  # of the iteration of `later` minus that of `earlier`
+        if low is None or low < 0:
+            return dependence
+    return None
