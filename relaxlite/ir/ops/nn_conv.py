@@ -70,7 +70,7 @@ def is_zero(pads: Shape) -> bool:
 
 def is_small(w: Shape, strides: Ints | None) -> bool:
     """Whether filters (oc, c / groups, kernel...) are windows of one channel, and small
-    (passes/schedule/cpu/windows_nchw.py)."""
+    (passes/products/windows_nchw.py)."""
     taps = [as_int(size) for size in w[2:]]
     has_few = None not in taps and math.prod(size or 0 for size in taps) <= MOST_TAPS
     return as_int(w[1]) == 1 and has_few and (strides or (1,))[-1] <= MOST_STRIDE

@@ -23,7 +23,7 @@ from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.convolution import column_vectors
 from relaxlite.passes.products.reduction import reduction_block
-from relaxlite.passes.schedule.cpu.windows_nhwc import window_of
+from relaxlite.passes.products.windows_nhwc import window_of
 from relaxlite.target import Target
 
 SIZES = ((1, 1, 1), (1, 2, 3), (2, 3, 3), (1, 4, 17), (3, 7, 7), (0, 8, 8), (1, 13, 6), (1, 24, 25))

@@ -99,12 +99,12 @@ from relaxlite.passes.products.reduction import (
     tiled,
 )
 from relaxlite.passes.products.transposed import find_turned, tiled_turned
+from relaxlite.passes.products.windows_nchw import planes_of, tiled_planes
+from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
 from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
 from relaxlite.passes.products.winograd_widened import find_widened
 from relaxlite.passes.schedule.cpu.rows import reads_in_time, schedule_rows
 from relaxlite.passes.schedule.cpu.transpose import MOST_TILE_LANES, both, tiled_transpose
-from relaxlite.passes.schedule.cpu.windows_nchw import planes_of, tiled_planes
-from relaxlite.passes.schedule.cpu.windows_nhwc import tiled_windows, window_of
 from relaxlite.passes.schedule.primitives.trace import Step, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target

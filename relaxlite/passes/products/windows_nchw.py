@@ -26,7 +26,7 @@ from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import grid
-from relaxlite.passes.schedule.cpu.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
+from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
 _MOST_ROWS = 4

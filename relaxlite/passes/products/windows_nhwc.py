@@ -24,7 +24,7 @@ from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.parallel import parallel_nest
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.products.reduction import Block
-from relaxlite.passes.schedule.cpu.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
+from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
 WINDOWS = 4  # neighbours along w in one tile
