@@ -74,11 +74,12 @@ def compile(
 ) -> Executable:
     """Compile the function "main" of a module for a target; the host's processor by default.
 
-    `precision="bf16"` allows the operands of matrix products with constant weights, and on AMD's processors of
-    attention, to be rounded as far as bfloat16 does (8 significant bits; a row by 2**-8 of its length): faster on
-    processors with such instructions (up to 1.9 times on a Zen 4, 3 on one with AMX), results within some 1 % of the
-    largest. On a Zen 4 most rows are rounded to whole numbers of 14 bits instead, relative to their largest element,
-    which is faster and closer (passes/products/int16_products.py), also in convolutions of one pixel.
+    `precision="bf16"` allows the operands of matrix products with constant weights, and of attention where
+    bfloat16 dot products are fast, to be rounded as far as bfloat16 does (8 significant bits; a row by 2**-8 of its
+    length): faster on processors with such instructions (up to 3 times; docs/measurements/cpus.md, precision_bf16),
+    results within some 1 % of the largest. Where additions issue beside products, most rows are rounded to whole
+    numbers of 14 bits instead, relative to their largest element, which is faster and closer
+    (passes/products/int16_products.py), also in convolutions of one pixel.
     What weights in blocks of few bits are multiplied by, as in language models, is rounded to integers in blocks:
     `precision="int8"` to 8 bits, as llama.cpp does, `"int12"` to 12 (logits move by some 3e-3 of the largest),
     `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies
@@ -187,7 +188,7 @@ def build(
 @cache
 def _passes_key(target: Target) -> str:
     """Everything but the program that what passes make of it depends on."""
-    sources = map(sources_key, ("passes/**/*.py", "ir/*.py", "dtypes.py", "target.py"))
+    sources = map(sources_key, ("passes/**/*.py", "ir/*.py", "dtypes.py", "target.py", "cpus.py", "llvm_names.py"))
     return "\n".join([__version__, str(sys.implementation.cache_tag), repr(target), *sources])
 
 

@@ -18,8 +18,9 @@
 faster ones for small numbers. A table of lookup_bytes is four literals, lowest bytes first.
 
 dot2_bf16 adds a1*b1 and then a0*b0, each product exact and each of the two sums rounded to float32, to nearest even.
-vdpbf16ps does just this (found on Zen 4), but takes numbers below 2**-126, operands and sums, as zeros of their sign,
-whatever the mode of the thread; a product beyond the range of float32 is infinite in one and may cancel in the other.
+vdpbf16ps does just this (docs/measurements/cpus.md, dot2_bf16), but takes numbers below 2**-126, operands and sums, as
+zeros of their sign, whatever the mode of the thread; a product beyond the range of float32 is infinite in one and may
+cancel in the other.
 So does vcvtneps2bf16: narrow_bf16 is a cast for which that is good enough. The code generator uses the hardware's
 instruction where the target has it and the operands of one lane lie beside each other in memory; elsewhere it widens,
 multiplies and adds, in the same order. A sum `s += dot2_pairs(0, a, b)` is `s = dot2_pairs(s, a, b)`.

@@ -23,8 +23,8 @@ from relaxlite.llm.sampling import softmax
 
 MOST = 16  # guesses in one step
 ROW_COST = 0.25
-"""Of one more token in a step, in steps of one token, where all tokens use all weights. Measured on a Zen 4 with
-SmolLM2-135M and a Llama of 1.1 billion parameters in 4 bits: 0.23 to 0.27, with int8 activations 0.12 to 0.15."""
+"""Of one more token in a step, in steps of one token, where all tokens use all weights (docs/measurements/cpus.md,
+draft_row_cost)."""
 
 
 class Drafter(Protocol):

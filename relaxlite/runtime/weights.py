@@ -35,8 +35,7 @@ _NICE = 10  # of the thread that copies while the model runs: a tenth of the sha
 
 def aligned(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """The arrays, or copies of those that are not contiguous, or do not start with a cache line, as NumPy's may not:
-    each vector that is read from such a one takes two lines. Products in float32 are 17 to 25 % slower so on a Granite
-    Rapids."""
+    each vector that is read from such a one takes two lines (docs/measurements/cpus.md, unaligned_weights)."""
     return tuple(_side_by_side([array])[0] if _is_worth_aligning(array) else array for array in arrays)
 
 
@@ -50,9 +49,9 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """The arrays side by side in one block that huge pages can map, from 4 MiB in all upwards; else aligned, and so too
     where they would take more than a quarter of the machine's memory.
 
-    Weights that stream from memory are read 4 to 40 % faster so (measured at m = 1 and 4, Zen 4): a page of 4 KiB ends
-    the processor's prefetching, and few of them fit its table of pages. Those that lie well already stay where they
-    are: pages that nobody has used yet take a virtual machine 1 to 3 ms per MB.
+    Weights that stream from memory are read faster so (docs/measurements/cpus.md, huge_pages): a page of 4 KiB ends the
+    processor's prefetching, and few of them fit its table of pages. Those that lie well already stay where they are:
+    pages that nobody has used yet take a virtual machine 1 to 3 ms per MB.
     """
     return _placed(arrays, may_wait=False)[0]
 

@@ -38,6 +38,8 @@ _SOURCES = (
     "ir/*.py",
     "dtypes.py",
     "target.py",
+    "cpus.py",
+    "llvm_names.py",
     "runtime/host.py",
     "runtime/libraries.py",
 )  # all that decides about code

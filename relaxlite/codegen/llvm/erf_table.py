@@ -1,12 +1,12 @@
 """erf and GELU in float32 by sixteen polynomials, where one instruction (AVX-512) looks up a
 coefficient for sixteen lanes.
 
-On Zen 4 erf takes 12 cycles for sixteen numbers, a quotient of polynomials (math.py) 15, and it is more accurate: at
-most 3.4 ulp off. tanh, which needs two degrees more, would gain nothing.
+erf is faster than a quotient of polynomials (math.py; docs/measurements/cpus.md, erf_table) and more accurate: at most
+3.4 ulp off. tanh, which needs two degrees more, would gain nothing.
 
 erf(x) = x * g(|x|), and g is a polynomial of r = |x| - step*k for the nearest whole number k of 0 ... 15. GELU is
-max(x, 0) plus such a polynomial, which has no sign to be put back: 10 instead of 11.7 cycles as x times the normal
-distribution's function.
+max(x, 0) plus such a polynomial, which has no sign to be put back, and is faster than x times the normal distribution's
+function.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     the same address     a scalar access
     contiguous           a vector access, masked where lanes are off
     stride 2, reversed   vector accesses and a shuffle; the former of loads under a mask, too
-    another stride       one scalar access per lane, which is faster than gather and scatter (1.4 to 2.5 times, Zen 4)
+    another stride       one scalar access per lane, which is faster than gather and scatter (docs/measurements/cpus.md,
+                         strided_access)
     anything else        gather and scatter; these also where another stride meets a mask
 
 A load under a mask never touches memory for a lane that is off.

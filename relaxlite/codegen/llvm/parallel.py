@@ -1,14 +1,11 @@
 """Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
 
-Chunks are contiguous and of equal size. Of few threads each has one: on two, four for each made a prompt of
-SmolLM2-135M take 1.1 times as long. Of MANY_THREADS each has SHARES, for whoever is done takes the next, and among so
-many one is often kept from running, or slower than the others: on 16 of an Emerald Rapids, in turns, a Llama of 1.1
-billion parameters took prompts of 48 and 256 tokens and made replies 1.09, 1.12, 1.13 times as fast with four each,
-1.01, 1.03, 1.07 with two; a mixture of experts 1.19, 1.17, 1.04 and 1.01, 1.06, 1.01; the Llama on 8 threads 1.15,
-1.01, 1.09 and 1.00, 1.02, 1.06. There are fewer where a chunk would be so small that starting a thread for it takes
-longer, down to one, which the caller runs on its own. What the body needs of its surroundings, pointers and symbols, is
-passed through an array of 8-byte slots on the caller's stack; a slot is made the first time that the body mentions
-something.
+Chunks are contiguous and of equal size. Of few threads each has one. Of MANY_THREADS each has SHARES, for whoever is
+done takes the next, and among so many one is often kept from running, or slower than the others
+(docs/measurements/cpus.md, chunks_per_thread). There are fewer where a chunk would be so small that starting a thread
+for it takes longer, down to one, which the caller runs on its own. What the body needs of its surroundings, pointers
+and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the first time that the
+body mentions something.
 """
 
 from __future__ import annotations

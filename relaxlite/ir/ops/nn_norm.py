@@ -33,7 +33,7 @@ _LEAST_WEIGHT = -100
 def weight(difference: Scalar, least: int = _LEAST_WEIGHT) -> Scalar:
     """exp(difference) for a sum whose largest term is 1, where `difference` is 0; 0 below 2**least.
 
-    Scores some hundred apart are common, and Intel's processors take 10 to 80 times as long for products of subnormal
+    Scores some hundred apart are common, and some processors take 10 to 80 times as long for products of subnormal
     numbers, in float32 below 2**-126. What is below 2**-100 of the largest weight no sum of values can tell.
     """
     power = difference * LOG2_E

@@ -16,9 +16,7 @@ quarter. Functions that only fill a cache mark all weights but those of keys and
 and a fortieth. That is with eight quads at a time; four, where bytes are multiplied in pairs, are about as good.
 
 "auto" is 12 bits where that is faster than float32 products: with dot products of bytes, and by sums of pairs for codes
-of less than 8 bits. Measured with AVX2 alone on a Zen 3, 2048 x 5632 in 4 bits: 1, 4, 16, 128 rows are 2.3, 1.3, 1.2
-and 1.05 times as fast; with 8 bits 1, 4, 32 rows 1.3, 0.55, 0.54. With SSSE3 alone SmolLM2-135M makes tokens 2.3 times
-as fast.
+of less than 8 bits (docs/measurements/cpus.md, integers_by_byte_pairs).
 """
 
 from __future__ import annotations

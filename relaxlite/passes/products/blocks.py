@@ -8,9 +8,8 @@ where w(g, j), the codes and scales of a block, are many values that take some w
 
 The sums lie in the first cache, so the loop over rows has one short body for any number of them, and a step of 32 rows
 of weights is one pass over the rows. One row alone keeps its sums in registers and streams through the weights, which
-lie in panels (pack_constants.py). Of 512 bits these are one vector wide: measured on a Zen 5, weights of 4 bits come
-from memory 5 to 15 % faster than in panels of two, of which many rows take two at a time and are no slower; and one row
-may read some side by side (`Target.streams_of_blocks`).
+lie in panels (pack_constants.py). Of 512 bits these are one vector wide, which come faster from memory, and of which
+many rows take two at a time; and one row may read some side by side (`Microarchitecture.block_prefetch_plan`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from relaxlite.passes.products.register_tile import ColumnPiece
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
-LEAST_LEFT = 6  # rows for which 16 more by tiles are faster than a pass of their own: measured on a Granite Rapids
+LEAST_LEFT = 6  # rows for which 16 more by tiles are faster than a pass (docs/measurements/cpus.md, blocks_amx)
 BLOCKS = (
     4  # at a time, or one less where none is left then: their quads, products and rows of x stay in the first cache
 )

@@ -9,9 +9,8 @@ becomes
     for b, columns in parallel: { number, first, count = spans[b]; tiles of all `count` rows }
 
 so that what is read of a group's rows stays in the second cache. Threads that took some columns of all groups would
-have equal shares, whatever the groups' heights, but are slower: measured on two threads of a Granite Rapids, 32
-matrices of 1024 x 512, rows of 4096 in even and in very uneven groups, 448 and 347 billion products a second instead
-of 499 and 414. A tile of a group with one row is one of one row (blocks.py), whatever the others are.
+have equal shares, whatever the groups' heights, but are slower (docs/measurements/cpus.md, blocks_grouped). A tile of a
+group with one row is one of one row (blocks.py), whatever the others are.
 """
 
 from __future__ import annotations

@@ -10,12 +10,8 @@ x' = x + ORIGIN the numbers of a row, moved to start at 0, so that one addition 
 
 A pass over the rows makes x' and what is one number of a row and block; what is one of a column and block, each tile
 computes once. A pair is the even and the odd codes of a quad, two words of each. The integers are those of the usual
-sums, and so are the results, to the last bit. Measured on one thread of a Zen 4, 4-bit weights of 2048 x 2048: 17.2,
-16.0, 15.5 cycles for a block of a row and 16 columns with 16, 32, 64 rows, where bytes take 19.5, 19.3, 19.3. More
-pairs or fewer are slower, and so are sums in one chain or in more than two.
-
-A Zen 5 stays with bytes (10.2 cycles): a tile one vector wide waits for its loads there (10.5), and one of two vectors,
-for half of the codes at a time, takes 9.6, as additions of integers and dot products share four pipes.
+sums, and so are the results, to the last bit. More pairs or fewer are slower, and so are sums in one chain or in more
+than two. Processors that issue one load for each FMA stay with bytes (docs/measurements/cpus.md, blocks_int16).
 """
 
 from __future__ import annotations

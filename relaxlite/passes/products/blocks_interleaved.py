@@ -8,11 +8,7 @@ instructions that wait for nothing:
 
 Starts are computed once for all rows. Where a product is scaled at once they are moved, so that the bits of the sum are
 those of a float ORIGIN greater, and scaling is one multiply-add (block_terms.py). The integers are the same, and so
-are results, to the last bit.
-
-Measured on one thread of an Ice Lake, 4-bit weights of 2048 x 5632, nanoseconds for a block of a row and 16 columns,
-128 rows of 8 and of 12 bits: 4.3 to 4.7 -> 3.4, 7.7 to 8.2 -> 6.0 while the core's other thread was busy; 3.14 -> 3.09,
-5.66 -> 4.82 while it was idle.
+are results, to the last bit. Figures: docs/measurements/cpus.md, interleaves_rows.
 """
 
 from __future__ import annotations

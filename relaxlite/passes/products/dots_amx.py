@@ -4,8 +4,8 @@
         for k in steps of 64 bytes: C[2, 2] += x[16 rows each, k:k+step] @ w[k:k+step, 16 columns each]
         out[rows, columns] = f(C)
 
-While the weights of some columns are used, those of the next are asked for, a share by each 32 rows: 16 rows of
-MiniLM-L6 take 10 % less time so on a Granite Rapids.
+While the weights of some columns are used, those of the next are asked for, a share by each 32 rows
+(docs/measurements/cpus.md, dots_amx).
 
 Weights lie in panels of pairs or fours of rows (dots.py, pack_constants.py), which is the form that the
 instruction takes; where they are not packed after all, the code beside this one runs. It also does so for less than 16

@@ -6,7 +6,7 @@ panel that comes next. Where there is one block, all steps wait alike, and nothi
 
 `NextPanel`: the last row blocks, as many as a row of the panel has lines or as there are, ask for some of these lines
 each, at every step; the other blocks ask for one line again and again. More lines per step would be too many at once:
-the processor drops some (Zen 4), and a panel with holes is slower than one that nobody asked for, which comes as a
+the processor may drop some, and a panel with holes is slower than one that nobody asked for, which comes as a
 stream.
 
     for k: { prefetch(b[k, j0 + 64 + at]); prefetch(b[k, j0 + 64 + at2]); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
@@ -14,8 +14,9 @@ stream.
 A step may take several rows of the matrix, and then asks for as many.
 
 `BothPanels`: all row blocks ask for their share of the next panel, so that a step asks for one line at most, and for
-the lines of their own panel some steps ahead, into the first cache. Intel's processors gain by both, and lose by the
-above: a request that misses the first cache takes one of the few places that loads need too.
+the lines of their own panel some steps ahead, into the first cache. Some processors gain by both, and lose by the
+above: a request that misses the first cache takes one of the few places that loads need too. Figures of both:
+docs/measurements/cpus.md, panel_prefetch_steps.
 
     for k: { prefetch(b[k + 8, j0], 1); ...; prefetch(b[line // 4, j0 + 64 + line % 4 * 16]); e[r, u, l] += ... }
 """

@@ -60,9 +60,8 @@ PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elemen
 
 
 def columns_for_pass(least: int, target: Target) -> int:
-    """Over how many columns a pass over x has to be spread: `least` on a Zen 4, whose products take that long. On a
-    Zen 5, whose products take half the time, 64 columns are 0.87 to 0.9 times as fast as by ordinary products, 128 1.05
-    to 1.13 times (784 rows of 256 and 512, float32 and words)."""
+    """Over how many columns a pass over x has to be spread: `least` where two loads issue for each FMA, twice as many
+    where products take half the time (docs/measurements/cpus.md, prepared_rows)."""
     return least * 2 // target.loads_per_product
 
 

@@ -15,8 +15,8 @@ and a step of six terms is
 
     e += (w2 + x1)*(w1 + x2);  e += x3*w3;  e -= (w5 - x4)*(w4 - x5);  e += x6*w6
 
-four multiply-adds and four additions, in the time of four for six. That is 1.5 times the peak of multiply-adds alone
-(measured on a Zen 4: 1.45 times, and 1.3 to 1.4 for whole products; on a Zen 5: 1.43, and 1.2 to 1.35).
+four multiply-adds and four additions, in the time of four for six. That is 1.5 times the peak of multiply-adds alone;
+whole products reach 1.2 to 1.4 times (docs/measurements/cpus.md, winograd_products).
 
 **Rounding.** x and w have to be of like size, or the smaller is lost in the sums: rows and columns are multiplied by
 powers of two that give them lengths (2-norms) near 1, which is exact. The error is then within the bound of an ordinary

@@ -41,16 +41,9 @@ class InnerTile:
     @classmethod
     def of(cls, target: Target) -> InnerTile:
         """Of one vector, where a step's two loads for each multiply-add and addition come in time: an element of x is
-        then one operand in memory, for a register for it would take a place in the queues of adders and multipliers
-        (a Zen 4: 103 instead of 165 GFLOP/s). Else of two vectors, which share the register of an element; for half of
-        the weights to do at a time, all rows add the first pair and its neighbour before the second.
-
-        Measured on one thread, 384x1536, 2048x2048, 1536x384, 512 rows. A Zen 4 makes 0.65 to 1.3 of the usual speed
-        where it does not ask ahead, 1.35 to 1.5 with 16 to 64 steps. A Zen 5, usually at 261, 269, 255 GFLOP/s: 349,
-        353, 334; asking for its own weights takes the time of what is to be loaded: 323, 334, 319; without asking 16
-        rows of MiniLM take 3.8 ms instead of 1.4, 128 rows 12.5 instead of 10.1. One vector 237, 228, 235; 12 rows 309,
-        290, 294; in a loop written by hand 375. 3072x768, of which two panels do not fit: 230 to 243 by asking for the
-        next one, 250 to 274 for its own."""
+        then one operand in memory, for a register for it would take a place in the queues of adders and multipliers.
+        Else of two vectors, which share the register of an element; for half of the weights to do at a time, all rows
+        add the first pair and its neighbour before the second. Figures: docs/measurements/cpus.md, winograd_tile."""
         if target.loads_per_product > 1:
             return cls(20, 1, ROW_UNIT, asks_for_next=False)
         return cls(10, 2, ROW_UNIT // 2, asks_for_next=True, together=2)

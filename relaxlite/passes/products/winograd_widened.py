@@ -12,12 +12,11 @@ w as it is written there, in memory, is what these stages mean. It becomes, with
 
 so that no more of w than a panel is ever there, and that stays in the first cache (register_tile.over_panels). A panel
 is made in no time, if what it is made of is there: the tiles of the first row block ask for that of the next panel, a
-line or a few in each step, and 2048 x 5632 weights take 16 rows 2.8 to 3.1 ms on one thread of a Zen 4. Without asking
-they take 3.2 to 4.5, with all of it asked for while a panel is made 2.9 to 4.0; halves, of most bytes, the longest.
+line or a few in each step.
 
 Weights that other programs read as well may lie in panels of another width. So that no more lines are asked for at a
-time than memory gives, all row blocks then ask, each for some rows: products of words with 128 rows of halves make 410
-GFLOP/s on two threads of a Zen 4 where the first block asks for all, 530 like this, and 550 with weights in the cache.
+time than memory gives, all row blocks then ask, each for some rows. Figures:
+docs/measurements/cpus.md, winograd_widened.
 """
 
 from __future__ import annotations

@@ -347,8 +347,8 @@ def _over_row(
 
     Where the loop is one over several rows that overlap, a store that loads of other rows follow is kept back until
     they are done: processors tell waiting stores from loads by the low 12 bits of an address, and rows are often a
-    multiple of 4096 bytes apart. (Measured on a Zen 4, softmax of rows of 1024: 15 instead of 24 cycles for 16
-    numbers.) Such rows are asked for in the second cache: the first has no room.
+    multiple of 4096 bytes apart (docs/measurements/cpus.md, rows_in_flight). Such rows are asked for in the second
+    cache: the first has no room.
     """
     totals = [s for s in _stores_of(loop) if s.combine is not None]
     parts = min(PARTS, max((p.vectors for p in pieces), default=0))

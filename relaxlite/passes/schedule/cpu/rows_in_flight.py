@@ -10,10 +10,8 @@
         out = ... of the last row
 
 A stage alone has processors wait: for memory in the first, for stores in the last, and after each for its total. The
-first stage also asks for a row further on, into the second cache. On a Zen 4 softmax over rows of 1024 takes 11.7
-instead of 15.5 cycles for 16 numbers in the third cache, and 12.5 instead of 18 beyond it, where copying takes 11.5.
-Only for rows with functions that take many instructions: layer norm, which is done sooner than memory, went from 11.3
-to 12.8 cycles there.
+first stage also asks for a row further on, into the second cache. Only for rows with functions that take many
+instructions: layer norm, which is done sooner than memory, gets slower (docs/measurements/cpus.md, rows_in_flight).
 
 A scalar that lives from one stage to a later one has a copy for each stage; they are handed on once for every row. A
 local row needs none where its reader is the stage behind its writer: others are refused.
