@@ -20,7 +20,7 @@ _PAGE = 4 << 10  # bytes of memory in which a processor's own prefetching goes o
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class PrefetchPlan:
     """How products of rows of activations with blocked weights read these from memory: a prefetch plan.
 
     Weights lie in panels, each of several arrays: codes, scales, and others.
@@ -28,18 +28,18 @@ class Streams:
 
     panels: int
     """Panels that a GEMV interleaves, at most: it reads a line or a few of each in turn."""
-    alone: int
+    gemv_bytes: int
     """Prefetch distance of a GEMV in bytes of a panel; 0: it does not prefetch."""
-    many: int
+    gemm_bytes: int
     """Prefetch distance of a GEMM, of two rows and more, in bytes of a panel; 0: it does not prefetch."""
-    most: int = 64
+    max_arrays: int = 64
     """Arrays that are read in turn, at most, of all interleaved panels together."""
-    vectors: int = 2
+    max_vectors: int = 2
     """Width of a GEMM's register tiles in vectors, at most."""
 
-    def side_by_side(self, arrays: int) -> int:
+    def interleaved_panels(self, arrays: int) -> int:
         """How many panels a GEMV interleaves where each is of so many arrays."""
-        return max(1, min(self.panels, self.most // max(arrays, 1)))
+        return max(1, min(self.panels, self.max_arrays // max(arrays, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Microarchitecture:
     elementwise_prefetch_bytes: int = 0
     """Prefetch distance of elementwise loops over several arrays in memory, whose results are stored past the caches.
     """
-    block_prefetch_plan: Streams = Streams(1, 0, 0)
+    block_prefetch_plan: PrefetchPlan = PrefetchPlan(1, 0, 0)
     """How blocked weights are read."""
     panel_prefetch_steps: int = 0
     """Steps of a sum by which a register tile prefetches its own panel of float weights, beside an even share of the
@@ -89,14 +89,14 @@ class Microarchitecture:
         return has_its_vectors and any(fnmatchcase(llvm_name, pattern) for pattern in self.llvm_names)
 
 
-_IN_TURN = Streams(4, 1024, 1024)  # of all vectors of 256 bits
+_IN_TURN = PrefetchPlan(4, 1024, 1024)  # of all vectors of 256 bits
 
 _ZEN_4 = Microarchitecture(
     "Zen 4",
     ("znver4",),
     512,
     elementwise_prefetch_bytes=1024,
-    block_prefetch_plan=Streams(2, 0, _PAGE, most=6, vectors=1),
+    block_prefetch_plan=PrefetchPlan(2, 0, _PAGE, max_arrays=6, max_vectors=1),
     page_prefetch_bytes=2 * _PAGE,
     hides_conversions=True,
     adds_beside_fmas=True,
@@ -109,7 +109,7 @@ _ZEN_5 = Microarchitecture(
     512,
     weight_prefetch_bytes=_PAGE,
     elementwise_prefetch_bytes=1024,
-    block_prefetch_plan=Streams(1, _PAGE, _PAGE),
+    block_prefetch_plan=PrefetchPlan(1, _PAGE, _PAGE),
     page_prefetch_bytes=_PAGE,
     hides_conversions=True,
     adds_beside_fmas=True,
@@ -130,7 +130,7 @@ _GRANITE_RAPIDS = Microarchitecture(
     ("graniterapids", "graniterapids-d"),  # virtual machines may hide so much that LLVM takes it for a rocketlake
     512,
     weight_prefetch_bytes=4 * _PAGE,
-    block_prefetch_plan=Streams(4, 768, _PAGE),
+    block_prefetch_plan=PrefetchPlan(4, 768, _PAGE),
     panel_prefetch_steps=8,
     page_prefetch_bytes=_PAGE,
     prefetches_next_row=True,
@@ -140,11 +140,11 @@ _AMD = replace(_ZEN_5, name="AMD", llvm_names=("znver*", "bdver*", "btver*"), ve
 
 MICROARCHITECTURES: tuple[Microarchitecture, ...] = (
     _ZEN_3,
-    replace(_ZEN_3, name="Zen 3, other vectors", vector_bits=0, block_prefetch_plan=Streams(1, 0, 0),
+    replace(_ZEN_3, name="Zen 3, other vectors", vector_bits=0, block_prefetch_plan=PrefetchPlan(1, 0, 0),
             page_prefetch_bytes=0),
     _ZEN_4,
     replace(_ZEN_4, name="Zen 4, 256 bits", vector_bits=256, block_prefetch_plan=_IN_TURN, adds_beside_fmas=False),
-    replace(_ZEN_4, name="Zen 4, 128 bits", vector_bits=128, block_prefetch_plan=Streams(1, 0, 0),
+    replace(_ZEN_4, name="Zen 4, 128 bits", vector_bits=128, block_prefetch_plan=PrefetchPlan(1, 0, 0),
             adds_beside_fmas=False),
     _ZEN_5,
     replace(_ZEN_5, name="Zen 5, 128 bits", vector_bits=128, adds_beside_fmas=False),
@@ -158,7 +158,7 @@ MICROARCHITECTURES: tuple[Microarchitecture, ...] = (
     Microarchitecture("x86-64 of 256 bits", ("*",), 256, weight_prefetch_bytes=4 * _PAGE, block_prefetch_plan=_IN_TURN,
                       page_prefetch_bytes=2 * _PAGE),
     Microarchitecture("x86-64 of 128 bits", ("*",), 128, weight_prefetch_bytes=4 * _PAGE,
-                      block_prefetch_plan=Streams(1, 4 * _PAGE, 4 * _PAGE)),
+                      block_prefetch_plan=PrefetchPlan(1, 4 * _PAGE, 4 * _PAGE)),
     Microarchitecture("other architectures", ("*",), is_x86=False, hides_conversions=True),  # AArch64 and others
 )  # fmt: skip
 

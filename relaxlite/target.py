@@ -19,7 +19,7 @@ from typing import Literal
 
 import llvmlite.binding as llvm
 
-from relaxlite.cpus import Microarchitecture, Streams, find
+from relaxlite.cpus import Microarchitecture, find
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.features import NEVER_USED, USED
 from relaxlite.llvm_names import enabled_features, host_features, is_known_cpu, known_features, unknown_features
@@ -119,17 +119,17 @@ class Target:
         return 16 if self.is_x86 and not self.has("avx512f") else 32
 
     @property
-    def has_byte_products(self) -> bool:
+    def has_dp4a(self) -> bool:
         """Whether one instruction sums the products of four bytes in each lane."""
         return self.is_x86 and (self.has("avx512vnni") or self.has("avxvnni"))
 
     @property
-    def has_byte_pairs(self) -> bool:
+    def has_maddubs(self) -> bool:
         """Whether one instruction sums the products of two bytes in each 16 bits."""
         return self.is_x86 and self.has("ssse3")
 
     @property
-    def converts_halves(self) -> bool:
+    def has_fp16_conversion(self) -> bool:
         """Whether one instruction makes float32 of float16."""
         return not self.is_x86 or self.has("f16c") or self.has("avx512f")
 
@@ -139,52 +139,14 @@ class Target:
         return find(self.cpu, self.vector_bits, is_x86=self.is_x86)
 
     @property
-    def has_products_in_step(self) -> bool:
+    def interleaves_rows(self) -> bool:
         """Whether it has dp4a groups, and those of several rows are issued in turn."""
-        return self.has_byte_products and self.cpu_facts.interleaves_rows
+        return self.has_dp4a and self.cpu_facts.interleaves_rows
 
     @property
-    def has_fast_pairs(self) -> bool:
+    def has_fast_bf16_dots(self) -> bool:
         """Whether it has bfloat16 dot products, and at twice the rate of float32 FMAs."""
         return self.has("avx512bf16") and self.cpu_facts.has_fast_bf16_dots
-
-    # Facts of the row.
-
-    @property
-    def stream_ahead(self) -> int:
-        return self.cpu_facts.weight_prefetch_bytes
-
-    @property
-    def streams_ahead(self) -> int:
-        return self.cpu_facts.elementwise_prefetch_bytes
-
-    @property
-    def streams_of_blocks(self) -> Streams:
-        return self.cpu_facts.block_prefetch_plan
-
-    @property
-    def panel_steps_ahead(self) -> int:
-        return self.cpu_facts.panel_prefetch_steps
-
-    @property
-    def page_bytes_ahead(self) -> int:
-        return self.cpu_facts.page_prefetch_bytes
-
-    @property
-    def asks_for_next_row(self) -> bool:
-        return self.cpu_facts.prefetches_next_row
-
-    @property
-    def hides_conversions(self) -> bool:
-        return self.cpu_facts.hides_conversions
-
-    @property
-    def adds_beside_products(self) -> bool:
-        return self.cpu_facts.adds_beside_fmas
-
-    @property
-    def loads_per_product(self) -> int:
-        return self.cpu_facts.loads_per_fma
 
     def vector_lanes(self, itemsize: int) -> int:
         """How many elements of `itemsize` bytes fill one vector register."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relaxlite.cpus import MICROARCHITECTURES, Microarchitecture, Streams
+from relaxlite.cpus import MICROARCHITECTURES, Microarchitecture, PrefetchPlan
 from relaxlite.target import Target
 from tests.support.paths import ROOT
 
@@ -152,13 +152,13 @@ def test_facts_are_those_that_code_was_measured_with(cpu: str) -> None:
     target, row = target_of(cpu), target_of(cpu).cpu_facts
     facts = {name: getattr(row, name) for name in FACTS}
     # What schedules ask of instructions that not every processor of a row has, the target answers.
-    facts |= {"has_fast_bf16_dots": target.has_fast_pairs, "interleaves_rows": target.has_products_in_step}
-    assert facts == {**GOLDEN[cpu], "block_prefetch_plan": Streams(*GOLDEN[cpu]["block_prefetch_plan"])}
+    facts |= {"has_fast_bf16_dots": target.has_fast_bf16_dots, "interleaves_rows": target.interleaves_rows}
+    assert facts == {**GOLDEN[cpu], "block_prefetch_plan": PrefetchPlan(*GOLDEN[cpu]["block_prefetch_plan"])}
 
 
 def test_only_what_a_target_has_is_interleaved_or_fast() -> None:
-    assert not target_of("icelake-server", "-avx512vnni").has_products_in_step
-    assert not target_of("znver4", "-avx512bf16").has_fast_pairs
+    assert not target_of("icelake-server", "-avx512vnni").interleaves_rows
+    assert not target_of("znver4", "-avx512bf16").has_fast_bf16_dots
 
 
 # Documents, and other files

@@ -105,7 +105,7 @@ def build_checkpoint(
     chosen = precision or (PassContext(machine) if context is None else context).precision
     if cache_dtype is None:
         rounds = any(_is_integer(weight, machine, chosen) for weight in checkpoint.weights.values())
-        cache_dtype = "float16" if rounds and machine.converts_halves else "float32"
+        cache_dtype = "float16" if rounds and machine.has_fp16_conversion else "float32"
     multiplied = {name: weight for name, weight in checkpoint.weights.items() if name != "layer_embed"}
     coarse = [weight for weight in multiplied.values() if _is_coarse(weight, machine, chosen)]
     grouped = _matrices(checkpoint, ".experts.") or _matrices(checkpoint, ".latent_")

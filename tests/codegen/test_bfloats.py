@@ -367,4 +367,4 @@ def test_validation_accepts_attention_in_bfloat16() -> None:
     ]
     rl.compile(attention_module(8), precision="bf16", validate=inputs, context=context)
     taken = [d for d in context.decisions if d.step == "narrow_attention"]
-    assert [d.taken for d in taken] == [True] * HOST.has_fast_pairs
+    assert [d.taken for d in taken] == [True] * HOST.has_fast_bf16_dots

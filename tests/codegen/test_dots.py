@@ -292,7 +292,7 @@ def test_instructions_for_words(target: str, instructions: list[str]) -> None:
     machine = Target.parse(f"llvm {target} -mtriple=x86_64-unknown-linux-gnu")
     program = words_program(32, "vectorized", a="made", b="same", is_masked=False)
     assert re.findall(r"call .*(@llvm\.x86[\w.]*)\(", emit_program("p", program, machine)) == instructions
-    assert machine.has_byte_products == any("vpdpbusd" in name for name in instructions)
+    assert machine.has_dp4a == any("vpdpbusd" in name for name in instructions)
 
 
 @pytest.mark.parametrize(

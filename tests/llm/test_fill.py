@@ -32,7 +32,7 @@ from tests.support.tiny_llm import VOCAB, checkpoint
 WITH_DOTS = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu")
 WITH_PAIRS = Target.parse("llvm -mcpu=x86-64-v3 -mtriple=x86_64-unknown-linux-gnu")
 PORTABLE = Target.parse("llvm -mcpu=x86-64 -mtriple=x86_64-unknown-linux-gnu")
-FILLS = Target.host().has_byte_products or Target.host().has_byte_pairs
+FILLS = Target.host().has_dp4a or Target.host().has_maddubs
 needs_dots = pytest.mark.skipif(not FILLS, reason="this processor has no products of bytes")
 
 

@@ -156,7 +156,7 @@ def test_what_eight_bits_cost(checkpoint: Path, plain: list[np.ndarray], texts: 
 
 def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
     """In integers each row is rounded alike in any company: to the last bit. Sums of floats go in another order."""
-    atol = 0.0 if Target.host().has_byte_products else 1e-4 * float(np.abs(wanted).max())
+    atol = 0.0 if Target.host().has_dp4a else 1e-4 * float(np.abs(wanted).max())
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
 
 

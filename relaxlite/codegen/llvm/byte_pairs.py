@@ -43,7 +43,7 @@ INSTRUCTIONS: Mapping[int, PairInstructions] = {  # by the bits of a vector, wid
 def pair_lanes(target: Target, lanes: int) -> int:
     """How many 32-bit lanes the instructions for pairs take, the most that divide `lanes`; 0: the target has none, or
     has better ones."""
-    if target.has_byte_products:
+    if target.has_dp4a:
         return 0
     return widest_lanes(target, lanes, lambda bits: target.has(INSTRUCTIONS[bits].feature))
 

@@ -128,7 +128,7 @@ def _upper_half(e: Emitter, bits: Val) -> Val:
 
 def half_to_float(e: Emitter, raw: Val) -> Val:
     """The bits of a float16 to float32."""
-    if e.target.converts_halves:
+    if e.target.has_fp16_conversion:
         return e.cast("fpext", e.cast("bitcast", raw, "half"), "float")
     wide = e.cast("zext", raw, "i32")
     magnitude = e.binary("shl", e.binary("and", wide, int_const(0x7FFF, "i32")), int_const(13, "i32"))
@@ -142,7 +142,7 @@ def half_to_float(e: Emitter, raw: Val) -> Val:
 
 def float_to_half(e: Emitter, x: Val) -> Val:
     """float32 to the bits of a float16, rounding to nearest even."""
-    if e.target.converts_halves:
+    if e.target.has_fp16_conversion:
         return e.cast("bitcast", e.cast("fptrunc", x, "half"), "i16")
     bits = e.cast("bitcast", x, "i32")
     magnitude = e.binary("and", bits, int_const(0x7FFFFFFF, "i32"))

@@ -94,13 +94,13 @@ class _ByteProducts(Rewriter):
         """What the target's instructions make of the products of an op, and why."""
         target, rules = self._context.target, {"matmul_integer": self._matmul_pairs, "conv_integer": self._conv_pairs}
         reason = "two products of 16 bits are one instruction, and their sums are exact"
-        if target.has_byte_products:
+        if target.has_dp4a:
             rules = {
                 "matmul": self._matmul, "matmul_integer": self._matmul_integer,
                 "conv": self._conv, "conv_integer": self._conv_integer,
             }  # fmt: skip
             reason = "its operands are bytes, and sums of their products are exact"
-        rule = rules.get(name) if target.has_byte_products or target.has_byte_pairs else None
+        rule = rules.get(name) if target.has_dp4a or target.has_maddubs else None
         return (None if rule is None else rule(call)), reason
 
     def _matmul(self, call: Call) -> Expr | None:

@@ -55,8 +55,8 @@ def integer_products(module: IRModule, context: PassContext) -> IRModule:
 
 def _rounding(target: Target, precision: str) -> tuple[int, int] | None:
     """(bits of activations beyond eight, the most bits of codes); None: products are in floats."""
-    if precision in ("auto", "bf16") and (target.has_byte_products or target.has_byte_pairs):
-        return _DEFAULT, max(BITS) if target.has_byte_products else _PAIRED_BITS
+    if precision in ("auto", "bf16") and (target.has_dp4a or target.has_maddubs):
+        return _DEFAULT, max(BITS) if target.has_dp4a else _PAIRED_BITS
     return (LOW_BITS[precision], max(BITS)) if precision in LOW_BITS else None
 
 
@@ -78,12 +78,12 @@ def are_integers(coding: Coding, block: int, target: Target, precision: str) -> 
 def coarse_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
     """How many quads are mixed, to round to 8 bits what weights marked as `coarse` are multiplied by; 1: that would not
     be good enough, not be faster, or more bits are asked for."""
-    wanted = _ROTATION if target.has_byte_products else _PAIRED_ROTATION
+    wanted = _ROTATION if target.has_dp4a else _PAIRED_ROTATION
     rotation = min(coding.longest_rotation(block), wanted)
     if rotation < _LEAST_ROTATION or precision not in ("auto", "bf16", "int8"):
         return 1
-    has_pairs = target.has_byte_pairs and coding.rotated(rotation).greatest.bit_length() <= _PAIRED_BITS
-    return rotation if target.has_byte_products or has_pairs else 1
+    has_pairs = target.has_maddubs and coding.rotated(rotation).greatest.bit_length() <= _PAIRED_BITS
+    return rotation if target.has_dp4a or has_pairs else 1
 
 
 class _IntegerProducts(Rewriter):

@@ -64,7 +64,7 @@ def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
     Where there are more keys than queries, as in the steps of a decoder, rounding them all would take longer than what
     it saves.
     """
-    if context.precision != "bf16" or not context.target.has_fast_pairs:
+    if context.precision != "bf16" or not context.target.has_fast_bf16_dots:
         return module
     module = eliminate_dead(module)  # of attention that has taken over a transpose, the form before is still there
     return map_functions(module, lambda f: _NarrowAttention(context, _rounded_later(f)).function(f))

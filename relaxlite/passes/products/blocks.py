@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import ClassVar, TypeAlias
 
 from relaxlite import dtypes
+from relaxlite.cpus import PrefetchPlan
 from relaxlite.ir.intrinsics import WORDS
 from relaxlite.ir.program import (
     Allocate,
@@ -48,7 +49,7 @@ from relaxlite.passes.products.prologue import Instead, symbols_of
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, TileLoops, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
-from relaxlite.target import Streams, Target
+from relaxlite.target import Target
 
 MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
 
@@ -81,9 +82,9 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
         return None
     row = block.row_loop(column)
     kept = len(_of_columns(block.update.value, column, row)) if row is not None else 1
-    streams = target.streams_of_blocks
-    vectors = max(1, min(streams.vectors, target.num_vector_registers * 3 // 4 // max(kept, 1)))
-    panels = streams.side_by_side(len({load.buffer for load in _of_panels(block.loads(), column)}))
+    streams = target.cpu_facts.block_prefetch_plan
+    vectors = max(1, min(streams.max_vectors, target.num_vector_registers * 3 // 4 // max(kept, 1)))
+    panels = streams.interleaved_panels(len({load.buffer for load in _of_panels(block.loads(), column)}))
     if target.vector_bits < 8 * LINE and panels == 1:
         return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
     alone = side_by_side(column.extent, lanes, panels, max(target.cores, 1))
@@ -124,7 +125,7 @@ Larger: TypeAlias = "Callable[[ManyRows, int], Faster | None]"  # of tiles so ma
 class Ways:
     """How weights are read, and multiplied with two rows and more, and with many, where that is another way."""
 
-    streams: Streams
+    streams: PrefetchPlan
     some: type[ManyRows]
     larger: Larger | None
 
@@ -142,10 +143,10 @@ def tiled_blocks(found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
         count = sum((p.count for p in pieces), sym(0))
         return Substitute(fresh=True).stmt(grid([*others, (down, tile.rows.count), (across, count)], body))
 
-    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.alone)
+    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
     if row is None:
         return tiles(one, found.alone)
-    many = ways.some(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.many)
+    many = ways.some(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
     rest, best = tiles(many), None if ways.larger is None else ways.larger(many, found.vectors)
     if best is not None:
         faster = tiles(best.tile, best.vectors)

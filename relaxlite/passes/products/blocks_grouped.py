@@ -75,8 +75,8 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: Ways) ->
     """All tiles of all groups in one parallel loop."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
-    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.alone)
-    many = ways.some(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.many)
+    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
+    many = ways.some(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
     best = None if ways.larger is None else ways.larger(many, found.vectors)
     widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)

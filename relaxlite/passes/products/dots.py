@@ -25,8 +25,8 @@ from relaxlite.target import Target
 
 _AVAILABLE: Mapping[str, Callable[[Target], bool]] = {
     "dot2_bf16": lambda target: target.has("avx512bf16"),
-    "dot4_u8s8": lambda target: target.has_byte_products,
-    "dot2_i16": lambda target: target.has_byte_pairs,
+    "dot4_u8s8": lambda target: target.has_dp4a,
+    "dot2_i16": lambda target: target.has_maddubs,
 }
 
 

@@ -91,7 +91,7 @@ def are_words(target: Target, precision: str, *shape: int) -> bool:
 
 def _is_faster(target: Target) -> bool:
     """Than dot products of bfloat16, or tiles of it."""
-    return target.adds_beside_products and not target.has("amx-bf16")
+    return target.cpu_facts.adds_beside_fmas and not target.has("amx-bf16")
 
 
 def is_matrix_for_words(target: Target, *shape: IntLike) -> bool:

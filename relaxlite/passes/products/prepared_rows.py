@@ -62,7 +62,7 @@ PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elemen
 def columns_for_pass(least: int, target: Target) -> int:
     """Over how many columns a pass over x has to be spread: `least` where two loads issue for each FMA, twice as many
     where products take half the time (docs/measurements/cpus.md, prepared_rows)."""
-    return least * 2 // target.loads_per_product
+    return least * 2 // target.cpu_facts.loads_per_fma
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,7 +65,7 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
 
 def way_of(module: IRModule, context: PassContext) -> Way | None:
     """None: these are no faster on the target, or must not be used in this module."""
-    if not context.target.adds_beside_products or module.attrs.get(BATCH_INVARIANT):
+    if not context.target.cpu_facts.adds_beside_fmas or module.attrs.get(BATCH_INVARIANT):
         return None
     lanes, least = context.target.vector_lanes(4), columns_for_pass(LEAST_COLUMNS, context.target)
 

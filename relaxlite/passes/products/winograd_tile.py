@@ -44,7 +44,7 @@ class InnerTile:
         then one operand in memory, for a register for it would take a place in the queues of adders and multipliers.
         Else of two vectors, which share the register of an element; for half of the weights to do at a time, all rows
         add the first pair and its neighbour before the second. Figures: docs/measurements/cpus.md, winograd_tile."""
-        if target.loads_per_product > 1:
+        if target.cpu_facts.loads_per_fma > 1:
             return cls(20, 1, ROW_UNIT, asks_for_next=False)
         return cls(10, 2, ROW_UNIT // 2, asks_for_next=True, together=2)
 

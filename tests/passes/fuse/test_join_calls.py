@@ -179,7 +179,7 @@ def test_weights_in_half_precision_are_joined_and_paired_too(cpu: str, depth: in
     """On processors that widen them again for each tile, and on those that widen them once."""
     target, module = Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"), Layer(depth).module(half_precision)
     made, _ = lowered(module, target)
-    are_apart = target.adds_beside_products and depth > LEAST_DEPTH  # which is faster then (pair_products.py)
+    are_apart = target.cpu_facts.adds_beside_fmas and depth > LEAST_DEPTH  # which is faster then (pair_products.py)
     assert sorted(name for name in calls(made) if "matmul" in name) == sorted(calls(made))
     assert len(calls(made)) == 2 + are_apart
     if not target.runs_here:

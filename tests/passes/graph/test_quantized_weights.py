@@ -265,7 +265,7 @@ def test_integers_are_asked_for_ahead_where_that_helps(name: str, cpu: str, is_a
     assert ("ahead" in program.attrs) is is_asked
     if is_asked:
         words, factors = sorted(dict(program.attrs["ahead"]).values(), reverse=True)  # type: ignore[arg-type]
-        assert words == context.target.stream_ahead and factors < words
+        assert words == context.target.cpu_facts.weight_prefetch_bytes and factors < words
 
 
 def test_scales_of_single_rows_are_no_groups() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.codegen.llvm import emit_assembly, emit_program
+from relaxlite.cpus import PrefetchPlan
 from relaxlite.errors import LibraryError, RelaxliteError, ValidationError
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.ir import first_difference, module_constants, ops, parse_module, print_module, verify
@@ -33,7 +34,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime import libraries
-from relaxlite.target import Streams, Target
+from relaxlite.target import Target
 from tests.passes.products.test_register_tile import inner_loops
 from tests.support.block_weights import BlockWeight, block_weight
 from tests.support.dense_llm import build_dense
@@ -172,7 +173,7 @@ def mixed_case(name: str, columns: int, rotation: int = 8) -> tuple[BlockWeight,
     [(name, target) for target in ("llvm", PORTABLE, WIDE, OLD, NARROW) for name in MIXED],
 )
 def test_sums_of_mixed_quads_are_exact_at_every_size(name: str, target: str) -> None:
-    has_bytes, has_six = Target.parse(target).has_byte_products, WEIGHTS[name][0] == 6
+    has_bytes, has_six = Target.parse(target).has_dp4a, WEIGHTS[name][0] == 6
     if has_six and not has_bytes:
         pytest.skip("products in pairs have no room for these bytes")
     weight, x = mixed_case(name, MIXED[name], 8 if has_bytes and not has_six else 4)
@@ -517,14 +518,16 @@ def test_a_zen_4_reads_two_panels_side_by_side(bits: int, zero: int | None, pane
 
 
 def test_so_many_panels_that_the_processor_follows_all_of_their_arrays() -> None:
-    streams = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu").streams_of_blocks
-    assert [streams.side_by_side(arrays) for arrays in (0, 1, 2, 3, 4, 5, 7)] == [2, 2, 2, 2, 1, 1, 1]
+    streams = Target.parse("llvm -mcpu=znver4 -mtriple=x86_64-unknown-linux-gnu").cpu_facts.block_prefetch_plan
+    assert [streams.interleaved_panels(arrays) for arrays in (0, 1, 2, 3, 4, 5, 7)] == [2, 2, 2, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("cpu", ["znver5", "x86-64-v2"])
 def test_panels_are_read_one_after_the_other_by_amds_wide_vectors_and_short_ones(cpu: str) -> None:
     parsed = Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
-    assert parsed.streams_of_blocks == Streams(1, parsed.stream_ahead, parsed.stream_ahead)
+    assert parsed.cpu_facts.block_prefetch_plan == PrefetchPlan(
+        1, parsed.cpu_facts.weight_prefetch_bytes, parsed.cpu_facts.weight_prefetch_bytes
+    )
 
 
 def test_a_row_reads_panels_far_apart_side_by_side() -> None:

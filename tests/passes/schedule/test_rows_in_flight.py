@@ -27,7 +27,7 @@ CORES = 2
 HOST = replace(Target.host(), cores=CORES)
 FEWEST = CORES * BLOCKS_PER_CORE * FEWEST_ROWS
 COUNTS = (0, 1, FEWEST - 1, FEWEST, FEWEST + 1, 2 * FEWEST + 3, CORES * BLOCKS_PER_CORE * (MOST_ROWS + 1) + 5)
-overlaps = pytest.mark.skipif(HOST.asks_for_next_row, reason="rows do not overlap on this processor")
+overlaps = pytest.mark.skipif(HOST.cpu_facts.prefetches_next_row, reason="rows do not overlap on this processor")
 
 
 def softmax(emit: Any, x: Var) -> Expr:

@@ -272,7 +272,7 @@ class _Rules:
             return made
         rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
         if rows is not None:
-            asks = self.target.asks_for_next_row
+            asks = self.target.cpu_facts.prefetches_next_row
             rows = replace(rows, asks=asks, cores=None if asks else self.target.cores)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if rows is not None and scheduled is not None:
@@ -308,8 +308,8 @@ class _Rules:
         self.note("store_past_caches", store.buffer.name)
         most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
         past = past_caches(scheduled, store.buffer)
-        if self.target.streams_ahead:
-            past = ask_for_streams(past, store.buffer, self.target.streams_ahead)
+        if self.target.cpu_facts.elementwise_prefetch_bytes:
+            past = ask_for_streams(past, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
         return with_variant(less(most, product(store.buffer.shape)), past, scheduled)
 
     # Generic nests
@@ -410,7 +410,10 @@ class _Rules:
         if column is not None and chained is not None:
             return self.chained(block, column, chained)
         if column is not None:
-            dots, hides = dot_products(block, column, self.target) if packs else None, self.target.hides_conversions
+            dots, hides = (
+                dot_products(block, column, self.target) if packs else None,
+                self.target.cpu_facts.hides_conversions,
+            )
             prologues = prologues_of(block, column) if dots is None else ()
             has_few_rows = bool(self.program.attrs.get(VARIANTS))  # of which none would have time to ask for more
             is_plain = packs and dots is None and not prologues and not has_few_rows
@@ -419,7 +422,7 @@ class _Rules:
                 choice, asks = self._asking(block, column, lanes)
             if self.is_counted_by_data(block, column):
                 choice = replace(choice, sums=ONE_SUM)
-                ahead = steps_of(block.stmts[1], column.var, self.target.page_bytes_ahead)
+                ahead = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
                 asks = Asks(ahead, for_next=False, cache=2) if ahead else None
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
@@ -463,20 +466,20 @@ class _Rules:
     def _ways(self, found: BlockProduct, lanes: int) -> Ways:
         """How its weights are read, which lie in panels, if they may, in order where nothing asks for them ahead; and
         how rows are multiplied with them."""
-        target, streams = self.target, self.target.streams_of_blocks
+        target, streams = self.target, self.target.cpu_facts.block_prefetch_plan
         if self.packs:
             self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
-            self.in_order.update(() if streams.alone else found.panels)
+            self.in_order.update(() if streams.gemv_bytes else found.panels)
         else:
-            streams = replace(streams, alone=0, many=0)
+            streams = replace(streams, gemv_bytes=0, gemm_bytes=0)
         larger: Larger | None = None
         if target.has("amx-int8"):
             larger = by_tiles
-        elif target.has_byte_pairs and not target.has_byte_products:
+        elif target.has_maddubs and not target.has_dp4a:
             larger = partial(by_pairs, target=target)
-        elif target.adds_beside_products and target.loads_per_product > 1:
+        elif target.cpu_facts.adds_beside_fmas and target.cpu_facts.loads_per_fma > 1:
             larger = by_halves
-        return Ways(streams, RowsInStep if target.has_products_in_step else ManyRows, larger)
+        return Ways(streams, RowsInStep if target.interleaves_rows else ManyRows, larger)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
         """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
@@ -520,7 +523,7 @@ class _Rules:
         widths = [usual, *([] if self.choice.vectors else range(usual - lanes, LEAST_VECTORS * lanes - 1, -lanes))]
         width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
         choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
-        asks = Asks(self.target.panel_steps_ahead, width is not None)
+        asks = Asks(self.target.cpu_facts.panel_prefetch_steps, width is not None)
         return choice, asks if asks.ahead or asks.for_next else None
 
     def _or_squares(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
@@ -549,7 +552,9 @@ class _Rules:
         themselves (measured), as there is less to do between their loads."""
         read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
         if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
-            self.ahead.update(asked_ahead((b for b in read if b in self.panels), self.target.stream_ahead))
+            self.ahead.update(
+                asked_ahead((b for b in read if b in self.panels), self.target.cpu_facts.weight_prefetch_bytes)
+            )
 
     def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
         """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
