@@ -46,7 +46,7 @@ _STREAM = 8  # vectors read per step
 _SECONDS = 0.004  # of one timed call
 _REPEATS = 7  # timed calls, of which the fastest counts
 _ATTEMPTS, _NEARLY = 3, 0.85  # measurements where the first falls below this share of what threads should reach
-_MOST_BYTES = 512 << 20
+_MAX_BYTES = 512 << 20
 _UNKNOWN_L3 = 16 << 20  # where the system does not say, the RAM is measured with several times this
 
 
@@ -107,7 +107,7 @@ def _levels() -> list[tuple[MemoryLevel, int]]:
         if capacity is not None:
             is_private = number < 3
             found.append((MemoryLevel(f"L{number}", capacity, is_private, {}), capacity // (2 if is_private else 4)))
-    nbytes = min(4 * (capacities[3] or _UNKNOWN_L3), _MOST_BYTES, MEMORY_LIMIT // 4)
+    nbytes = min(4 * (capacities[3] or _UNKNOWN_L3), _MAX_BYTES, MEMORY_LIMIT // 4)
     return [*found, (MemoryLevel("RAM", None, False, {}), nbytes)]
 
 

@@ -33,7 +33,7 @@ from relaxlite.runtime.executable import ExecutableData
 from relaxlite.version import __version__
 
 KEY_DIGITS = 16
-_MOST_SIGNS = 50  # of a name, of which each may take 4 of the 255 bytes that systems allow
+_MAX_SIGNS = 50  # of a name, of which each may take 4 of the 255 bytes that systems allow
 _FILE = re.compile(rf"(.+)-[0-9a-f]{{{KEY_DIGITS}}}\.rlx")
 _ABANDONED = re.compile(rf"\.{_FILE.pattern}\.\w+\.tmp")  # of a process that was killed while it wrote
 _ABANDONED_SECONDS = 3600.0  # a file this old belongs to no running process
@@ -164,7 +164,7 @@ def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | Non
     except NoFolderError as error:
         _warn_once(None, str(error).partition(";")[0])
         return None
-    name = (path.name if path.is_dir() else path.stem)[:_MOST_SIGNS]
+    name = (path.name if path.is_dir() else path.stem)[:_MAX_SIGNS]
     given = sorted((option, repr(value)) for option, value in options.items() if value is not None)
     knobs = [config.get(knob) for knob in _KNOBS]
     key = repr([str(path), kind, given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")

@@ -52,7 +52,7 @@ MIN_GAIN = 1.03  # what is gained less is noise
 ROUNDS = 4
 UNBOUNDED = 64  # the largest size that is guessed for a symbol without an upper bound
 TURN_SECONDS = 0.01  # of one choice at one size
-LEAST_RUNS, MOST_RUNS = 3, 200
+MIN_RUNS, MAX_RUNS = 3, 200
 LOW_PERCENTILE = 20.0  # on a machine that others use too, the fast runs say what a kernel takes
 TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2}  # of a result's largest magnitude; sums may be added in another order
 USUAL_TOLERANCE = 1e-4
@@ -154,7 +154,7 @@ def find_tasks(
     total = 0.0
     for sample in samples:
         replay = recorder.record(sample)
-        times = np.min([replay.seconds() for _ in range(LEAST_RUNS)], axis=0) if replay.calls else ()
+        times = np.min([replay.seconds() for _ in range(MIN_RUNS)], axis=0) if replay.calls else ()
         for call, seconds in zip(replay.calls, times, strict=True):
             total += seconds
             program = programs.get(call.kernel)
@@ -236,7 +236,7 @@ class _Contender:
         for replay, times in zip(self.replays, self.times, strict=True):
             replay.run()
             spent, runs = 0.0, 0
-            while runs < LEAST_RUNS or (spent < TURN_SECONDS and runs < MOST_RUNS):
+            while runs < MIN_RUNS or (spent < TURN_SECONDS and runs < MAX_RUNS):
                 seconds = sum(replay.seconds())
                 times.append(seconds)
                 spent, runs = spent + seconds, runs + 1

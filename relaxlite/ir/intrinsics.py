@@ -62,7 +62,7 @@ DOT_PRODUCTS: Mapping[str, DotProduct] = {
 WORDS = "dot4_words"
 """dot4_u8s8 of numbers that come four in a word, lowest byte first: out of memory, or made by operations on words. Two
 literals bound them: no byte of the first word is greater, none of the second further from 0."""
-MOST_OF_PAIRS = 2**14 - 1
+MAX_OF_PAIRS = 2**14 - 1
 """Sums of products of two bytes each fit into 16 bits while their greatest products add up to no more."""
 WORD = "word"
 """Four bytes, which are one load where they lie beside each other."""

@@ -121,7 +121,7 @@ def _rule(kind: str, batch: _Batch) -> LibraryRule:
         operands={"a": (*lead, "m", "k"), "b": (*before, "n", "k") if is_transposed else (*before, "k", "n")},
         arguments=tuple(filled(f"int32 {ROWS};{_ARGUMENTS[kind]}").split(";")),
         loops=batch.loops(filled(_BLOCKS[kind])),
-        when={filled(text): limits for text, limits in _LEAST[kind].items()},
+        when={filled(text): limits for text, limits in _MIN[kind].items()},
         variable=("b",),
         work=filled(f"$m * n * k // max(1, {_BLOCKS[kind]}) // 8"),
     )
@@ -148,7 +148,7 @@ _ARGUMENTS = {
 _BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else '$m'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
 # What the routines need: none of them takes empty matrices for granted.
 _SIZES: dict[str, Range] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
-_LEAST: dict[str, dict[str, Range]] = {
+_MIN: dict[str, dict[str, Range]] = {
     "gemv_t": {**_SIZES, "$m": (1, 1)},
     "gemv_n": {**_SIZES, "$m": (1, 1)},
     "gemv_a": {**_SIZES, "n": (1, 1)},

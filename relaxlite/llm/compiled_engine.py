@@ -21,7 +21,7 @@ CACHE_BYTES = 1 << 30
 CHUNK = 128  # tokens of a long prompt in one step, where the step does not say it
 FILL = "fill"  # the function that gives no logits
 STATES = ("tails_", "states_")  # as frontend/llm/step.py calls what has a slot for each state
-LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
+MIN_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
 _Found = TypeVar("_Found")
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
 
@@ -204,7 +204,7 @@ class CompiledEngine:
     def _filled(self, shown: int) -> int:
         """How many of a sequence's tokens only the cache needs, where those from `shown` on give logits."""
         count = shown + 1 - EXACT
-        return count if self._fill is not None and count >= LEAST_FILL else 0
+        return count if self._fill is not None and count >= MIN_FILL else 0
 
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
         if not len(wanted):

@@ -27,7 +27,7 @@ from relaxlite.passes.products.int16_products import are_words
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
-LEAST_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
+MIN_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
 
 
 def compile(
@@ -113,7 +113,7 @@ def build_checkpoint(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
-        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(multiplied.values()) or _ends_without_keys(checkpoint),
+        has_fill=_elements(coarse) >= MIN_COARSE * _elements(multiplied.values()) or _ends_without_keys(checkpoint),
         groups_rows=all(_is_integer(weight, machine, chosen) for weight in grouped),
     )
     samples = step_samples(module) if validate else False

@@ -60,7 +60,7 @@ from relaxlite.ir.symbolic import (
 from relaxlite.records import dataclass
 
 _ZERO, _ONE = sym(0), sym(1)
-_MOST_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
+_MAX_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _Scope:
         """Whether it is proven that expr >= 0. Not asked of what takes long: a bound that is not the least will do."""
         if expr.is_const:
             return expr.const >= 0
-        return num_extrema(expr) <= _MOST_EXTREMA and self.analyzer.can_prove_nonneg(expr)
+        return num_extrema(expr) <= _MAX_EXTREMA and self.analyzer.can_prove_nonneg(expr)
 
     def count(self, loops: Iterable[SymVar]) -> SymExpr:
         """How often the innermost of these loops runs, at most."""

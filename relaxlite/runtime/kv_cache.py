@@ -33,7 +33,7 @@ _Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, posi
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
 PAGES_OF_PART = 2  # at least: those of one page are slower than of two, which cost a row next to nothing, many 2 to 5 %
-MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
+MAX_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
 DTYPES = ("float32", "float16", "int8")
 
 # No memory that a forked process would share
@@ -344,14 +344,14 @@ class KVCache:
 
     def _usual_parts(self) -> int:
         """In how many parts a row with a long context comes, that all threads may have equal work."""
-        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), self.layout.kv_heads
+        threads, tasks = min(threadpool.num_threads(), MAX_THREADS), self.layout.kv_heads
         return next(n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads)
 
     def _parted(self, blocks: list[_Block]) -> list[tuple[int, ...]]:
         """The blocks with part and parts. How a context is parted decides how sums are rounded. Chunks, guesses and
         other sequences are not to change a reply, so it follows from the position of each row alone, unless that makes
         more parts than a step has room for."""
-        usual = min(self._usual_parts(), 1 + ENOUGH_TASKS * MOST_THREADS // max(len(blocks), 1))
+        usual = min(self._usual_parts(), 1 + ENOUGH_TASKS * MAX_THREADS // max(len(blocks), 1))
         found: list[tuple[int, ...]] = []
         for block in blocks:
             parts = max(1, min(usual, (block[3] // self.layout.page + 1) // PAGES_OF_PART))

@@ -21,7 +21,7 @@ from relaxlite.runtime import elf
 from relaxlite.runtime.code_memory import EXECUTABLE, READ_ONLY, CodeMemory
 from relaxlite.runtime.elf import ElfObject, Relocation, Section, Symbol
 
-_MOST_BYTES = 1 << 30  # half of what an instruction reaches
+_MAX_BYTES = 1 << 30  # half of what an instruction reaches
 _STUB = struct.Struct("<2sixx")  # jmp qword ptr [rip + offset]
 _STUB_LENGTH = 6
 _WORD = struct.Struct("<Q")
@@ -133,8 +133,8 @@ class _Linker:
                 self._got_start = _aligned(end, _WORD.size)
                 end = self._got_start + _WORD.size * num_entries
             self._ends[part] = end = _aligned(end, mmap.PAGESIZE)
-        if end > _MOST_BYTES:
-            raise ArtifactError(f"the object code needs {end} bytes of memory, more than the {_MOST_BYTES} that it may")
+        if end > _MAX_BYTES:
+            raise ArtifactError(f"the object code needs {end} bytes of memory, more than the {_MAX_BYTES} that it may")
 
     def _address(self, number: int, symbol: Symbol) -> int | None:
         """None: it lies in a section that is not loaded."""

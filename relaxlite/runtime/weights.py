@@ -29,7 +29,7 @@ from relaxlite.runtime.threadpool import default_num_threads
 _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _SHARED_FROM = 64 << 20  # bytes that several threads copy, or one while the model runs
 _STAYS_FROM = 16 << 20  # bytes of weights that are not gathered where they lie well
-_MOST_COPIERS = 4
+_MAX_COPIERS = 4
 _NICE = 10  # of the thread that copies while the model runs: a tenth of the share of those that run it
 
 
@@ -121,7 +121,7 @@ def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     if _size_of(arrays) < _SHARED_FROM:
         list(map(_copy, arrays, made))
     else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
-        with ThreadPoolExecutor(min(_MOST_COPIERS, default_num_threads())) as threads:
+        with ThreadPoolExecutor(min(_MAX_COPIERS, default_num_threads())) as threads:
             list(threads.map(_copy_run, _runs(arrays, made)))
     for file in _mapped_files(arrays):
         _give_back(file, 0, len(file))  # the pages where arrays meet, and what was read before them

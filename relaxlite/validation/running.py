@@ -28,8 +28,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
-MOST_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
-MOST_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; LLVM's optimizer and code generator take seconds for large programs
+MAX_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
+MAX_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; LLVM's optimizer and code generator take seconds for large programs
 _SYMBOL = "program"
 _Kernel = Callable[[Any, Any], int]
 
@@ -44,11 +44,11 @@ def run_program(
     """What `interpreter.run_program` does, of the same arguments and with the same errors."""
     values = interpreter.program_symbols(program, inputs, symbols)
     steps = _steps(program.body, values)
-    if steps <= MOST_STEPS:
+    if steps <= MAX_STEPS:
         return interpreter.run_program(program, inputs, values, outputs, name)
     made = interpreter.program_outputs(program, inputs, values, outputs, name)
     arrays = [np.require(array, requirements="C") for array in (*inputs, *made)]
-    kernel, checks, _ = _compiled(program, steps > MOST_UNOPTIMIZED_STEPS)
+    kernel, checks, _ = _compiled(program, steps > MAX_UNOPTIMIZED_STEPS)
     pointers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
     numbers = (ctypes.c_int64 * max(len(program.symbols), 1))(*(values[s] for s in program.symbols))
     status = kernel(pointers, numbers)

@@ -26,7 +26,7 @@ from relaxlite.passes.graph.fold_shapes import fold_shapes
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.memory.donate import donated_params
 from relaxlite.records import dataclass
-from relaxlite.validation.coverage import MOST_UNDETERMINED, Coverage, coverage_of
+from relaxlite.validation.coverage import MAX_UNDETERMINED, Coverage, coverage_of
 from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep
@@ -35,7 +35,7 @@ from relaxlite.validation.samples import MORE_STYLES, STYLES, Sample, Symbols, d
 
 ENTRY = "main"
 MAGNITUDES = (10, 3, 2)  # of random integers
-MOST_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
+MAX_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
 SURE_RUNS = 24  # more runs of the oracle before a difference is believed
 
 _WAYS_OUT = (
@@ -97,7 +97,7 @@ class Validator:
                 sizes = symbol_values(main, random.Random(seed), MORE_STYLES)
                 found += [self._drawn(main, values, len(found) + k) for k, values in enumerate(sizes)]
             quickest = min((seconds for _, outcome, seconds in found if _says_something(outcome)), default=0.0)
-            limit = max(MOST_SECONDS, quickest)
+            limit = max(MAX_SECONDS, quickest)
             self.cases = [self._case(sample, outcome) for sample, outcome, seconds in found if seconds <= limit]
 
     def doubt(self) -> str | None:
@@ -108,10 +108,10 @@ class Validator:
         subject = "the model" if self.entry == ENTRY else repr(self.entry)
         if coverage.undetermined < coverage.elements:
             share = coverage.share_undetermined
-            if share > MOST_UNDETERMINED:
+            if share > MAX_UNDETERMINED:
                 return f"rounding decides {share:.0%} of what {subject} gives, so {_WAYS_OUT}"
             share = coverage.share_not_finite
-            is_most = share > MOST_UNDETERMINED
+            is_most = share > MAX_UNDETERMINED
             return f"{share:.0%} of what {subject} gives is NaN or infinite, so {_WAYS_OUT}" if is_most else None
         failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
         if failed is None:

@@ -182,11 +182,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("most_steps", [running.MOST_STEPS, -1])
+@pytest.mark.parametrize("most_steps", [running.MAX_STEPS, -1])
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_pass_is_named(kind: str, most_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the interpreter runs the programs or machine code does."""
-    monkeypatch.setattr(running, "MOST_STEPS", most_steps)
+    monkeypatch.setattr(running, "MAX_STEPS", most_steps)
     make, change, after, message = BROKEN[kind]
     path = assert_found(make(), change, after, message, tmp_path)
     assert Path(path).parent == tmp_path
@@ -273,7 +273,7 @@ def test_multiples_of_32_are_tried_where_no_others_will_do() -> None:
 
 def test_a_slow_model_is_not_validated_on_empty_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes no time, as it has no elements or stops, decided that all else took too long."""
-    monkeypatch.setattr(validator, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(validator, "MAX_SECONDS", 0.0)
     for make in (chain, checked):
         assert Validator(make()).doubt() is None
 

@@ -32,7 +32,7 @@ TYPE_NAMES = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_RANK = 4
-_MOST_PARTS = 1000
+_MAX_PARTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def read_parts(path: str | os.PathLike[str]) -> list[GgufFile]:
 def split_files(path: Path) -> list[Path]:
     """The files of a model whose name says that it is split; none of another."""
     found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.IGNORECASE)
-    if found is None or int(found[3]) > _MOST_PARTS:
+    if found is None or int(found[3]) > _MAX_PARTS:
         return []
     return [path.with_name(f"{found[1]}-{k:05}-of-{found[3]}{path.suffix}") for k in range(1, int(found[3]) + 1)]
 

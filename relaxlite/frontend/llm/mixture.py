@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from relaxlite.frontend.llm.layers import Decoder
 
 _KINDS = ("gate", "up", "down")
-_LEAST = 1e-20  # of what shares are of (DeepSeek-V3)
+_MIN = 1e-20  # of what shares are of (DeepSeek-V3)
 
 
 def mixture(d: Decoder, name: str, experts: Experts, x: Expr, routed: Expr) -> Var:
@@ -63,7 +63,7 @@ def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var
     if experts.is_normed:
         total = d.op("sum", weights, axes=(-1,), keepdims=True)
         if experts.scores == "sigmoid":  # whose sum may be 0
-            total = d.op("add", total, np.float32(_LEAST))
+            total = d.op("add", total, np.float32(_MIN))
         weights = d.op("divide", weights, total)
     if experts.scale != 1:
         weights = d.op("multiply", weights, np.float32(experts.scale))

@@ -17,9 +17,9 @@ from relaxlite.records import dataclass
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 FLOATS = ("float16", "bfloat16", "float32")
-_MOST = 65504.0  # in float16
+_MAX = 65504.0  # in float16
 _AT_ONCE = 1 << 17  # numbers that are widened while caches hold them
-_LEAST = 2.0**-10  # the largest number of a matrix whose float16 are fine enough: what is lost is 2**-25
+_MIN = 2.0**-10  # the largest number of a matrix whose float16 are fine enough: what is lost is 2**-25
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Module:
 def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[Array], Array]) -> Weight:
     """What `read` says in float32 of rows of some numbers, rounded to float16 where the largest of all, `peak`, fits
     well: that keeps three bits more than bfloat16."""
-    dtype = np.dtype(np.float16 if _LEAST <= peak < _MOST or peak == 0 else np.float32)
+    dtype = np.dtype(np.float16 if _MIN <= peak < _MAX or peak == 0 else np.float32)
     step = max(1, _AT_ONCE // shape[1])
 
     def rounded(rows: Rows) -> Array:

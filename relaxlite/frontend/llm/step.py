@@ -40,7 +40,7 @@ BLOCK_ROWS = 64  # queries times heads that share keys
 STEP_TOKENS = 512
 CHUNK = 128
 ROWS_OF_EXPERT = 64  # measured: 0.92 of the speed of 128, 32 have 0.82 of it, 8 have 0.37
-MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
+MAX_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
 DONATED = "donated"  # as passes/memory/donate.py calls it
 EXPORTED = "exported"  # as passes/graph/reachable.py does
@@ -108,7 +108,7 @@ def _parameters(
 ) -> dict[str, TensorType]:
     n = bb.symbol("n", lower=1, upper=step_tokens)
     batch = bb.symbol("batch", lower=1, upper=step_tokens)
-    blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MOST_PARTS)
+    blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MAX_PARTS)
     context_pages = bb.symbol("context_pages", lower=1, upper=-(-config.context // page))
     types = {
         "tokens": TensorType.of((n,), "int64"),

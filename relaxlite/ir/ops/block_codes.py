@@ -18,7 +18,7 @@ QUAD = 4  # codes in a word of bytes
 ONES = 0x01010101
 PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Bits of a code that lie in words of their own, the lowest ones first, by the bits of a code."""
-MOST_OF_TABLE = 4  # bits of codes that are places in a table
+MAX_OF_TABLE = 4  # bits of codes that are places in a table
 Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
 Number = TypeVar("Number", int, SymExpr)
@@ -49,8 +49,8 @@ class Coding:
     def problem(self) -> str | None:
         """What is wrong with it; None: nothing."""
         if self.table:
-            if self.bits > MOST_OF_TABLE:
-                return f"codes of {self.bits} bits have no table, only those of at most {MOST_OF_TABLE} do"
+            if self.bits > MAX_OF_TABLE:
+                return f"codes of {self.bits} bits have no table, only those of at most {MAX_OF_TABLE} do"
             if len(self.table) != 1 << self.bits or not 0 <= min(self.table) <= max(self.table) < 256:
                 return f"a table is {1 << self.bits} bytes for codes of {self.bits} bits, got {self.table}"
         if not 0 <= self.zero <= self.greatest:
@@ -65,7 +65,7 @@ class Coding:
         """The same of four codes, the bytes of an int32."""
         if not self.table:
             return word
-        whole = self.table * (1 << MOST_OF_TABLE - self.bits)
+        whole = self.table * (1 << MAX_OF_TABLE - self.bits)
         words = np.asarray(whole, np.uint8).view("<i4").tolist()
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(w, "int32") for w in words)), "int32"))
 

@@ -27,10 +27,10 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.types import Type
 
 LOG2_E = 1 / math.log(2)
-_LEAST_WEIGHT = -100
+_MIN_WEIGHT = -100
 
 
-def weight(difference: Scalar, least: int = _LEAST_WEIGHT) -> Scalar:
+def weight(difference: Scalar, least: int = _MIN_WEIGHT) -> Scalar:
     """exp(difference) for a sum whose largest term is 1, where `difference` is 0; 0 below 2**least.
 
     Scores some hundred apart are common, and some processors take 10 to 80 times as long for products of subnormal

@@ -21,7 +21,7 @@ from relaxlite.ir.types import TensorType, TupleType, Type
 GREATEST = 127  # of a rounded activation
 LOW_BITS = (0, 4, 8)
 ROTATIONS = (1, 2, 4, 8, 16)
-LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
+MIN_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
 
 @register
@@ -92,7 +92,7 @@ class QuantizeBlocks(Op):
 
             greatest, width = Scalar(top[()]), (sym(block),)
             scale = greatest / float(GREATEST * unit * rotation)
-            inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            inverse = select(greatest >= MIN_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
             groups = block // (rotation * QUAD)
             return seq(
                 *(loops("b", (sym(QUAD),), partial(mix, sym(t))) for t in range(groups if rotation > 1 else 0)),
@@ -123,7 +123,7 @@ class QuantizeBlocks(Op):
         blocks = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(blocks.shape)
         with np.errstate(all="ignore"):
             top = np.abs(blocks).max(axis=2, initial=0)
-            factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
+            factor = np.where(top >= np.float32(MIN_TOP), np.float32(GREATEST) / top, np.float32(0))
             scaled = blocks * factor[..., None]
             numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
         high = (numbers + (1 << low_bits) // 2) >> low_bits

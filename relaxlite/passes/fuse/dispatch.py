@@ -48,7 +48,7 @@ from relaxlite.passes.loops.pattern import LoopPattern, analyze
 from relaxlite.records import dataclass
 
 _INT32_MAX = 2**31 - 1
-_MOST_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice
+_MAX_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice
 
 
 def dispatch(module: IRModule, context: PassContext) -> IRModule:
@@ -199,7 +199,7 @@ class _Dispatch(Rewriter):
         """The elementwise ops behind a call that fusion would put into its loops."""
         calls: list[tuple[Var, Call]] = []
         current = var
-        while len(calls) < _MOST_EPILOGUE:
+        while len(calls) < _MAX_EPILOGUE:
             users = self._users.get(current, [])
             call = self._matcher.bindings.get(users[0]) if len(users) == 1 else None
             if not isinstance(call, Call) or not self._follows(call, users[0], current, value.ty):

@@ -33,9 +33,9 @@ from relaxlite.passes.products.constant_weights import Way
 from relaxlite.passes.products.strategies import ProductWays, ways_fit_for
 from relaxlite.records import dataclass
 
-MOST_CALLS = 8  # of a group: bounds the size of the code
-MOST_BETWEEN = 3  # reductions between two calls of a group
-MOST_OPERATIONS = 12  # per element of what counts as a copy
+MAX_CALLS = 8  # of a group: bounds the size of the code
+MAX_BETWEEN = 3  # reductions between two calls of a group
+MAX_OPERATIONS = 12  # per element of what counts as a copy
 LONGEST_NAME = 60
 
 _Joined: TypeAlias = dict[object, Call]  # by likeness
@@ -85,8 +85,8 @@ def _products(
         operands = _operands(site, product) if product is not None else ()
         if product is not None and operands:
             runs = groups.setdefault((operands, product.terms, ways_fit_for(site, ways)), [[]])
-            if runs[-1] and count - last[runs[-1][-1]] > MOST_BETWEEN:
-                reason = f"there are more than {MOST_BETWEEN} reductions in between"
+            if runs[-1] and count - last[runs[-1][-1]] > MAX_BETWEEN:
+                reason = f"there are more than {MAX_BETWEEN} reductions in between"
                 context.decide("join_calls", f"{site.var.name} beside {runs[-1][-1].name}", False, reason)
                 runs.append([])
             runs[-1].append(site.var)
@@ -142,7 +142,7 @@ def _is_copy(program: TensorProgram) -> bool:
         body = perfect_nest(stage).body
         if not isinstance(body, Store) or body.combine is not None or body.buffer not in program.outputs:
             return False
-    return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MOST_OPERATIONS
+    return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MAX_OPERATIONS
 
 
 def _join(
@@ -153,12 +153,12 @@ def _join(
     group = sorted(group, key=lambda site: site.position)
     part = range(group[0].position, group[-1].position + 1)
     members, place = _meeting(group, Places((position, binding) for position in part for binding in slots[position]))
-    members = members[:MOST_CALLS]
+    members = members[:MAX_CALLS]
     for site in group:
         if site not in members:
             reason = (
                 "too many calls"
-                if len(members) == MOST_CALLS
+                if len(members) == MAX_CALLS
                 else "it needs a value made in between, or is needed there"
             )
             context.decide("join_calls", f"{site.var.name} beside {group[0].var.name}", False, reason)

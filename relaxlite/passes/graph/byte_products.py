@@ -38,11 +38,11 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.known_weights import Known, Scaled
 from relaxlite.records import dataclass
 
-MOST_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: the sums fit int32, with the zero points in them
+MAX_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: the sums fit int32, with the zero points in them
 GROUP, PAIR = 4, 2  # products that one instruction sums, of bytes and of 16 bits
 BYTES = ("uint8", "int8")
-MOST_TERMS = 2**24 // (255 * 255)  # of a sum of products of 8-bit integers that float32 holds exactly
-LEAST_FILTERS = 8  # of a convolution whose channels are worth vectors
+MAX_TERMS = 2**24 // (255 * 255)  # of a sum of products of 8-bit integers that float32 holds exactly
+MIN_FILTERS = 8  # of a convolution whose channels are worth vectors
 
 
 def byte_products(module: IRModule, context: PassContext) -> IRModule:
@@ -200,7 +200,7 @@ class _ByteProducts(Rewriter):
         """A convolution of integers, such as one of each channel apart, as one of float32, which have schedules."""
         x, _, pads, *zeros = call.args
         filters = self._centered(call)
-        if filters is None or math.prod(filters.shape[1:]) > MOST_TERMS or call.attrs["layout"] != "first":
+        if filters is None or math.prod(filters.shape[1:]) > MAX_TERMS or call.attrs["layout"] != "first":
             return None
         x, pads = self._without_pad(x, pads, zeros[0] if zeros else None)
         wide = emit_op(self.bb, "cast", x, dtype="float32")
@@ -333,16 +333,16 @@ def _is_worth_bytes(call: Call, weight: Array) -> bool:
     pads = call.args[2]
     if not isinstance(pads, ShapeValue) or not is_zero(pads.values):
         return False
-    if call.attrs["groups"] != 1 or call.attrs["layout"] != "first" or len(weight) < LEAST_FILTERS:
+    if call.attrs["groups"] != 1 or call.attrs["layout"] != "first" or len(weight) < MIN_FILTERS:
         return False
-    return 0 < math.prod(weight.shape[1:]) <= MOST_ROWS
+    return 0 < math.prod(weight.shape[1:]) <= MAX_ROWS
 
 
 def _has_rows(x: Expr, weight: Array, group: int = GROUP) -> bool:
     """Whether x is known to have rows as long as the weight is high, a length that suits the instruction."""
     if not isinstance(x.ty, TensorType) or x.ty.shape is None or len(x.ty.shape) < 2 or weight.ndim != 2:
         return False
-    return as_int(x.ty.shape[-1]) == len(weight) and 0 < len(weight) <= MOST_ROWS and len(weight) % group == 0
+    return as_int(x.ty.shape[-1]) == len(weight) and 0 < len(weight) <= MAX_ROWS and len(weight) % group == 0
 
 
 def _is_one(x: Expr) -> bool:

@@ -40,7 +40,7 @@ LOW_BITS: Mapping[str, int] = {"int8": 0, "int12": 4, "int16": 8}
 """Bits of an activation beyond eight, in each precision."""
 _DEFAULT = LOW_BITS["int12"]
 _ROTATION = 8  # quads, where codes have room for it
-_LEAST_ROTATION = 4  # which 8 bits are good enough for
+_MIN_ROTATION = 4  # which 8 bits are good enough for
 _PAIRED_ROTATION = 4  # where bytes are multiplied in pairs: two products add up in 16 bits, of 8 quads only one
 _PAIRED_BITS = 7  # of codes, whose products can be summed in pairs as they are (codegen/llvm/byte_pairs.py)
 
@@ -80,7 +80,7 @@ def coarse_rotation(coding: Coding, block: int, target: Target, precision: str) 
     be good enough, not be faster, or more bits are asked for."""
     wanted = _ROTATION if target.has_dp4a else _PAIRED_ROTATION
     rotation = min(coding.longest_rotation(block), wanted)
-    if rotation < _LEAST_ROTATION or precision not in ("auto", "bf16", "int8"):
+    if rotation < _MIN_ROTATION or precision not in ("auto", "bf16", "int8"):
         return 1
     has_pairs = target.has_maddubs and coding.rotated(rotation).greatest.bit_length() <= _PAIRED_BITS
     return rotation if target.has_dp4a or has_pairs else 1

@@ -32,7 +32,7 @@ from relaxlite.passes.products.pack_constants import SHARED_BYTES
 
 PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
 NARROW = "bfloat16"
-LEAST_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
+MIN_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
 
 
 def lower_precision(module: IRModule, context: PassContext) -> IRModule:
@@ -155,7 +155,7 @@ class _Narrow(Rewriter):
             return None
         if not isinstance(x.ty, TensorType) or x.ty.dtype != "float32":
             return None
-        if w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
+        if w.value.ndim != 2 or w.value.shape[0] < MIN_DEPTH or w.value.shape[0] % 2:
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
             return None

@@ -32,7 +32,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.known_weights import Half, Known, Scaled
 from relaxlite.records import dataclass
 
-LEAST_GROUP = 16  # rows that share a scale: with fewer, the scales take as much room as the numbers
+MIN_GROUP = 16  # rows that share a scale: with fewer, the scales take as much room as the numbers
 
 
 def keep_quantized(module: IRModule, context: PassContext) -> IRModule:
@@ -146,7 +146,7 @@ def _stored(found: Scaled | Half) -> _Stored | None:
         return _Stored(found.values)
     integers, scale = found.integers, found.scale
     group = 0 if scale is None else _group(scale)
-    if group and group < LEAST_GROUP:
+    if group and group < MIN_GROUP:
         return None
     scales = None if scale is None else np.ascontiguousarray(scale[::group] if group else scale[0])
     low, high = int(integers.min(initial=0)), int(integers.max(initial=0))

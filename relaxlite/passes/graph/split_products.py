@@ -24,7 +24,7 @@ from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
-LEAST_COLUMNS = 16  # of a part: fewer would leave most of a vector empty
+MIN_COLUMNS = 16  # of a part: fewer would leave most of a vector empty
 
 
 def split_products(module: IRModule, context: PassContext) -> IRModule:
@@ -95,7 +95,7 @@ def _refusal(parts: Mapping[Var, _Part], uses: Mapping[Var, int]) -> str | None:
     if any(a.begin + a.size > b.begin for a, b in pairwise(ranges)):
         return "parts overlap"
     narrowest = min(r.size for r in ranges)
-    return f"a part has {narrowest} columns, less than {LEAST_COLUMNS}" if narrowest < LEAST_COLUMNS else None
+    return f"a part has {narrowest} columns, less than {MIN_COLUMNS}" if narrowest < MIN_COLUMNS else None
 
 
 def _part(taken: Call, calls: Mapping[Var, Call]) -> _Part | None:

@@ -30,7 +30,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
 WORKSPACES = "workspaces"  # attribute of a program: how many of its outputs, the last ones, are scratch memory
-MOST_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
+MAX_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
 LARGEST_LOCAL = 64 * 1024  # bytes of a local buffer that code generation still puts on the stack
 
 _ANALYZER = Analyzer()
@@ -67,7 +67,7 @@ def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Fou
         if buffer in kept or buffer in lifted or (buffer.scope == "local" and (size or 0) <= LARGEST_LOCAL):
             continue
         has_known_shape = None not in map(as_int, buffer.shape)  # which (n, 0) has not, for all its size is 0
-        if has_known_shape and (size or 0) <= MOST_STACK_BYTES and not _has_parallel(allocation.body):
+        if has_known_shape and (size or 0) <= MAX_STACK_BYTES and not _has_parallel(allocation.body):
             on_stack[buffer] = None
             continue
         reason = _obstacle(buffer, path, program)

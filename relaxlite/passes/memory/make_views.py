@@ -26,7 +26,7 @@ from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
 JOINS = "joins"  # attribute of a program: the inputs that its output is, one after another
 SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
-MOST_KEPT = 4  # times the size of a view that it may keep alive for longer
+MAX_KEPT = 4  # times the size of a view that it may keep alive for longer
 _ANALYZER = Analyzer()
 
 
@@ -93,7 +93,7 @@ class _MakeViews(Rewriter):
         if not is_made_here or max(lasts, default=mine) >= mine or mine - self._aliases.step(var) <= SHORT_LIFE:
             return None
         size, kept = (product(ty.shape or ()) * dtypes.itemsize(ty.dtype) for ty in (var.ty, x.ty))
-        if _ANALYZER.can_prove_lt(size * MOST_KEPT, kept):
+        if _ANALYZER.can_prove_lt(size * MAX_KEPT, kept):
             return f"it would keep alive the {kept} bytes that it is a small part of"
         return None
 

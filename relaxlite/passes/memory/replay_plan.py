@@ -49,7 +49,7 @@ from relaxlite.records import dataclass
 _MAX_SIZES, _MAX_PATHS = 8, 12
 _ITERATIONS = 3  # of every loop: what the first carries to the second, and that to the third
 _UNKNOWN_SIZE = 5  # of what only data tells
-_MOST_BYTES = (1 << 63) - 1  # that an address tells
+_MAX_BYTES = (1 << 63) - 1  # that an address tells
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +155,7 @@ class _Replay:
     def _own(self, name: str, size: int) -> _Piece:
         """A piece that is part of no other."""
         self._end += size
-        if self._end > _MOST_BYTES:
+        if self._end > _MAX_BYTES:
             raise _RefusedError
         return self._keep(_Piece(name, self._end - size, self._end))
 

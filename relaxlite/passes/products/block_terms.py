@@ -20,9 +20,9 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.passes.products.prologue import Instead, symbols_of
 from relaxlite.records import dataclass
 
-MOST_DEPTH = 64  # bytes in a row of a tile
+MAX_DEPTH = 64  # bytes in a row of a tile
 ORIGIN = 3 << 22
-"""As a float32, its bits plus an integer below MOVED are those of ORIGIN + this integer: MOST_DEPTH * 255 * 128 is."""
+"""As a float32, its bits plus an integer below MOVED are those of ORIGIN + this integer: MAX_DEPTH * 255 * 128 is."""
 ORIGIN_BITS, MOVED = 0x4B400000, 1 << 22
 
 SIGN = 128  # that a signed byte is moved by to be an unsigned one, as its xor with it does
@@ -180,7 +180,7 @@ def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     bits = greatest.bit_length()
     least, most = (-max(zeros), (1 << bits) - 1 - min(zeros)) if is_signed else (0, (1 << bits) - 1)
     is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
-    if follows and is_byte and 2 * last.depth <= MOST_DEPTH:
+    if follows and is_byte and 2 * last.depth <= MAX_DEPTH:
         raised = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
         codes, x = [*raised, *codes], x[:1]
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)

@@ -51,7 +51,7 @@ from relaxlite.passes.products.register_tile import ColumnPiece, Tile, TileLoops
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
+MAX_ROWS = 128  # whose sums of 32 columns take 16 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def tiled_blocks(found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
     one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
     if row is None:
         return tiles(one, found.alone)
-    many = ways.some(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
+    many = ways.some(found.block.body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
     rest, best = tiles(many), None if ways.larger is None else ways.larger(many, found.vectors)
     if best is not None:
         faster = tiles(best.tile, best.vectors)

@@ -42,14 +42,14 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, substitute, sym
 from relaxlite.passes.loops.edits import GuardLoads, less, nest
-from relaxlite.passes.products.block_terms import MOST_DEPTH, ORIGIN, Products, find_products
+from relaxlite.passes.products.block_terms import MAX_DEPTH, ORIGIN, Products, find_products
 from relaxlite.passes.products.blocks import Faster, ManyRows, hoisted
 from relaxlite.passes.products.prologue import Instead
 from relaxlite.passes.products.register_tile import ColumnPiece
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
-LEAST_LEFT = 6  # rows for which 16 more by tiles are faster than a pass (docs/measurements/cpus.md, blocks_amx)
+MIN_LEFT = 6  # rows for which 16 more by tiles are faster than a pass (docs/measurements/cpus.md, blocks_amx)
 BLOCKS = (
     4  # at a time, or one less where none is left then: their quads, products and rows of x stay in the first cache
 )
@@ -62,7 +62,7 @@ _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys
 def by_tiles(tile: ManyRows, vectors: int) -> Faster | None:
     """When tiles are there and have rows to fill one, and the code then; None: its sums are no products of tiles."""
     found = find_products(tile.update.value)
-    if as_int(tile.steps.extent) is None or found is None or found.depth > MOST_DEPTH or tile.lanes != ROWS:
+    if as_int(tile.steps.extent) is None or found is None or found.depth > MAX_DEPTH or tile.lanes != ROWS:
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
     made = TiledRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
@@ -79,7 +79,7 @@ class TiledRows(ManyRows):
         height = SymVar("rows", lower=0, upper=self.most_rows)
         products, whole, left = find_products(self.update.value), height // ROWS, SymVar("left", upper=ROWS - 1)
         assert products is not None
-        again = (height % ROWS + ROWS - LEAST_LEFT) // ROWS  # 1: the last 16 rows once more; 0: those that are left
+        again = (height % ROWS + ROWS - MIN_LEFT) // ROWS  # 1: the last 16 rows once more; 0: those that are left
         code = seq(
             call_tiles("configure", products.depth),
             self._squares(piece, products, (first, top), whole + again, height - ROWS),

@@ -22,7 +22,7 @@ from relaxlite.ir.program import Check, For, IfThenElse, LetIndex, Seq, Stmt, se
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.edits import less, nest, with_variant
-from relaxlite.passes.products.blocks import MOST_ROWS, BlockProduct, BlockTile, Faster, OneRow, Ways
+from relaxlite.passes.products.blocks import MAX_ROWS, BlockProduct, BlockTile, Faster, OneRow, Ways
 from relaxlite.passes.products.register_tile import ColumnPiece, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
 
@@ -76,7 +76,7 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: Ways) ->
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
     one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
-    many = ways.some(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
+    many = ways.some(body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
     best = None if ways.larger is None else ways.larger(many, found.vectors)
     widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)

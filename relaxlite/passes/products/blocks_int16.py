@@ -28,9 +28,9 @@ from relaxlite.passes.products.block_terms import Sums, find_sums
 from relaxlite.passes.products.blocks import Faster, ManyRows
 from relaxlite.passes.products.prologue import Instead
 
-LEAST_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
-LEAST_COLUMNS = 512  # that share the pass
-MOST_QUADS = 8  # of a block, twice as many vectors of codes stay in registers
+MIN_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
+MIN_COLUMNS = 512  # that share the pass
+MAX_QUADS = 8  # of a block, twice as many vectors of codes stay in registers
 LOW_BITS = 4
 ORIGIN = (128 << LOW_BITS) + 128  # as both bytes of a number are moved by 128
 
@@ -41,17 +41,17 @@ _BOTH = ORIGIN | ORIGIN << 16
 def by_halves(tile: ManyRows, vectors: int) -> Faster | None:
     """Tiles one vector wide, behind a pass over the rows; None: these are no sums of bytes that make 12 bits."""
     found = find_sums(tile.update.value)
-    if found is None or found.shift != LOW_BITS or len(found.sums[-1].codes) > MOST_QUADS or tile.row is None:
+    if found is None or found.shift != LOW_BITS or len(found.sums[-1].codes) > MAX_QUADS or tile.row is None:
         return None
-    if (as_int(tile.column.extent) or LEAST_COLUMNS) < LEAST_COLUMNS:
+    if (as_int(tile.column.extent) or MIN_COLUMNS) < MIN_COLUMNS:
         return None
     if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return None
     rows = _Rows(tile, found)
     block = Instead({id(found.value): rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)
-    made = replace(tile, block=block, least_rows=LEAST_ROWS)
-    return Faster(less(LEAST_ROWS - 1, tile.row.extent), made, 1, rows.around)
+    made = replace(tile, block=block, least_rows=MIN_ROWS)
+    return Faster(less(MIN_ROWS - 1, tile.row.extent), made, 1, rows.around)
 
 
 class _Rows:

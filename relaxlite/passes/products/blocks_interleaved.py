@@ -36,8 +36,8 @@ from relaxlite.passes.products.prologue import Instead
 from relaxlite.passes.products.register_tile import TileLoops
 
 SUMS = 8  # vectors of them, which stay in registers beside the codes of two panels
-LEAST_DOTS = 8  # that a block adds to a vector; of fewer, chains are short
-LEAST_ROWS = 12  # of one sum, and half of two: fewer are not worth what comes before them
+MIN_DOTS = 8  # that a block adds to a vector; of fewer, chains are short
+MIN_ROWS = 12  # of one sum, and half of two: fewer are not worth what comes before them
 
 
 class RowsInStep(ManyRows):
@@ -49,7 +49,7 @@ class RowsInStep(ManyRows):
         row, part, lane = loops
         found = find_sums(body.value)
         usual = super().over_rows(loops, body, of_rows)
-        if found is None or len(found.sums) * len(found.sums[-1].codes) < LEAST_DOTS:
+        if found is None or len(found.sums) * len(found.sums[-1].codes) < MIN_DOTS:
             return usual
         count = SUMS // (len(found.sums) * (as_int(part.extent) or SUMS))
         if count < 2:
@@ -78,7 +78,7 @@ class RowsInStep(ManyRows):
         in_step = Allocate(starts, seq(*map(Substitute(fresh=True).stmt, code)))
         if is_moved:
             in_step = Allocate(offsets, in_step)
-        return with_variant(less(row.extent, LEAST_ROWS // len(found.sums)), usual, in_step)
+        return with_variant(less(row.extent, MIN_ROWS // len(found.sums)), usual, in_step)
 
     def _is_scaled_at_once(self) -> bool:
         value = self.update.value

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import ClassVar
 
-from relaxlite.ir.intrinsics import MOST_OF_PAIRS, WORDS
+from relaxlite.ir.intrinsics import MAX_OF_PAIRS, WORDS
 from relaxlite.ir.ops.block_codes import ONES, QUAD
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
@@ -57,8 +57,8 @@ from relaxlite.passes.products.prologue import Instead, symbols_of
 from relaxlite.passes.products.register_tile import TileLoops
 from relaxlite.target import Target
 
-LEAST_ROWS = 6  # fewer are not worth the pass over them
-MOST_PANELS = 8  # that a row goes over
+MIN_ROWS = 6  # fewer are not worth the pass over them
+MAX_PANELS = 8  # that a row goes over
 _BYTE = 255
 
 
@@ -74,12 +74,12 @@ def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> Faster | None:
     assert isinstance(block, Allocate)
     is_one_sum = len(found.sums) == 1
     kind = PanelsInTurn if is_one_sum else RowsInTwos
-    made = kind(*(getattr(replace(tile, block=block, least_rows=LEAST_ROWS), f.name) for f in fields(tile)))
+    made = kind(*(getattr(replace(tile, block=block, least_rows=MIN_ROWS), f.name) for f in fields(tile)))
     if is_one_sum:
         vectors = side_by_side(
-            tile.column.extent, tile.lanes, MOST_PANELS, max(target.cores, 1), least=MOST_PANELS // 2
+            tile.column.extent, tile.lanes, MAX_PANELS, max(target.cores, 1), least=MAX_PANELS // 2
         )
-    return Faster(less(LEAST_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None)
+    return Faster(less(MIN_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None)
 
 
 class _Bytes:
@@ -99,7 +99,7 @@ class _Bytes:
     @property
     def are_moved(self) -> bool:
         is_signed = any(self._zeros) and fit_signed(self._zeros, self._last.greatest)
-        return is_signed and max(self._most) * _BYTE <= MOST_OF_PAIRS
+        return is_signed and max(self._most) * _BYTE <= MAX_OF_PAIRS
 
     def instead_of_sum(self, stmt: Stmt) -> Stmt:
         """A statement with another way to compute what a block of a row and a column comes to."""

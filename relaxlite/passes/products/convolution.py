@@ -44,7 +44,7 @@ from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 
 ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
-MOST_ROWS = 8
+MAX_ROWS = 8
 ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
 CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
 LONG_SUM = 256  # terms that are added one after another
@@ -116,7 +116,7 @@ def filter_tile(block: Block, lanes: int, registers: int, choice: ScheduleChoice
         return None
     count = max((as_int(column.extent) or 1) // lanes, 1)
     vectors = min(choice.vectors, count) if choice.vectors else column_vectors(count, registers)
-    rows = choice.rows or max(1, min(MOST_ROWS, most_sums(registers) // vectors))
+    rows = choice.rows or max(1, min(MAX_ROWS, most_sums(registers) // vectors))
     block = _positions(block)
     return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors, rows)
 

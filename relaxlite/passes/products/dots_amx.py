@@ -49,7 +49,7 @@ from relaxlite.target import Target
 
 SIDE = 2  # tiles of products down, and across
 TOGETHER = 4  # times so many rows go along some columns before a thread takes others
-MOST_BYTES, LEAST_BYTES = 64, 32  # of a row in a tile: steps of less leave the instruction half empty
+MAX_BYTES, MIN_BYTES = 64, 32  # of a row in a tile: steps of less leave the instruction half empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Kind:
 
     def step(self, depth: int) -> int | None:
         """How many numbers at a time, the same at each; None: the depth has no divisor that suits."""
-        most, least = MOST_BYTES // self.bytes, LEAST_BYTES // self.bytes
+        most, least = MAX_BYTES // self.bytes, MIN_BYTES // self.bytes
         return next((n for n in range(most, least - 1, -self.group) if depth % n == 0), None)
 
 

@@ -36,7 +36,7 @@ from relaxlite.ir.symbolic import IntLike, as_int
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.products.constant_weights import Way, take
 from relaxlite.passes.products.int16_loops import WordProducts
-from relaxlite.passes.products.int16_weights import MOST_DEPTH, steps_of, words_of
+from relaxlite.passes.products.int16_weights import MAX_DEPTH, steps_of, words_of
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
 from relaxlite.target import Target
 
@@ -45,8 +45,8 @@ COARSE: Final = "coarse"
 fills a cache. Its weights stay as they are stored, for the other functions to read them, and become words panel by
 panel (winograd_widened.py)."""
 COARSE_PRECISIONS: Final = ("auto", "int8")  # in which such functions round
-LEAST_COLUMNS: Final = 64  # see `columns_for_pass`
-LEAST_DEPTH: Final = 96  # terms of a sum
+MIN_COLUMNS: Final = 64  # see `columns_for_pass`
+MIN_DEPTH: Final = 96  # terms of a sum
 
 
 def word_products(module: IRModule, context: PassContext) -> IRModule:
@@ -100,4 +100,4 @@ def is_matrix_for_words(target: Target, *shape: IntLike) -> bool:
     *ones, depth, columns = (as_int(size) for size in shape)
     if any(size != 1 for size in ones) or depth is None or columns is None or depth % 2:
         return False
-    return LEAST_DEPTH <= depth <= MOST_DEPTH and columns >= columns_for_pass(LEAST_COLUMNS, target)
+    return MIN_DEPTH <= depth <= MAX_DEPTH and columns >= columns_for_pass(MIN_COLUMNS, target)

@@ -36,7 +36,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.records import dataclass
 
 LINE = 64  # bytes that come from memory together
-LEAST_BLOCKS = 2
+MIN_BLOCKS = 2
 Rows: TypeAlias = "Callable[[SymExpr], tuple[tuple[SymExpr, ...], ...]]"  # those that a step reads
 ONE = 1 << 16  # line: rates of lines per step are fractions of this
 
@@ -128,7 +128,7 @@ class BothPanels(PanelRequests):
         if not self.asks.for_next:
             return {}
         even = smin(self.lines * ONE // smax(blocks, 1), ONE)
-        return {self.block: sym(block), self.rate: even * smin(blocks // LEAST_BLOCKS, 1)}
+        return {self.block: sym(block), self.rate: even * smin(blocks // MIN_BLOCKS, 1)}
 
     def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
@@ -159,14 +159,14 @@ class NextPanel(PanelRequests):
             return turn * (lines // asking) + smin(turn, lines % asking)
 
         return {
-            self.is_on: smax(smin(turn + 1, smin(blocks - LEAST_BLOCKS + 1, 1)), 0),
+            self.is_on: smax(smin(turn + 1, smin(blocks - MIN_BLOCKS + 1, 1)), 0),
             self.begin: start(smax(turn, 0)),
             self.end: start(smax(turn, 0) + 1) - 1,
         }
 
     def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
-        most = range(-(-self.lines // LEAST_BLOCKS))
+        most = range(-(-self.lines // MIN_BLOCKS))
         columns = [start + smin(self.begin + k, self.end) * line for k in most]
         return [Prefetch(operand, (*row, column)) for row in rows(step * self.is_on) for column in columns]
 

@@ -33,7 +33,7 @@ from relaxlite.records import dataclass
 
 ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
 UNROLLED_SUMS = 20  # vectors of sums at most where those steps are unrolled: with more, registers run out
-MOST_SHARED = 8  # steps that are unrolled as they share an element of memory
+MAX_SHARED = 8  # steps that are unrolled as they share an element of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,12 @@ def _divisors(value: Value, var: SymVar) -> list[int]:
 
 def shared_steps(value: Value, var: SymVar) -> int:
     """How many steps, few enough to be unrolled, read one element of some buffer."""
-    return max((c for c in _divisors(value, var) if c <= MOST_SHARED), default=1)
+    return max((c for c in _divisors(value, var) if c <= MAX_SHARED), default=1)
 
 
 def _group(value: Value, var: SymVar) -> int:
     """Beyond what is unrolled anyway, the steps along which the slowest load stays."""
-    return max((c for c in _divisors(value, var) if c > MOST_SHARED), default=0)
+    return max((c for c in _divisors(value, var) if c > MAX_SHARED), default=0)
 
 
 def _stays(value: Value, var: SymVar, group: int) -> bool:

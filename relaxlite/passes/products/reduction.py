@@ -43,7 +43,7 @@ from relaxlite.passes.products.panel_prefetch import LINE, Asks
 from relaxlite.passes.products.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.products.register_tile import (
     ENOUGH_SUMS,
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     PANEL_STEPS,
     ColumnPiece,
     Fill,
@@ -55,7 +55,7 @@ from relaxlite.passes.products.register_tile import (
 )
 from relaxlite.records import dataclass
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
@@ -184,7 +184,7 @@ def over_panels(
     """Tiles whose row blocks share panels of the columns' operands; many blocks are shared out."""
     blocks = tile.rows.count
     across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
-    share, shares = SymVar("share", lower=0), ceildiv(blocks, MOST_BLOCKS)
+    share, shares = SymVar("share", lower=0), ceildiv(blocks, MAX_BLOCKS)
     run = share * blocks // shares, (share + 1) * blocks // shares
     tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, operands, fill))
     return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
@@ -256,7 +256,7 @@ def _vectors(column: For, lanes: int, registers: int, choice: ScheduleChoice, su
 
 
 def _rows(row: For, vectors: int, registers: int, choice: ScheduleChoice) -> int:
-    most = choice.rows or max(1, min(MOST_ROWS, _accumulators(registers) // vectors))
+    most = choice.rows or max(1, min(MAX_ROWS, _accumulators(registers) // vectors))
     extent = as_int(row.extent)
     return most if extent is None else min(most, max(extent, 1))
 

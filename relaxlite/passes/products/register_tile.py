@@ -52,7 +52,7 @@ Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
 PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
-MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
+MAX_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 LONG_FUNCTION = 10  # FLOPs of a function that is not
 
@@ -216,7 +216,7 @@ class Tile:
         operands: Sequence[Value | PanelRows],
         fill: Fill | None = None,
     ) -> Stmt:
-        """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
+        """The row blocks from blocks[0] to blocks[1], at most MAX_BLOCKS: all of them go along one part of the reduced
         loop before the next, and read their columns' operand (one for each sum of an element) from a panel in the
         cache. `fill` makes it, or, of an operand that is a value, the first block while it is summed. Sums wait in
         memory in between."""
@@ -227,7 +227,7 @@ class Tile:
         count = self.rows.start(end) - base
         loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
         place = row.var, vector.var * self.lanes + lane.var
-        shape = (sym(self.most_rows * MOST_BLOCKS), sym(piece.vectors * self.lanes))
+        shape = (sym(self.most_rows * MAX_BLOCKS), sym(piece.vectors * self.lanes))
         totals = [Buffer(f"{t.block.buffer.name}_tile", shape, t.block.buffer.dtype, "local") for t in self._tiles]
 
         def clear(total: Buffer, tile: Tile) -> Stmt:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from relaxlite.ir.ops.nn_conv import MOST_STRIDE, MOST_TAPS
+from relaxlite.ir.ops.nn_conv import MAX_STRIDE, MAX_TAPS
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, smax, smin, substitute, sym
@@ -29,8 +29,8 @@ from relaxlite.passes.products.register_tile import grid
 from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
-_MOST_ROWS = 4
-_MOST_TERMS = 128
+_MAX_ROWS = 4
+_MAX_TERMS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
         return None
     down, along = block.spatial[-2:]
     taps = perfect_nest(block.stmts[1]).loops
-    sizes = [as_int(loop.extent) or MOST_TAPS + 1 for loop in taps]
-    if not 1 < math.prod(sizes) <= MOST_TAPS:
+    sizes = [as_int(loop.extent) or MAX_TAPS + 1 for loop in taps]
+    if not 1 < math.prod(sizes) <= MAX_TAPS:
         return None
     images = [load for load in loads(block.update) if along.var in symbols_in(load.indices)]
-    if len(images) != 1 or not 1 <= (stride(images[0], along.var) or 0) <= MOST_STRIDE:
+    if len(images) != 1 or not 1 <= (stride(images[0], along.var) or 0) <= MAX_STRIDE:
         return None
     (image,) = images
     if any(loop.var not in symbols_in(image.indices) for loop in block.spatial):  # what it reads can serve several rows
@@ -112,7 +112,7 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
     rows = [d for d in conditions if not inner & set(d.free_vars())]
     if not all(slope(d, along.var) for d in inside) or any(down.var in d.free_vars() for d in inside):
         return None
-    height = max(1, min(_MOST_ROWS, _MOST_TERMS // math.prod(sizes))) if has_rows else 1
+    height = max(1, min(_MAX_ROWS, _MAX_TERMS // math.prod(sizes))) if has_rows else 1
     value = Without(select).value(block.update.value) if select is not None else block.update.value
     row = outer[-1] if outer else sym(0)
     return Planes(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from relaxlite.ir.ops.nn_conv import MOST_TAPS
+from relaxlite.ir.ops.nn_conv import MAX_TAPS
 from relaxlite.ir.program import Allocate, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smax, smin, substitute, sym
@@ -29,7 +29,7 @@ from relaxlite.records import dataclass
 
 WINDOWS = 4  # neighbours along w in one tile
 BLOCK_VECTORS = 4  # vectors of channels that one thread takes together
-MOST_UNROLLED = 12  # taps along w
+MAX_UNROLLED = 12  # taps along w
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def window_of(block: Block, lanes: int) -> Window | None:
         return None
     *_, along, channel = block.spatial
     taps = perfect_nest(block.stmts[1]).loops
-    sizes = [as_int(loop.extent) or MOST_TAPS + 1 for loop in taps]
-    if not 1 < math.prod(sizes) <= MOST_TAPS or sizes[-1] > MOST_UNROLLED:
+    sizes = [as_int(loop.extent) or MAX_TAPS + 1 for loop in taps]
+    if not 1 < math.prod(sizes) <= MAX_TAPS or sizes[-1] > MAX_UNROLLED:
         return None
     everything: list[Load | Store] = [*loads(block.update), *stores(block.body)]
     if any(stride(a, channel.var) not in (0, 1) for a in everything if a.buffer is not block.body.buffer):

@@ -28,8 +28,8 @@ from relaxlite.passes.products.prepared_rows import Elsewhere, Product, Products
 from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
-LEAST_ROWS = 10
-LEAST_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
+MIN_ROWS = 10
+MIN_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
 
 
@@ -39,7 +39,7 @@ class FloatProducts(Products):
 
     @property
     def least_rows(self) -> int:
-        return max(LEAST_ROWS, -(-LEAST_WORK // (self.depth * self.columns)))
+        return max(MIN_ROWS, -(-MIN_WORK // (self.depth * self.columns)))
 
     @property
     def dtype(self) -> DType:

@@ -53,8 +53,8 @@ from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
 from relaxlite.passes.products.winograd_loops import FloatProducts
 from relaxlite.passes.products.winograd_weights import balanced
 
-LEAST_COLUMNS = 64  # see `columns_for_pass`
-LEAST_DEPTH = 96  # terms of a sum
+MIN_COLUMNS = 64  # see `columns_for_pass`
+MIN_DEPTH = 96  # terms of a sum
 
 
 def inner_products(module: IRModule, context: PassContext) -> IRModule:
@@ -67,11 +67,11 @@ def way_of(module: IRModule, context: PassContext) -> Way | None:
     """None: these are no faster on the target, or must not be used in this module."""
     if not context.target.cpu_facts.adds_beside_fmas or module.attrs.get(BATCH_INVARIANT):
         return None
-    lanes, least = context.target.vector_lanes(4), columns_for_pass(LEAST_COLUMNS, context.target)
+    lanes, least = context.target.vector_lanes(4), columns_for_pass(MIN_COLUMNS, context.target)
 
     def is_fit(part: Product) -> bool:
         depth = as_int(part.step.extent)
-        return depth is not None and depth >= LEAST_DEPTH
+        return depth is not None and depth >= MIN_DEPTH
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> FloatProducts | None:
         products = FloatProducts(program, parts, lanes)

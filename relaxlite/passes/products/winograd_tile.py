@@ -16,7 +16,7 @@ from relaxlite.passes.products.choice import ScheduleChoice
 from relaxlite.passes.products.panel_prefetch import Asks
 from relaxlite.passes.products.prepared_rows import ROW_UNIT
 from relaxlite.passes.products.reduction import Block, RowShape, panel_widths, tiled
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS
+from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -108,7 +108,7 @@ def tiled_inner(
     panels = panel_widths(block, column, lanes, registers, choice)
     has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
     some = least if is_prepared and has_all_rows else 1
-    rows = RowShape(min(some, LEAST_ROWS), tile.row_unit if is_prepared else 1, together)
+    rows = RowShape(min(some, MIN_ROWS), tile.row_unit if is_prepared else 1, together)
     usual = tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
     row = block.row_loop(column)
     if not is_prepared or some > FEW_ROWS or row is None:

@@ -31,7 +31,7 @@ from relaxlite.passes.products.panel_prefetch import LINE, NextPart
 from relaxlite.passes.products.prologue import shared_steps
 from relaxlite.passes.products.reduction import Block, over_panels, reduction_block
 from relaxlite.passes.products.register_tile import PanelRows, Tile, column_pieces
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS
+from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.records import dataclass
@@ -71,7 +71,7 @@ class Widened:
     def tiled(self, tile: InnerTile, lanes: int, least_rows: int, *, is_packed: bool) -> Stmt:
         """Of so many rows or more. `is_packed`: what is stored lies in panels as wide as a tile."""
         row = self.block.row_loop(self.column)
-        least = min(least_rows, LEAST_ROWS) if len(self.block.spatial) == 2 else 1  # of one picture there may be few
+        least = min(least_rows, MIN_ROWS) if len(self.block.spatial) == 2 else 1  # of one picture there may be few
         made = Tile(self.body, row, self.column, lanes, tile.rows, least_rows=least, row_unit=tile.row_unit, part=PART)
         pieces, width = column_pieces(self.column.extent, lanes, tile.vectors), tile.vectors * lanes
         others = [(loop.var, loop.extent) for loop in self.block.spatial if loop is not self.column and loop is not row]

@@ -26,7 +26,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.passes.products.winograd_products import LEAST_DEPTH
+from relaxlite.passes.products.winograd_products import MIN_DEPTH
 from relaxlite.target import Target
 
 Body = Callable[["Layer", Expr], Expr]
@@ -179,7 +179,7 @@ def test_weights_in_half_precision_are_joined_and_paired_too(cpu: str, depth: in
     """On processors that widen them again for each tile, and on those that widen them once."""
     target, module = Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"), Layer(depth).module(half_precision)
     made, _ = lowered(module, target)
-    are_apart = target.cpu_facts.adds_beside_fmas and depth > LEAST_DEPTH  # which is faster then (pair_products.py)
+    are_apart = target.cpu_facts.adds_beside_fmas and depth > MIN_DEPTH  # which is faster then (pair_products.py)
     assert sorted(name for name in calls(made) if "matmul" in name) == sorted(calls(made))
     assert len(calls(made)) == 2 + are_apart
     if not target.runs_here:

@@ -181,7 +181,7 @@ def test_gated_layers_are_pairs_where_they_must_be_exact_and_two_products_of_wor
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(word_products, name, 1)
 
 

@@ -27,8 +27,8 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import winograd_loops as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
 from relaxlite.passes.products.prepared_rows import VARIANTS
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS, LEAST_WORK
-from relaxlite.passes.products.winograd_products import LEAST_DEPTH
+from relaxlite.passes.products.winograd_loops import MIN_ROWS, MIN_WORK
+from relaxlite.passes.products.winograd_products import MIN_DEPTH
 from relaxlite.passes.products.winograd_tile import InnerTile
 from relaxlite.target import Target
 from tests.passes.products.test_register_tile import inner_loops, vector_stack_references
@@ -107,8 +107,8 @@ decided, takes, compiled, interpreted = _FLOATS.decided, _FLOATS.takes, _FLOATS.
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    monkeypatch.setattr(inner_product_loops, "LEAST_WORK", 1)
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    monkeypatch.setattr(inner_product_loops, "MIN_WORK", 1)
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(inner_products, name, 1)
 
 
@@ -143,7 +143,7 @@ def test_other_processors_do_not(cpu: str) -> None:
 
 @pytest.mark.parametrize(
     ("depth", "columns", "most"),
-    [(LEAST_DEPTH - 1, 128, None), (384, 32, None), (384, 128, LEAST_ROWS - 1), (96, 64, LEAST_WORK // 6144)],
+    [(MIN_DEPTH - 1, 128, None), (384, 32, None), (384, 128, MIN_ROWS - 1), (96, 64, MIN_WORK // 6144)],
 )
 def test_products_with_too_little_work_do_not(depth: int, columns: int, most: int | None) -> None:
     assert not takes(linear(weights(depth, columns), most))
@@ -211,7 +211,7 @@ def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
 ) -> None:
     w, most = weights(depth, columns), InnerTile.of(target).rows
     run = compiled(linear(w), target)
-    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, most, most + 1, 47, 64, 129):
+    for count in (0, 1, MIN_ROWS - 1, MIN_ROWS, most, most + 1, 47, 64, 129):
         check(run, rows(count, depth), w)
 
 
@@ -221,7 +221,7 @@ def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
 def test_the_loops_mean_what_they_did(depth: int, columns: int, target: Target) -> None:
     w = weights(depth, columns)
     run = interpreted(linear(w), target)
-    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, InnerTile.of(target).rows + 1):
+    for count in (0, 1, MIN_ROWS - 1, MIN_ROWS, InnerTile.of(target).rows + 1):
         check(run, rows(count, depth), w)
 
 

@@ -23,7 +23,7 @@ from relaxlite.passes.products import constant_weights as constant_products
 from relaxlite.passes.products import winograd_loops as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
 from relaxlite.passes.products.prepared_rows import VARIANTS
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS
+from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.passes.products.winograd_widened import PART
 from relaxlite.target import Target
@@ -64,8 +64,8 @@ def rows(count: int, depth: int) -> np.ndarray:
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    monkeypatch.setattr(inner_product_loops, "LEAST_WORK", 1)
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    monkeypatch.setattr(inner_product_loops, "MIN_WORK", 1)
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(inner_products, name, 1)
 
 
@@ -86,7 +86,7 @@ def test_the_loops_mean_what_they_did(kind: str, target: Target) -> None:
     """In the interpreter: a depth that is not of whole steps or words, and columns that are not of whole vectors."""
     weight = weight_of(kind, 45, 35)
     run = interpreted(module(weight, 45), target)
-    for count in (0, 1, LEAST_ROWS, 23):
+    for count in (0, 1, MIN_ROWS, 23):
         check(run, rows(count, 45), floats(weight))
 
 

@@ -25,7 +25,7 @@ from relaxlite.target import Target
 from tests.support.ir_text import program
 from tests.support.native_kernel import NativeKernel
 from tests.support.random_programs import (
-    MOST_WORK,
+    MAX_WORK,
     SIZES,
     N,
     assert_close,
@@ -40,7 +40,7 @@ from tests.support.random_programs import (
 )
 from tests.support.random_schedules import attempt, dots, draw_step, in_place, pipelines
 
-MOST_STEPS = 7
+MAX_STEPS = 7
 PROGRAMS = {f.__name__: f for f in (maps, products, reductions, rows, pipelines, in_place, dots)}
 
 
@@ -81,9 +81,9 @@ def scheduled(data: Any, kind: str) -> tuple[TensorProgram, Schedule, tuple[int,
     """A random program, random steps on it (those that are refused change nothing), and sizes to run it at."""
     before = data.draw(PROGRAMS[kind]())
     sizes = data.draw(st.sampled_from(SIZES)), data.draw(st.sampled_from(SIZES))
-    assume(work_of(before, sizes) <= MOST_WORK and (kind != "pipelines" or min(sizes) > 0))  # which reads row 0
+    assume(work_of(before, sizes) <= MAX_WORK and (kind != "pipelines" or min(sizes) > 0))  # which reads row 0
     s = Schedule(before)
-    for _ in range(data.draw(st.integers(1, MOST_STEPS))):
+    for _ in range(data.draw(st.integers(1, MAX_STEPS))):
         if attempt(draw_step(data.draw, s)):
             verify_program("scheduled", s.program())
     return before, s, sizes

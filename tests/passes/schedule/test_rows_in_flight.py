@@ -18,7 +18,7 @@ from relaxlite.ir.printer import print_module
 from relaxlite.passes.graph.decompose import decompose
 from relaxlite.passes.loops.in_place import IN_PLACE
 from relaxlite.passes.schedule.cpu.programs import schedule_program
-from relaxlite.passes.schedule.cpu.rows_in_flight import BLOCKS_PER_CORE, FEWEST_ROWS, MOST_ROWS
+from relaxlite.passes.schedule.cpu.rows_in_flight import BLOCKS_PER_CORE, FEWEST_ROWS, MAX_ROWS
 from relaxlite.target import Target
 from tests.passes.fuse.test_merge_rows import FUSED, INTEL, ZEN, build, fused, requests_in
 from tests.support.native_kernel import NativeKernel
@@ -26,7 +26,7 @@ from tests.support.native_kernel import NativeKernel
 CORES = 2
 HOST = replace(Target.host(), cores=CORES)
 FEWEST = CORES * BLOCKS_PER_CORE * FEWEST_ROWS
-COUNTS = (0, 1, FEWEST - 1, FEWEST, FEWEST + 1, 2 * FEWEST + 3, CORES * BLOCKS_PER_CORE * (MOST_ROWS + 1) + 5)
+COUNTS = (0, 1, FEWEST - 1, FEWEST, FEWEST + 1, 2 * FEWEST + 3, CORES * BLOCKS_PER_CORE * (MAX_ROWS + 1) + 5)
 overlaps = pytest.mark.skipif(HOST.cpu_facts.prefetches_next_row, reason="rows do not overlap on this processor")
 
 

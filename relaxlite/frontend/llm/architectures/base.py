@@ -53,8 +53,8 @@ _KEYS = {
     "expert_groups_chosen": ("topk_group", "expert_group_used_count"),
     "shared_width": ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 }
-_MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
-_MOST_EXPERTS = 100_000  # of all layers
+_MAX = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
+_MAX_EXPERTS = 100_000  # of all layers
 _SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid"}  # as GGUF numbers them; 0: it does not say
 _NUMBERED = [f"{number} ({scores})" for number, scores in _SCORES.items()]
 
@@ -80,7 +80,7 @@ class Hyperparameters:
         found = self.get(name, default)
         if isinstance(found, list) and found and all(value == found[0] for value in found):
             found = found[0]  # one for each layer, and all the same
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST.get(name, 2**31):
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MAX.get(name, 2**31):
             raise self._error(name, found, "a positive integer, the same for all layers")
         return found
 
@@ -405,7 +405,7 @@ class Hyperparameters:
                         f"{self.source}: expert_gating_func = {number!r}; known are {', '.join(_NUMBERED)}"
                     )
                 scores = _SCORES[number]
-        if count * layers > _MOST_EXPERTS:
+        if count * layers > _MAX_EXPERTS:
             raise ImportModelError(f"{self.source}: {layers} layers of {count} experts are more than anybody has")
         if shared is None and self.get("shared_width"):
             shared = self.integer("shared_width")

@@ -104,15 +104,15 @@ from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
 from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
 from relaxlite.passes.products.winograd_widened import find_widened
 from relaxlite.passes.schedule.cpu.rows import reads_in_time, schedule_rows
-from relaxlite.passes.schedule.cpu.transpose import MOST_TILE_LANES, both, tiled_transpose
+from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, both, tiled_transpose
 from relaxlite.passes.schedule.primitives.trace import Step, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
-MOST_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
-LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
+MAX_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
+MIN_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
@@ -293,7 +293,7 @@ class _Rules:
         store = plain_store(perfect_nest(stage))
         if store is None or store.buffer.scope != "global":
             return usual
-        found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
+        found = tiled_transpose(self.fused(stage), min(MAX_TILE_LANES, self.lanes(stage)))
         if found is None:
             return usual
         conditions, tiles = found
@@ -364,7 +364,7 @@ class _Rules:
         self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
         steps = as_int(main.extent)
-        few = steps is not None and steps <= MOST_UNROLLED
+        few = steps is not None and steps <= MAX_UNROLLED
         main = replace(main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind)
         return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
 
@@ -520,7 +520,7 @@ class _Rules:
         if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
             return self.choice, None
         usual = panel_width(block, column, lanes, registers, self.choice)
-        widths = [usual, *([] if self.choice.vectors else range(usual - lanes, LEAST_VECTORS * lanes - 1, -lanes))]
+        widths = [usual, *([] if self.choice.vectors else range(usual - lanes, MIN_VECTORS * lanes - 1, -lanes))]
         width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
         choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
         asks = Asks(self.target.cpu_facts.panel_prefetch_steps, width is not None)

@@ -37,8 +37,8 @@ from relaxlite.records import dataclass
 
 ROWS_AHEAD = 2  # which the first of several rows that overlap asks for; measured: 1 to 4
 PARTS = 4  # vectors of a step of a loop over a row: partial results of a total
-MOST_REGISTERS = 8  # vectors of a row of known length that stay in registers from one stage to the next
-MOST_STACK_BYTES = 16 * 1024  # of a local row: half of the L1 cache
+MAX_REGISTERS = 8  # vectors of a row of known length that stay in registers from one stage to the next
+MAX_STACK_BYTES = 16 * 1024  # of a local row: half of the L1 cache
 
 
 def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
@@ -52,7 +52,7 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
     is_large = less(cache_bytes // dtypes.itemsize(output.dtype), product(output.shape))
     if known is not None:
         in_output, pieces = _in_output(rows), _pieces_of(known, lanes)
-        in_registers, is_aligned = known // lanes <= MOST_REGISTERS, known % lanes == 0
+        in_registers, is_aligned = known // lanes <= MAX_REGISTERS, known % lanes == 0
         usual = stmt = _rows_up_to(rows, known, pieces, lanes)
         if is_aligned and _fits_stack(rows, known):  # else rows begin anywhere, or the output is a local row before
             usual = stmt if in_registers or _local_rows(in_output) else _scheduled(in_output, pieces, lanes)
@@ -129,12 +129,12 @@ def _long(rows: Rows, lanes: int, *, streamed: bool = False) -> Stmt:
 
 
 def _fits_stack(rows: Rows, size: int) -> bool:
-    return all(size * dtypes.itemsize(row.dtype) <= MOST_STACK_BYTES for row in _local_rows(rows))
+    return all(size * dtypes.itemsize(row.dtype) <= MAX_STACK_BYTES for row in _local_rows(rows))
 
 
 def _most_on_stack(rows: Rows) -> int:
     """Elements of a row whose local rows fit; where there are none, of float32 too."""
-    return MOST_STACK_BYTES // max((dtypes.itemsize(row.dtype) for row in _local_rows(rows)), default=4)
+    return MAX_STACK_BYTES // max((dtypes.itemsize(row.dtype) for row in _local_rows(rows)), default=4)
 
 
 def _local_rows(rows: Rows) -> list[Buffer]:
@@ -300,7 +300,7 @@ def _pieces(size: SymExpr, lanes: int) -> list[_Piece]:
 def _pieces_of(size: int, lanes: int) -> list[_Piece]:
     vectors = size // lanes
     rest = _Piece(sym(vectors * lanes), sym(size % lanes), 1, masked=True)
-    if vectors <= MOST_REGISTERS:
+    if vectors <= MAX_REGISTERS:
         pieces = [_Piece(sym(0), sym(1), vectors), rest]
     else:
         main = vectors // PARTS * PARTS
@@ -328,7 +328,7 @@ def _of_next_row(rows: Rows, first: For, place: SymVar, count: int = 1) -> list[
     """What the first loop over a row reads of the next row, or the `count`-th, at a place in it; of the same row where
     two are more than the first cache holds."""
     itemsize = max((dtypes.itemsize(x.dtype) for x in loads(first)), default=1)
-    is_short = smin(MOST_STACK_BYTES // itemsize // smax(rows.size, 1), 1)
+    is_short = smin(MAX_STACK_BYTES // itemsize // smax(rows.size, 1), 1)
     if not rows.spatial or as_int(is_short) == 0:
         return []
     row = rows.spatial[-1].var

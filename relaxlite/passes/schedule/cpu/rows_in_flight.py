@@ -29,8 +29,8 @@ from relaxlite.passes.loops.access import accesses
 from relaxlite.passes.loops.row_program import Rows
 from relaxlite.records import dataclass
 
-MOST_STAGES = 3
-MOST_ROWS = 16  # of a block: the first and the last of them overlap with fewer others
+MAX_STAGES = 3
+MAX_ROWS = 16  # of a block: the first and the last of them overlap with fewer others
 BLOCKS_PER_CORE = 4  # at least, so that cores share them evenly; else blocks are smaller
 FEWEST_ROWS = 4  # of a block
 _INSTRUCTIONS = (
@@ -57,7 +57,7 @@ def in_flight(
     overlap. `over_row` schedules a loop over a row that asks for what is loaded later: `ahead`, where it is the first
     stage's."""
     stages = _stages(stmts)
-    if not 2 <= len(stages) <= MOST_STAGES or not rows.spatial or not _rows_fit(rows, stages):
+    if not 2 <= len(stages) <= MAX_STAGES or not rows.spatial or not _rows_fit(rows, stages):
         return None
     if not any(isinstance(v, Unary) and v.op not in _INSTRUCTIONS for s in stages for v in all_values(s.loop)):
         return None
@@ -69,7 +69,7 @@ def in_flight(
     }:
         return None
     plan = _Plan(rows, stages, over_row, ahead)
-    return sym(fewest), plan.blocks(count, smax(smin(count // blocks, MOST_ROWS), 1))
+    return sym(fewest), plan.blocks(count, smax(smin(count // blocks, MAX_ROWS), 1))
 
 
 def _stages(stmts: Sequence[Stmt]) -> list[_Stage]:
@@ -110,7 +110,7 @@ class _Plan:
                 self.copies[k][scalar] = replace(scalar, name=f"{scalar.name}_{k}" if k > using[0] else scalar.name)
 
     def blocks(self, count: SymExpr, most: SymExpr) -> Stmt:
-        block, rows = SymVar("block"), SymVar("block_rows", lower=1, upper=MOST_ROWS)
+        block, rows = SymVar("block"), SymVar("block_rows", lower=1, upper=MAX_ROWS)
         first, last = SymVar("first"), SymVar("last")
         body = LetIndex(
             first,

@@ -23,10 +23,10 @@ from relaxlite.passes.loops.edits import less, with_variant
 from relaxlite.passes.loops.parallel import parallel_nest
 from relaxlite.passes.loops.pattern import perfect_nest
 
-MOST_TILE_LANES = 16  # a tile of more would not fit into registers
+MAX_TILE_LANES = 16  # a tile of more would not fit into registers
 BLOCK = 4  # tiles that are read one after another from each row: a few cache lines
 GROUP, ALIKE = 4, 2048  # tiles of a row of the result, where rows are multiples of so many bytes
-MOST_TILES = 2  # transposed operands: each needs as many registers as a vector has lanes
+MAX_TILES = 2  # transposed operands: each needs as many registers as a vector has lanes
 
 
 def tiled_transpose(stage: Stmt, lanes: int) -> tuple[list[Value], Stmt] | None:
@@ -45,7 +45,7 @@ def tiled_transpose(stage: Stmt, lanes: int) -> tuple[list[Value], Stmt] | None:
         return None
     turned = [load for load in loads(store) if stride(load, across.var) not in (0, 1)]
     down = _contiguous_loop(turned, nest.loops)
-    if down is None or len(set(x.buffer for x in turned)) > MOST_TILES:
+    if down is None or len(set(x.buffer for x in turned)) > MAX_TILES:
         return None
     moving: list[Load | Store] = [*turned, store]
     if any(coefficient(offset(access), loop.var) is None for access in moving for loop in (across, down)):

@@ -40,8 +40,8 @@ from relaxlite.passes.schedule.primitives.tree import (
 )
 
 TAILS = ("cut", "mask", "even", "none")
-MOST_LANES = 256  # of a vectorized loop; as the code generator allows
-MOST_COPIES = 64  # of an unrolled body
+MAX_LANES = 256  # of a vectorized loop; as the code generator allows
+MAX_COPIES = 64  # of an unrolled body
 
 
 def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stmt, tuple[SymVar, ...]]:
@@ -229,26 +229,26 @@ def _renewed(loop: For) -> For:
 
 
 def unroll(root: Stmt, loop: For) -> Stmt:
-    """One copy of the body per iteration, in order. The extent is a known number, at most MOST_COPIES."""
+    """One copy of the body per iteration, in order. The extent is a known number, at most MAX_COPIES."""
     extent = as_int(loop.extent)
-    if extent is None or extent > MOST_COPIES:
+    if extent is None or extent > MAX_COPIES:
         raise ScheduleError(
             f"loop {loop.var.name!r} of {loop.extent} iterations cannot be unrolled; split() off a constant number of "
             f"at "
-            f"most {MOST_COPIES}"
+            f"most {MAX_COPIES}"
         )
     return _with_kind(root, loop, "unrolled")
 
 
 def vectorize(root: Stmt, loop: For) -> Stmt:
     """All iterations at once, one lane each: they are independent, or combine into one element. The extent is a known
-    number, at most MOST_LANES."""
+    number, at most MAX_LANES."""
     extent = as_int(loop.extent)
-    if extent is None or extent > MOST_LANES:
+    if extent is None or extent > MAX_LANES:
         raise ScheduleError(
             f"loop {loop.var.name!r} of {loop.extent} iterations cannot be vectorized; split() it by the number of "
             f"lanes, "
-            f"at most {MOST_LANES}"
+            f"at most {MAX_LANES}"
         )
     _check_independent(loop, "vectorized", combining=True)
     return _with_kind(root, loop, "vectorized")

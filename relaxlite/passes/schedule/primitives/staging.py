@@ -34,7 +34,7 @@ from relaxlite.passes.schedule.primitives.loops import check_concurrent
 from relaxlite.passes.schedule.primitives.region import Redirect, box_of, copy_loops, guarded, inside, overwrites
 from relaxlite.passes.schedule.primitives.tree import analyzer_at, describe, path_to, replaced, with_ranges
 
-MOST_LOCAL_BYTES = 1 << 16  # of a buffer that compute_at makes local
+MAX_LOCAL_BYTES = 1 << 16  # of a buffer that compute_at makes local
 
 
 def stage(
@@ -98,7 +98,7 @@ def compute_at(root: Stmt, allocation: Allocate, loop: For) -> tuple[Stmt, Buffe
     box = box_of(loop.body, buffer)
     size = product(box.size)
     count = as_int(size)
-    is_small = count is not None and all(d.is_const for d in box.size) and count * 8 <= MOST_LOCAL_BYTES
+    is_small = count is not None and all(d.is_const for d in box.size) and count * 8 <= MAX_LOCAL_BYTES
     part = Buffer(buffer.name, box.size, buffer.dtype, "local" if is_small else "global")
     loops, known = copy_loops(f"{buffer.name}_", box.size, with_ranges(analyzer_at(root, loop), [loop]))
     at = {x.var: box.start[d] + loops[d].var for d, x in enumerate(nest)}
