@@ -16,7 +16,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import HALVES, LOOKUP, WORD, WORDS
+from relaxlite.ir.intrinsics import DOT2_INT16, DOT4_BYTES, LOOKUP, PACKED_BYTES
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -356,10 +356,10 @@ def _word(*parts: Any) -> np.int32:
 
 _OF_WORDS: dict[str, Callable[..., np.int32]] = {
     "dot4_u8s8": _dot_of_bytes,
-    WORDS: _dot_of_words,
-    HALVES: _dot_of_halves,
+    DOT4_BYTES: _dot_of_words,
+    DOT2_INT16: _dot_of_halves,
     LOOKUP: _looked_up,
-    WORD: _word,
+    PACKED_BYTES: _word,
 }
 
 

@@ -31,16 +31,16 @@ from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import (
     BITS,
+    DOT2_INT16,
+    DOT4_BYTES,
     DOT_PRODUCTS,
-    HALVES,
     INTRINSICS,
     LOOKUP,
     NARROW,
     NEAREST,
+    PACKED_BYTES,
     PAIR,
     PAIRS,
-    WORD,
-    WORDS,
     type_error,
 )
 
@@ -212,7 +212,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
             return np.asarray((x * y + z).astype(np.float32))
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
-    if name == WORD:
+    if name == PACKED_BYTES:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
     if name == NEAREST:
@@ -228,7 +228,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     if name == PAIRS:
         a, b = ([_half(x, n) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_bf16", (args[0], *a, *b))
-    if name == HALVES:
+    if name == DOT2_INT16:
         a, b = ([(x >> np.int32(16 * n)).astype(np.int16) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_i16", (args[0], *a, *b))
     if name == LOOKUP:
@@ -237,7 +237,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
             table[index].astype(np.int32) << np.int32(8 * n) for n, index in enumerate(_bytes_of(args[0], np.uint8))
         ]
         return np.asarray(found[0] | found[1] | found[2] | found[3])
-    if name == WORDS:
+    if name == DOT4_BYTES:
         a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:3], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))
     dot = DOT_PRODUCTS[name]

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
-from relaxlite.llm.sequences import CachedSequences, ToldSequences
+from relaxlite.llm.sequences import CachedSequences, ReplayedSequences
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
@@ -57,7 +57,7 @@ class CompiledEngine:
         self._chunk = int(facts.get("chunk", CHUNK)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
-        self._sequences = (ToldSequences if self.cache.layout.state_bytes else CachedSequences)(self.cache)
+        self._sequences = (ReplayedSequences if self.cache.layout.state_bytes else CachedSequences)(self.cache)
         self._turn = Turn()
 
     def new(self) -> int:
@@ -92,12 +92,12 @@ class CompiledEngine:
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
         exact = asked if exact is None else exact
-        if isinstance(self._sequences, ToldSequences):
+        if isinstance(self._sequences, ReplayedSequences):
             return self._in_two_steps(self._sequences, batch, asked, exact)
         return self._appended(batch, lambda: self._logits(batch, asked, exact))
 
     def _in_two_steps(
-        self, sequences: ToldSequences, batch: Batch, wanted: Sequence[int], exact: Sequence[int]
+        self, sequences: ReplayedSequences, batch: Batch, wanted: Sequence[int], exact: Sequence[int]
     ) -> list[Array]:
         """What `forward` does where sequences have states: one is kept before the last tokens of a prompt, for another
         reply, or a next turn whose template writes the end of this prompt otherwise."""

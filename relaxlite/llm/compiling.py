@@ -22,8 +22,8 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.integer_products import are_integers, coarse_rotation
-from relaxlite.passes.products.int16_products import are_words
+from relaxlite.passes.graph.integer_products import are_integers, relaxed_rotation
+from relaxlite.passes.products.int16_products import are_int16
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
@@ -150,8 +150,8 @@ def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
     """Whether what it is multiplied by is rounded more where the step says that it may be."""
     some = _in_blocks(weight)
     if some is None:
-        return len(weight.shape) == 2 and are_words(target, precision, *reversed(weight.shape))
-    return coarse_rotation(some.coding, some.group, target, precision) > 1
+        return len(weight.shape) == 2 and are_int16(target, precision, *reversed(weight.shape))
+    return relaxed_rotation(some.coding, some.group, target, precision) > 1
 
 
 def _is_integer(weight: Weight, target: Target, precision: str) -> bool:

@@ -42,7 +42,7 @@ class CachedSequences:
         """These are about to follow what the cache has."""
 
 
-class ToldSequences(CachedSequences):
+class ReplayedSequences(CachedSequences):
     """All tokens of each sequence, of which a cache with states has the first ones."""
 
     def __init__(self, cache: KVCache) -> None:

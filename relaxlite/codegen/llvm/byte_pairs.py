@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.widths import widest_lanes
-from relaxlite.ir.intrinsics import MAX_OF_PAIRS, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, MAX_OF_PAIRS
 from relaxlite.ir.program import Intrinsic, Literal, Value
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -53,7 +53,7 @@ def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
     mosts: list[tuple[int, int]] = []
     words: list[tuple[Value, Value]] = []
     start: Value = value
-    while isinstance(start, Intrinsic) and start.name == WORDS:
+    while isinstance(start, Intrinsic) and start.name == DOT4_BYTES:
         start, a, b, *greatest = start.args
         words.append((a, b))
         most_a, most_b = (int(g.value) if isinstance(g, Literal) else 0xFF for g in greatest)

@@ -21,7 +21,7 @@ from relaxlite.dtypes import to_numpy
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows, neighbours
 from relaxlite.frontend.llm.quantized_module import FLOATS, Module, in_floats, peak_of
-from relaxlite.ir.ops.block_codes import PLANES, Coding, fills_words
+from relaxlite.ir.ops.block_codes import BIT_PLANES, Coding, fills_words
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -60,7 +60,7 @@ class Integers:
         block = self.shape[1] // len(groups)
         zero = self.zeros if isinstance(self.zeros, int) else 0
         least = max(self.bits, zero.bit_length())  # of 3 bits GPTQ's may be 8
-        bits = next(b for b in PLANES if b >= least and fills_words(self.shape[1], block, b))
+        bits = next(b for b in BIT_PLANES if b >= least and fills_words(self.shape[1], block, b))
         coding = Coding(bits, zero)
         scales = _in_16_bits(self.scales)
         count = scales.shape[1]

@@ -44,7 +44,7 @@ MAX_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 thr
 CACHE_DTYPES = ("float32", "float16", "int8")
 DONATED = "donated"  # as passes/memory/donate.py calls it
 EXPORTED = "exported"  # as passes/graph/reachable.py does
-COARSE = "coarse"  # as passes/products/int16_products.py does
+RELAXED_PRECISION = "coarse"  # as passes/products/int16_products.py does
 BATCH_INVARIANT = "batch_invariant"  # as passes/products/choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
@@ -73,7 +73,7 @@ def build_step(
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
         given = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
         outputs = ("logits",) if name == ENTRY else ()
-        marks = {EXPORTED: True, COARSE: True} if name == FILL else {}
+        marks = {EXPORTED: True, RELAXED_PRECISION: True} if name == FILL else {}
         names = {"input_names": tuple(types), "output_names": (*outputs, *list(types)[given[0] :])}
         attrs = Attrs({DONATED: tuple(given), **names, **marks})
         with bb.function(name, attrs, **types) as params:

@@ -19,7 +19,7 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_codes import PLANES, fills_words, pack_codes
+from relaxlite.ir.ops.block_codes import BIT_PLANES, fills_words, pack_codes
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -107,7 +107,7 @@ def _in_words(n: Node, codes: Array, zeros: Array | None, bits: int, block: int)
     scales = n.const(2)
     assert scales is not None
     rows = codes.shape[1]
-    is_whole = rows == block * scales.shape[1] and bits in PLANES and fills_words(rows, block, bits)
+    is_whole = rows == block * scales.shape[1] and bits in BIT_PLANES and fills_words(rows, block, bits)
     if not is_whole or codes.dtype != np.uint8 or zeros is None:
         return None
     is_one = bool((zeros == zeros.flat[0]).all())

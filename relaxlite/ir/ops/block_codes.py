@@ -14,9 +14,9 @@ from relaxlite.ir.program import Intrinsic, Value
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.records import dataclass
 
-QUAD = 4  # codes in a word of bytes
+DP4A_BYTES = 4  # codes in a word of bytes
 ONES = 0x01010101
-PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+BIT_PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Bits of a code that lie in words of their own, the lowest ones first, by the bits of a code."""
 MAX_OF_TABLE = 4  # bits of codes that are places in a table
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -71,7 +71,7 @@ class Coding:
 
     def longest_rotation(self, block: int) -> int:
         """How many quads of a block can be mixed at a time so that they stay bytes; 1: none."""
-        return math.gcd(1 << 8 - self.number_bits, block // QUAD)
+        return math.gcd(1 << 8 - self.number_bits, block // DP4A_BYTES)
 
     def rotated(self, rotation: int) -> RotatedCoding:
         return RotatedCoding(self, rotation)
@@ -134,7 +134,7 @@ def rotated(items: Sequence[T]) -> list[T]:
 
 def rows_of_run(block: int, bits: int) -> int:
     """Of a column, rows whose codes fill whole words: those of a block, or of a few."""
-    return math.lcm(block, 32 // min(PLANES[bits]))
+    return math.lcm(block, 32 // min(BIT_PLANES[bits]))
 
 
 def words_of(rows: int, bits: int) -> int:
@@ -165,7 +165,7 @@ class Place(Generic[Number]):
 def places_of(quad: Number, run: int, bits: int) -> list[Place[Number]]:
     """The bits of a quad, a number or an expression, of a run of so many rows."""
     found, first, low = [], 0, 0
-    for width in PLANES[bits]:
+    for width in BIT_PLANES[bits]:
         per_word = 8 // width
         found.append(Place(first + quad // per_word, quad % per_word * width, width, low))
         first, low = first + words_of(run, width), low + width
@@ -181,7 +181,7 @@ def pack_codes(codes: Array, block: int, bits: int) -> Array:
     run = rows_of_run(block, bits)
     words = np.empty((rows // run, words_of(run, bits), n), np.uint32)
     first, low = 0, 0
-    for width in PLANES[bits]:
+    for width in BIT_PLANES[bits]:
         plane, per_word = quads >> np.uint32(low) & np.uint32(ONES * ((1 << width) - 1)), 8 // width
         joined = plane[:, 0::per_word].copy()
         for k in range(1, per_word):
@@ -197,8 +197,8 @@ def unpack_codes(words: Array, block: int, bits: int) -> Array:
     n, run = words.shape[1], rows_of_run(block, bits)
     count = len(words) // words_of(run, bits)
     runs = words.reshape(count, words_of(run, bits), n).view(np.uint32)
-    quads = np.stack([_quad(runs, q, run, bits) for q in range(run // QUAD)], axis=1)
-    bytewise = np.ascontiguousarray(quads.reshape(count * run // QUAD, n)[..., None]).view(np.uint8)
+    quads = np.stack([_quad(runs, q, run, bits) for q in range(run // DP4A_BYTES)], axis=1)
+    bytewise = np.ascontiguousarray(quads.reshape(count * run // DP4A_BYTES, n)[..., None]).view(np.uint8)
     return np.asarray(bytewise.swapaxes(1, 2).reshape(count * run, n))
 
 

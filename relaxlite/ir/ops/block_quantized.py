@@ -40,12 +40,12 @@ import numpy as np
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import WORD, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import (
+    BIT_PLANES,
+    DP4A_BYTES,
     ONES,
-    PLANES,
-    QUAD,
     Array,
     Coding,
     fills_words,
@@ -65,7 +65,7 @@ from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-BITS = tuple(PLANES)
+BITS = tuple(BIT_PLANES)
 FLOATS = ("float32", "float16", "bfloat16")  # of scales, offsets and factors
 CODES = ("uint8", "int8")  # of scales and offsets that have factors
 T = TypeVar("T")
@@ -204,11 +204,11 @@ def weight_at(words: Matrix, given: Sequence[Matrix], k: SymExpr, j: IntLike, co
     """The element of row k and column j as float32."""
     bits, zero = coding.bits, coding.zero
     block = block_of(words, given[0], bits)
-    run, byte = rows_of_run(block, bits), k % QUAD * 8
-    if len(PLANES[bits]) == 1:
-        quad, first = k // QUAD, sym(0)
+    run, byte = rows_of_run(block, bits), k % DP4A_BYTES * 8
+    if len(BIT_PLANES[bits]) == 1:
+        quad, first = k // DP4A_BYTES, sym(0)
     else:
-        quad, first = k % run // QUAD, k // run * words_of(run, bits)
+        quad, first = k % run // DP4A_BYTES, k // run * words_of(run, bits)
     places = places_of(quad, run, bits)
 
     def bits_at(byte: IntLike, ones: int) -> list[tuple[Scalar, int]]:
@@ -339,7 +339,7 @@ class GatherBlocks(BlocksOp):
 
 def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
     """total + a . b, the bytes of a being no greater than that."""
-    return Intrinsic(WORDS, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
+    return Intrinsic(DOT4_BYTES, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class BlockSums:
         """What block g adds."""
         (x, x_scales, _), low_bits = self.rounded, self.low_bits
         block, rotated_by = block_of(self.words, self.given[0], self.coding.bits), self.coding.rotated(self.rotation)
-        quads, greatest = block // QUAD, rotated_by.greatest
+        quads, greatest = block // DP4A_BYTES, rotated_by.greatest
         codes = rotated_by.mixed(_quads(self.words, g, j, block, self.coding))
         start = literal(0, "int32")
         correction: Value = start
@@ -482,7 +482,7 @@ def multiplied(
     x, x_scales, x_sums = rounded
     blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
     codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float64) - coding.zero
-    quads = codes.reshape(blocks, block // (rotation * QUAD), rotation, QUAD, words.shape[1])
+    quads = codes.reshape(blocks, block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES, words.shape[1])
     codes = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2)
     codes = codes.reshape(blocks, block, words.shape[1])
     total = np.matmul(integers_of(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
@@ -504,7 +504,7 @@ def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greate
 
 def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
     """Four neighbours of a row's block."""
-    return Intrinsic(WORD, tuple(x[g, i, q * QUAD + b] for b in range(QUAD)), "int32")
+    return Intrinsic(PACKED_BYTES, tuple(x[g, i, q * DP4A_BYTES + b] for b in range(DP4A_BYTES)), "int32")
 
 
 def _joined(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
@@ -517,7 +517,7 @@ def _joined(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
 
 def _quads(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
     """The quads of block g of column j."""
-    bits, quads = coding.bits, block // QUAD
+    bits, quads = coding.bits, block // DP4A_BYTES
     run = rows_of_run(block, bits)
     blocks = run // block
     first, number = g // blocks * words_of(run, bits), g % blocks

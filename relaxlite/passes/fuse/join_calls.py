@@ -29,8 +29,8 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
-from relaxlite.passes.products.constant_weights import Way
-from relaxlite.passes.products.strategies import ProductWays, ways_fit_for
+from relaxlite.passes.products.constant_weights import WeightStrategy
+from relaxlite.passes.products.strategies import ProductStrategies, strategies_fit_for
 from relaxlite.records import dataclass
 
 MAX_CALLS = 8  # of a group: bounds the size of the code
@@ -44,12 +44,14 @@ _Joined: TypeAlias = dict[object, Call]  # by likeness
 def join_calls(module: IRModule, context: PassContext) -> IRModule:
     """Products of one operand, and copies for one call, become one kernel each."""
 
-    ways = ProductWays(module, context)
+    ways = ProductStrategies(module, context)
     # Layers repeat, and share their programs.
     joined: _Joined = {}
     analyzed, product_of, is_copy = cache(analyze), cache(_product), cache(_is_copy)
 
-    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
+    def change(
+        block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[WeightStrategy]
+    ) -> Sequence[Binding]:
         bindings = block.bindings
         products = partial(_products, ways=ways, context=context, analyzed=analyzed, product_of=product_of)
         for groups in (products, partial(_copies, is_copy=is_copy)):
@@ -69,7 +71,7 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
 
 def _products(
     sites: list[Site],
-    ways: Sequence[Way],
+    ways: Sequence[WeightStrategy],
     context: PassContext,
     analyzed: Callable[[TensorProgram], LoopPattern],
     product_of: Callable[[TensorProgram], _Product | None],
@@ -84,7 +86,7 @@ def _products(
         product = product_of(site.program)
         operands = _operands(site, product) if product is not None else ()
         if product is not None and operands:
-            runs = groups.setdefault((operands, product.terms, ways_fit_for(site, ways)), [[]])
+            runs = groups.setdefault((operands, product.terms, strategies_fit_for(site, ways)), [[]])
             if runs[-1] and count - last[runs[-1][-1]] > MAX_BETWEEN:
                 reason = f"there are more than {MAX_BETWEEN} reductions in between"
                 context.decide("join_calls", f"{site.var.name} beside {runs[-1][-1].name}", False, reason)

@@ -215,7 +215,7 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[Part]) -> list[Stmt]:
         for outer in reversed(nest.loops):
             body = replace(loop, body=body) if outer is along else replace(outer, body=body)
         store = replace(part.store, buffer=at_loop, indices=part.nest.vars)
-        producer = _InsteadOf(part.store, store).stmt(part.nest.stmt)
+        producer = _ReplacementOf(part.store, store).stmt(part.nest.stmt)
         made.append(Substitute(fresh=True).stmt(_Inline(at_loop, producer).stmt(body)))
     return made
 
@@ -234,7 +234,7 @@ class _MoveLoads(ProgramRewriter):
         return Load(self._new, (*value.indices[:k], value.indices[k] - self._offset, *value.indices[k + 1 :]))
 
 
-class _InsteadOf(ProgramRewriter):
+class _ReplacementOf(ProgramRewriter):
     """One store in place of another."""
 
     def __init__(self, old: Store, new: Store) -> None:
@@ -313,7 +313,7 @@ def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs:
             if len(outputs) > 1:
                 raise CannotMerge(f"{_name_of(stage)} has another shape than {result.buffer.name}")
             stored = _in_place_of(result, last)
-            body, last = _InsteadOf(last, stored).stmt(body), stored
+            body, last = _ReplacementOf(last, stored).stmt(body), stored
         done.append(body)
         known[last.buffer], places[last.buffer] = _element_value(last, is_stored=True), last.indices
     return seq(*done)

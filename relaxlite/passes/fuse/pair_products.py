@@ -30,9 +30,9 @@ from relaxlite.passes.loops.edits import nest
 from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.merge_calls import Instances, Site, map_blocks, sites_of, stem
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of, top_stages
-from relaxlite.passes.products.constant_weights import Way
+from relaxlite.passes.products.constant_weights import WeightStrategy
 from relaxlite.passes.products.reduction import reduction_block
-from relaxlite.passes.products.strategies import ProductWays, way_for
+from relaxlite.passes.products.strategies import ProductStrategies, strategy_for
 from relaxlite.target import Target
 
 _ANALYZER = Analyzer()
@@ -43,9 +43,11 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
     """Gated layers become one kernel each."""
 
     products = {name for name, program in module.programs().items() if _is_product(program)}
-    ways = ProductWays(module, context)
+    ways = ProductStrategies(module, context)
 
-    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
+    def change(
+        block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[WeightStrategy]
+    ) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
         sites = {site.var: site for site in sites_of(block.bindings, module) if site.call.callee.name in products}
         for second in list(sites.values()):
@@ -72,7 +74,9 @@ def _is_product(program: TensorProgram) -> bool:
     return found is not None and isinstance(found.update.value, Binary) and found.update.value.op == "mul"
 
 
-def _pair(first: Site, second: Site, ways: Sequence[Way], table: ProgramTable, context: PassContext) -> Let | None:
+def _pair(
+    first: Site, second: Site, ways: Sequence[WeightStrategy], table: ProgramTable, context: PassContext
+) -> Let | None:
     """The second call, computing what the first one gave it on its own; None where that is no pair of products."""
     parts = Instances()
     stages = [s for site in (first, second) for s in parts.stages(site)]
@@ -84,7 +88,7 @@ def _pair(first: Site, second: Site, ways: Sequence[Way], table: ProgramTable, c
     if any(load.buffer is between for load in loads(found[1].update)):
         return None  # one product after another
     made = _paired(found[0], found[1], between, context.target)
-    if not isinstance(made, str) and (way := way_for((first, second), ways)) is not None:
+    if not isinstance(made, str) and (way := strategy_for((first, second), ways)) is not None:
         made = f"each alone is one of {way.name}, which is faster"
     subject = f"{first.var.name} and {second.var.name}"
     if isinstance(made, str):

@@ -75,7 +75,7 @@ def are_integers(coding: Coding, block: int, target: Target, precision: str) -> 
     return rounding is not None and _problem(coding, block, rounding[1]) is None
 
 
-def coarse_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
+def relaxed_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
     """How many quads are mixed, to round to 8 bits what weights marked as `coarse` are multiplied by; 1: that would not
     be good enough, not be faster, or more bits are asked for."""
     wanted = _ROTATION if target.has_dp4a else _PAIRED_ROTATION
@@ -143,7 +143,7 @@ class _IntegerProducts(Rewriter):
         """The rows x rounded for a weight, and the attributes of their product."""
         coding, rotation, low_bits = _coding(of_weight), 1, self._low_bits
         if of_weight["coarse"]:
-            rotation = coarse_rotation(coding, block, self._context.target, self._context.precision)
+            rotation = relaxed_rotation(coding, block, self._context.target, self._context.precision)
             low_bits = low_bits if rotation == 1 else 0
         mixed = f", {rotation} quads mixed" if rotation > 1 else ""
         reason = f"activations are rounded to {8 + low_bits} bits in blocks{mixed}, and sums of a block are exact"

@@ -27,7 +27,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.graph.integer_products import LOW_BITS
-from relaxlite.passes.products.int16_products import may_be_words
+from relaxlite.passes.products.int16_products import may_be_int16
 from relaxlite.passes.products.pack_constants import SHARED_BYTES
 
 PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
@@ -159,7 +159,7 @@ class _Narrow(Rewriter):
             depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
             return None
-        if id(w.value) not in self._shared and may_be_words(w, self._context.target):
+        if id(w.value) not in self._shared and may_be_int16(w, self._context.target):
             return None
         narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW, flushes=True))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)

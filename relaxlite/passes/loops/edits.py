@@ -116,13 +116,13 @@ class _PastCaches(ProgramRewriter):
         return super().stmt(stmt)
 
 
-def ask_for_streams(stmt: Stmt, output: Buffer, num_bytes: int) -> Stmt:
+def prefetch_arrays(stmt: Stmt, output: Buffer, num_bytes: int) -> Stmt:
     """Loops over vectors that read two or more buffers as large as the output, as they lie there, ask for their
     elements so many bytes ahead."""
-    return _AskForStreams(output, num_bytes).stmt(stmt)
+    return _PrefetchArrays(output, num_bytes).stmt(stmt)
 
 
-class _AskForStreams(ProgramRewriter):
+class _PrefetchArrays(ProgramRewriter):
     def __init__(self, output: Buffer, num_bytes: int) -> None:
         super().__init__()
         self._size, self._num_bytes = product(output.shape), num_bytes

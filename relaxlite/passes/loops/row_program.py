@@ -177,11 +177,11 @@ class _FromRow(ProgramRewriter):
 def with_final(rows: Rows, store: Stmt) -> Stmt:
     """The nest with another statement in place of the store of the result, at the variables of the spatial loops and of
     the last loop."""
-    stages = (*rows.stages[:-1], replace(rows.final, body=_Instead(rows.result, store).stmt(rows.final.body)))
+    stages = (*rows.stages[:-1], replace(rows.final, body=_Replacement(rows.result, store).stmt(rows.final.body)))
     return replace(rows, stages=stages).nest
 
 
-class _Instead(ProgramRewriter):
+class _Replacement(ProgramRewriter):
     def __init__(self, old: Store, new: Stmt) -> None:
         super().__init__()
         self._old, self._new = old, new

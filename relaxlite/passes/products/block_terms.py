@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.ir.intrinsics import WORD, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
 from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
-from relaxlite.passes.products.prologue import Instead, symbols_of
+from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.records import dataclass
 
 MAX_DEPTH = 64  # bytes in a row of a tile
@@ -58,7 +58,9 @@ class Sum:
     def word(self, q: SymExpr) -> Value:
         """The four bytes of x that quad q is multiplied by."""
         *before, first = self.x.indices
-        return Intrinsic(WORD, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32")
+        return Intrinsic(
+            PACKED_BYTES, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Products:
         if part is None:
             return None
         offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
-        found = Instead({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
+        found = Replacement({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
         return None if any(v is self.value for v in walk_values(found)) else found
 
     def combined(self, made: Sequence[Value]) -> Value:
@@ -268,9 +270,9 @@ def _sum(value: Value) -> Sum | None:
 def _chain(value: Value) -> tuple[Value, list[_Term]]:
     """What a chain of dot products starts from, and its terms."""
     terms: list[_Term] = []
-    while isinstance(value, Intrinsic) and value.name == WORDS:
+    while isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
         total, code, word, greatest, _ = value.args
-        if not isinstance(word, Intrinsic) or word.name != WORD or not isinstance(word.args[0], Load):
+        if not isinstance(word, Intrinsic) or word.name != PACKED_BYTES or not isinstance(word.args[0], Load):
             return value, []
         if not isinstance(greatest, Literal):
             return value, []

@@ -43,8 +43,8 @@ from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, substitute, sym
 from relaxlite.passes.loops.edits import GuardLoads, less, nest
 from relaxlite.passes.products.block_terms import MAX_DEPTH, ORIGIN, Products, find_products
-from relaxlite.passes.products.blocks import Faster, ManyRows, hoisted
-from relaxlite.passes.products.prologue import Instead
+from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, hoisted
+from relaxlite.passes.products.prologue import Replacement
 from relaxlite.passes.products.register_tile import ColumnPiece
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
@@ -59,17 +59,17 @@ _DOTS = ("dot", "dot_unsigned", "dot_of_unsigned", "dot_bf16")
 _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys(_DOTS, 16)}  # the others: 1
 
 
-def by_tiles(tile: ManyRows, vectors: int) -> Faster | None:
+def by_amx(tile: ManyRows, vectors: int) -> ManyRowsPlan | None:
     """When tiles are there and have rows to fill one, and the code then; None: its sums are no products of tiles."""
     found = find_products(tile.update.value)
     if as_int(tile.steps.extent) is None or found is None or found.depth > MAX_DEPTH or tile.lanes != ROWS:
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
-    made = TiledRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
-    return Faster(enough, made, vectors)
+    made = AmxRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
+    return ManyRowsPlan(enough, made, vectors)
 
 
-class TiledRows(ManyRows):
+class AmxRows(ManyRows):
     """Tiles of many rows by products of 16 x 16."""
 
     __slots__ = ()
@@ -107,7 +107,7 @@ class TiledRows(ManyRows):
             self.column.var: first + across * piece.apart(self.lanes)[1] + lane.var,
             self._row.var: top + begin + row.var,
         }
-        squares = _Squares(self, products, (row, lane), (down, across), at, totals)
+        squares = _AmxTiles(self, products, (row, lane), (down, across), at, totals)
 
         def everywhere(body: Stmt) -> Stmt:
             return Substitute(fresh=True).stmt(For(down, count, For(across, shape[1], body)))
@@ -136,7 +136,9 @@ class TiledRows(ManyRows):
         finish = everywhere(self._epilogue(serial, own, sums, masked=piece.masked))
         return Allocate(totals, seq(clear, *steps, finish))
 
-    def _prepared(self, piece: ColumnPiece, squares: _Squares, stores: list[Store], start: SymExpr, count: int) -> Stmt:
+    def _prepared(
+        self, piece: ColumnPiece, squares: _AmxTiles, stores: list[Store], start: SymExpr, count: int
+    ) -> Stmt:
         """What all rows use of some blocks."""
         part = For(squares.across, sym(piece.vectors), seq(), "unrolled")
         lane = squares.loops[1]
@@ -150,7 +152,7 @@ class TiledRows(ManyRows):
         return Substitute(fresh=True).stmt(For(squares.step, sym(count), body))
 
 
-class _Squares:
+class _AmxTiles:
     """Sums of 16 rows by 16 columns, side by side, and what some blocks add to them.
 
     All products come first, then what uses them: reading what a tile has just written takes long. They go to memory
@@ -159,7 +161,7 @@ class _Squares:
 
     def __init__(
         self,
-        tile: TiledRows,
+        tile: AmxRows,
         products: Products,
         loops: tuple[For, For],
         place: tuple[SymVar, SymVar],
@@ -182,7 +184,7 @@ class _Squares:
         if value is None:
             self.origin, self.made = None, made("int32")
             instead = products.combined([self._load(buffer) for buffer in self.made])
-            value = Instead({id(products.value): instead}).value(tile.update.value)
+            value = Replacement({id(products.value): instead}).value(tile.update.value)
         self.value = value
 
     def _load(self, made: Buffer) -> Load:

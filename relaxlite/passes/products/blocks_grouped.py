@@ -22,7 +22,7 @@ from relaxlite.ir.program import Check, For, IfThenElse, LetIndex, Seq, Stmt, se
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.edits import less, nest, with_variant
-from relaxlite.passes.products.blocks import MAX_ROWS, BlockProduct, BlockTile, Faster, OneRow, Ways
+from relaxlite.passes.products.blocks import MAX_ROWS, BlockPlan, BlockProduct, BlockTile, ManyRowsPlan, OneRow
 from relaxlite.passes.products.register_tile import ColumnPiece, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
 
@@ -71,7 +71,7 @@ def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
     return lambda body: body, stmt
 
 
-def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
+def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: BlockPlan) -> Stmt:
     """All tiles of all groups in one parallel loop."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
@@ -83,10 +83,10 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: Ways) ->
     pieces = column_pieces(column.extent, lanes, widest)
     across = SymVar(f"{column.var.name}o")
 
-    def tiles(best: Faster | None) -> Stmt:
+    def tiles(best: ManyRowsPlan | None) -> Stmt:
         def of_piece(piece: ColumnPiece, number: SymExpr) -> Stmt:
             def all_rows(tile: BlockTile, vectors: int) -> Stmt:
-                return _all_rows(tile, piece, number, vectors, spread=tile.is_spread and found.panel < vectors)
+                return _all_rows(tile, piece, number, vectors, spread=tile.is_interleaved and found.panel < vectors)
 
             rest = all_rows(many, found.vectors)
             if best is not None:

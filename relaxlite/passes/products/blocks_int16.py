@@ -18,19 +18,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import HALVES
+from relaxlite.ir.intrinsics import DOT2_INT16
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.edits import less
 from relaxlite.passes.products.block_terms import Sums, find_sums
-from relaxlite.passes.products.blocks import Faster, ManyRows
-from relaxlite.passes.products.prologue import Instead
+from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
+from relaxlite.passes.products.prologue import Replacement
 
 MIN_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
 MIN_COLUMNS = 512  # that share the pass
-MAX_QUADS = 8  # of a block, twice as many vectors of codes stay in registers
+MAX_DP4A_GROUPS = 8  # of a block, twice as many vectors of codes stay in registers
 LOW_BITS = 4
 ORIGIN = (128 << LOW_BITS) + 128  # as both bytes of a number are moved by 128
 
@@ -38,20 +38,20 @@ _EVEN, _SIGNS = 0x00FF00FF, 0x00800080
 _BOTH = ORIGIN | ORIGIN << 16
 
 
-def by_halves(tile: ManyRows, vectors: int) -> Faster | None:
+def by_int16_pairs(tile: ManyRows, vectors: int) -> ManyRowsPlan | None:
     """Tiles one vector wide, behind a pass over the rows; None: these are no sums of bytes that make 12 bits."""
     found = find_sums(tile.update.value)
-    if found is None or found.shift != LOW_BITS or len(found.sums[-1].codes) > MAX_QUADS or tile.row is None:
+    if found is None or found.shift != LOW_BITS or len(found.sums[-1].codes) > MAX_DP4A_GROUPS or tile.row is None:
         return None
     if (as_int(tile.column.extent) or MIN_COLUMNS) < MIN_COLUMNS:
         return None
     if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return None
     rows = _Rows(tile, found)
-    block = Instead({id(found.value): rows.sum()}).stmt(tile.block)
+    block = Replacement({id(found.value): rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)
     made = replace(tile, block=block, least_rows=MIN_ROWS)
-    return Faster(less(MIN_ROWS - 1, tile.row.extent), made, 1, rows.around)
+    return ManyRowsPlan(less(MIN_ROWS - 1, tile.row.extent), made, 1, rows.around)
 
 
 class _Rows:
@@ -124,4 +124,4 @@ class _Rows:
 
 def _dot(total: Scalar | int, a: Scalar, b: Scalar) -> Scalar:
     start = literal(total, "int32") if isinstance(total, int) else total.value
-    return Scalar(Intrinsic(HALVES, (start, a.value, b.value), "int32"))
+    return Scalar(Intrinsic(DOT2_INT16, (start, a.value, b.value), "int32"))

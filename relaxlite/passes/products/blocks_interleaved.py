@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import BITS, WORDS
+from relaxlite.ir.intrinsics import BITS, DOT4_BYTES
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
@@ -32,7 +32,7 @@ from relaxlite.passes.products.block_terms import (
     scaled_at_once,
 )
 from relaxlite.passes.products.blocks import ManyRows
-from relaxlite.passes.products.prologue import Instead
+from relaxlite.passes.products.prologue import Replacement
 from relaxlite.passes.products.register_tile import TileLoops
 
 SUMS = 8  # vectors of them, which stay in registers beside the codes of two panels
@@ -40,7 +40,7 @@ MIN_DOTS = 8  # that a block adds to a vector; of fewer, chains are short
 MIN_ROWS = 12  # of one sum, and half of two: fewer are not worth what comes before them
 
 
-class RowsInStep(ManyRows):
+class InterleavedRows(ManyRows):
     """Tiles whose rows go some at a time."""
 
     __slots__ = ()
@@ -71,7 +71,10 @@ class RowsInStep(ManyRows):
         some = Substitute({row.var: here}).stmt(body)
         assert isinstance(some, Store)
         many = For(beside, sym(count), seq(), "unrolled"), part, lane
-        code = [*before, For(group, whole, _in_step(some, many, Load(starts, (here,)), offset if is_moved else None))]
+        code = [
+            *before,
+            For(group, whole, _interleaved_rows(some, many, Load(starts, (here,)), offset if is_moved else None)),
+        ]
         if as_int(row.extent % count) != 0:
             one = Substitute({row.var: whole * count + rest}).stmt(nest((part, lane), body))
             code.append(For(rest, row.extent % count, one))
@@ -97,7 +100,7 @@ def _of_all(row: For, lanes: int, store: Store) -> Stmt:
     return For(some, (row.extent + lanes - 1) // lanes, For(lane, sym(lanes), body, "vectorized"))
 
 
-def _in_step(body: Store, loops: TileLoops, start: Value, offset: Value | None) -> Stmt:
+def _interleaved_rows(body: Store, loops: TileLoops, start: Value, offset: Value | None) -> Stmt:
     """What a block adds of some rows, of which `loops` go over all. `offset`: what a sum whose bits are a float's adds
     to its product with the scale."""
     found = find_sums(body.value)
@@ -110,7 +113,7 @@ def _in_step(body: Store, loops: TileLoops, start: Value, offset: Value | None) 
         steps.append([])
         for buffer, part in zip(sums, found.sums, strict=True):
             bounds = literal(part.greatest, "int32"), literal(SIGN, "int32")
-            dot = Intrinsic(WORDS, (Load(buffer, at), part.codes[q], part.word(sym(q)), *bounds), "int32")
+            dot = Intrinsic(DOT4_BYTES, (Load(buffer, at), part.codes[q], part.word(sym(q)), *bounds), "int32")
             steps[-1].append(Store(buffer, at, dot))
     *high, total = (Scalar(Load(buffer, at)) for buffer in sums)
     if high:
@@ -121,7 +124,7 @@ def _in_step(body: Store, loops: TileLoops, start: Value, offset: Value | None) 
         assert product is not None
         as_float = Intrinsic(BITS, (total.value,), "float32")
         instead = {id(product): Intrinsic("fma", (as_float, product.b, offset), "float32")}
-    steps.append([replace(body, value=Instead(instead).value(body.value))])
+    steps.append([replace(body, value=Replacement(instead).value(body.value))])
     code = seq(*(Substitute(fresh=True).stmt(nest(loops, seq(*step))) for step in steps))
     for buffer in sums:
         code = Allocate(buffer, code)

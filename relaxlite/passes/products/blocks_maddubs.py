@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import ClassVar
 
-from relaxlite.ir.intrinsics import MAX_OF_PAIRS, WORDS
-from relaxlite.ir.ops.block_codes import ONES, QUAD
+from relaxlite.ir.intrinsics import DOT4_BYTES, MAX_OF_PAIRS
+from relaxlite.ir.ops.block_codes import DP4A_BYTES, ONES
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
     Allocate,
@@ -52,8 +52,8 @@ from relaxlite.passes.products.block_terms import (
     significant,
     zeros_of,
 )
-from relaxlite.passes.products.blocks import Faster, ManyRows, kept_parts, side_by_side
-from relaxlite.passes.products.prologue import Instead, symbols_of
+from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, interleaved_panels, kept_parts
+from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.passes.products.register_tile import TileLoops
 from relaxlite.target import Target
 
@@ -62,7 +62,7 @@ MAX_PANELS = 8  # that a row goes over
 _BYTE = 255
 
 
-def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> Faster | None:
+def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> ManyRowsPlan | None:
     """Tiles behind a pass over the rows; None: these are no sums of bytes."""
     found = find_sums(tile.update.value)
     if found is None or tile.row is None:
@@ -73,13 +73,15 @@ def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> Faster | None:
     block = bytes_of.instead_of_sum(tile.block)
     assert isinstance(block, Allocate)
     is_one_sum = len(found.sums) == 1
-    kind = PanelsInTurn if is_one_sum else RowsInTwos
+    kind = InterleavedPanels if is_one_sum else RowPairs
     made = kind(*(getattr(replace(tile, block=block, least_rows=MIN_ROWS), f.name) for f in fields(tile)))
     if is_one_sum:
-        vectors = side_by_side(
+        vectors = interleaved_panels(
             tile.column.extent, tile.lanes, MAX_PANELS, max(target.cores, 1), least=MAX_PANELS // 2
         )
-    return Faster(less(MIN_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None)
+    return ManyRowsPlan(
+        less(MIN_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None
+    )
 
 
 class _Bytes:
@@ -117,12 +119,12 @@ class _Bytes:
     def _is_exact(self, scale: Value) -> bool:
         """Whether scale * total + scale * added, for a scale of the columns, is rounded once only: a float holds the
         second product, a multiple of SIGN * scale. It holds the total, too, as all scales have 8 bits or more."""
-        bits = (QUAD * sum(self._most) * (self._moved_by // SIGN)).bit_length()
+        bits = (DP4A_BYTES * sum(self._most) * (self._moved_by // SIGN)).bit_length()
         is_of_columns = self._row.var not in symbols_of(scale)
         return self._fuses and is_of_columns and significant(scale) + bits <= FLOAT_BITS
 
     def _with(self, stmt: Stmt, value: Value, other: Scalar) -> Stmt:
-        return Instead({id(value): other.value}).stmt(stmt)
+        return Replacement({id(value): other.value}).stmt(stmt)
 
     def _total(self, sums: Sequence[Scalar]) -> Scalar:
         return sums[0] if len(sums) == 1 else sums[0].binary("shift_left", self._found.shift) + sums[1]
@@ -173,15 +175,15 @@ def _one_chain(part: Sum) -> Scalar:
 
 def _dot(total: Scalar, a: Value, most_a: int, b: Value, most_b: int) -> Scalar:
     bounds = literal(most_a, "int32"), literal(most_b, "int32")
-    return Scalar(Intrinsic(WORDS, (total.value, a, b, *bounds), "int32"))
+    return Scalar(Intrinsic(DOT4_BYTES, (total.value, a, b, *bounds), "int32"))
 
 
-class PanelsInTurn(ManyRows):
+class InterleavedPanels(ManyRows):
     """Tiles whose rows stay in registers, a block of each, while they go over some panels."""
 
     __slots__ = ()
     parts: ClassVar[LoopKind] = "serial"
-    is_spread = False
+    is_interleaved = False
 
     def kept_of_rows(self, value: Value) -> list[tuple[Buffer, Value]]:
         return kept_parts(value, self._row, self.column, (sym(self.lanes),), "row")
@@ -195,7 +197,7 @@ class PanelsInTurn(ManyRows):
         return nest((replace(row, kind="serial"),), code)
 
 
-class RowsInTwos(ManyRows):
+class RowPairs(ManyRows):
     """Tiles whose rows go two at a time."""
 
     __slots__ = ()
@@ -218,7 +220,7 @@ def _in_twos(loop: For, inner: Sequence[For], body: Store) -> Stmt:
         made = Substitute({loop.var: two * 2 + beside}).stmt(nest(inner, step))
         return Substitute(fresh=True).stmt(For(beside, sym(2), made, "unrolled"))
 
-    code = seq(*map(for_both, [*steps, replace(body, value=Instead(others).value(body.value))]))
+    code = seq(*map(for_both, [*steps, replace(body, value=Replacement(others).value(body.value))]))
     for buffer in sums:
         code = Allocate(buffer, code)
     twos, left = For(two, loop.extent // 2, code, "serial"), as_int(loop.extent % 2)
@@ -230,7 +232,7 @@ def _in_twos(loop: For, inner: Sequence[For], body: Store) -> Stmt:
 
 def _chains(value: Value) -> list[Value]:
     """The chains of dot products in a value, each from its end."""
-    if isinstance(value, Intrinsic) and value.name == WORDS:
+    if isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
         return [value]
     found = [chain for child in value_children(value) for chain in _chains(child)]
     return list({id(chain): chain for chain in found}.values())

@@ -22,7 +22,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.constant_values import PARTS
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
 from relaxlite.passes.loops.versioning import clamped_loops
-from relaxlite.passes.products.pack_constants import FOLLOWS, SHARED_BYTES
+from relaxlite.passes.products.pack_constants import INHERITS_LAYOUT, SHARED_BYTES
 from relaxlite.passes.products.prepared_rows import Product, Products
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import reduction_block
@@ -33,7 +33,7 @@ AT_A_TIME = 1 << 24  # of widened weights that are looked at: 64 MB
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class WeightStrategy:
     """Another way to compute products, of a pass of this name.
 
     `is_fit`: whether a product may be one of them. `make`: a program and its products, or None where all of them are
@@ -54,7 +54,7 @@ class Way:
         return self.functions is None or function in self.functions
 
 
-def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
+def take(way: WeightStrategy, module: IRModule, context: PassContext) -> IRModule:
     """The module whose products with constant weights go this way, too, where they may. A program that other calls
     still need stays beside the new one."""
     names, programs = [name for name in module.functions() if way.is_for(name)], module.programs()
@@ -76,7 +76,7 @@ def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
     needed = {call.callee.name for call in program_calls(module) if id(call) not in taken}
     new_names = {name: _unused(name, module) if name in needed else name for name in taken.values()}
     made_of = {new: found[name].program() for name, new in new_names.items()}
-    definitions: dict[str, Definition] = {new: _follower(p) if way.keeps else p for new, p in made_of.items()}
+    definitions: dict[str, Definition] = {new: _inheriting(p) if way.keeps else p for new, p in made_of.items()}
     weights = {key: each for key, each in made.items() if not isinstance(each, str)}
     passing = _PassWeights(found, new_names, weights)
     definitions |= {name: passing.function(module.functions()[name]) for name in names}
@@ -84,7 +84,7 @@ def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
 
 
 def _made(
-    way: Way, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
+    way: WeightStrategy, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
 ) -> dict[Key, tuple[Constant, ...] | str]:
     """What the new programs take of each weight, or why it is none for them."""
     made: dict[Key, tuple[Constant, ...] | str] = {
@@ -98,9 +98,9 @@ def _made(
     return made
 
 
-def _follower(program: TensorProgram) -> TensorProgram:
+def _inheriting(program: TensorProgram) -> TensorProgram:
     """Of weights that others read, too."""
-    return replace(program, attrs=Attrs({**program.attrs, FOLLOWS: True}))
+    return replace(program, attrs=Attrs({**program.attrs, INHERITS_LAYOUT: True}))
 
 
 def _unused(name: str, module: IRModule) -> str:
@@ -135,7 +135,7 @@ class _Use:
                 return f"{buffer.name} is read elsewhere, too, and stays one copy as it is"
         return None
 
-    def made(self, way: Way) -> tuple[Constant, ...] | str:
+    def made(self, way: WeightStrategy) -> tuple[Constant, ...] | str:
         """What is passed in place of the weights and beside them, or only beside them where they are kept. Of those,
         each part of the columns that is looked at has to be fit."""
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
@@ -151,13 +151,13 @@ class _Use:
         return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*found, strict=True))
 
 
-def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
+def would_take(way: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
     """Whether the products of a call may go this way, as far as that shows without a look at the weights."""
     products = _find(program, way)
     return products is not None and _are_constants(products.parts, program, args)
 
 
-def is_fit(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
+def is_fit(way: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
     """Whether the products of a call may go this way if there are enough of them."""
     parts = _parts(program, way)
     return parts is not None and _are_constants(parts, program, args)
@@ -184,7 +184,7 @@ def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
     return readers
 
 
-def _find(program: TensorProgram, way: Way) -> Products | None:
+def _find(program: TensorProgram, way: WeightStrategy) -> Products | None:
     """The program as products of one matrix with weights; None: it is something else, or not worth it."""
     parts = _parts(program, way)
     products = way.make(program, parts) if parts is not None else None
@@ -194,7 +194,7 @@ def _find(program: TensorProgram, way: Way) -> Products | None:
     return products if most_rows is None or most_rows >= products.least_rows else None
 
 
-def _parts(program: TensorProgram, way: Way) -> tuple[Product, ...] | None:
+def _parts(program: TensorProgram, way: WeightStrategy) -> tuple[Product, ...] | None:
     """The products of which the program consists, of one matrix with weights; None: it is something else, or they are
     not fit."""
     if program.attrs.get("scheduled"):

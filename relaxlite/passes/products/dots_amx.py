@@ -89,7 +89,7 @@ class _Operands:
     step: int
 
 
-def tile_squares(block: Block, column: For, lanes: int, width: int, target: Target) -> tuple[Value, Stmt] | None:
+def amx_dots(block: Block, column: For, lanes: int, width: int, target: Target) -> tuple[Value, Stmt] | None:
     """When there are tiles and rows to fill one, and the code then; None: it is no product that tiles can make.
 
     `width`: how many columns a panel of the weights has, which are packed in groups of rows.
@@ -100,7 +100,7 @@ def tile_squares(block: Block, column: For, lanes: int, width: int, target: Targ
     found = _operands(block, row, column, width, target)
     if found is None:
         return None
-    tile = _Squares(block.body, row, column, lanes, SIDE * ROWS)
+    tile = _AmxTiles(block.body, row, column, lanes, SIDE * ROWS)
     if not tile.starts_neutral():
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, row.extent))
@@ -128,7 +128,7 @@ def _operands(block: Block, row: For, column: For, width: int, target: Target) -
     return _Operands(kind, x, apart * kind.bytes, weight, width * kind.group * kind.bytes, outer, loop.var, depth, step)
 
 
-class _Squares(Tile):
+class _AmxTiles(Tile):
     """Squares of 32 rows by 32 columns."""
 
     __slots__ = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import HALVES, NEAREST
+from relaxlite.ir.intrinsics import DOT2_INT16, NEAREST
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
     Allocate,
@@ -35,7 +35,7 @@ _UNIT = 2.0**-16  # of a column's whole numbers as floats, whose length is then 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WordProducts(Products):
+class Int16Products(Products):
     """Of rows of whole numbers, two in an int32: those at t and t + depth / 2."""
 
     @property
@@ -154,4 +154,4 @@ def _sum(a: Value, b: Value) -> Value:
 
 
 def _products(a: Value, b: Value) -> Value:
-    return Intrinsic(HALVES, (literal(0, "int32"), a, b), "int32")
+    return Intrinsic(DOT2_INT16, (literal(0, "int32"), a, b), "int32")

@@ -26,7 +26,7 @@ _ERROR = 2.0**-8
 _SMALLEST = 2.0**-100  # columns whose largest weight is smaller are taken for zeros
 
 
-def words_of(weights: Constant) -> tuple[Constant, ...] | str:
+def int16_of(weights: Constant) -> tuple[Constant, ...] | str:
     """Weights float32 (..., k, n), the other dimensions ones and k even, as int32 (k / 2 in whole steps, n) of two
     words each, those of rows t and t + k / 2; what is taken off the sums of a column (n); and what a column's whole
     numbers are multiplied by (n). Or why these weights are none for this."""

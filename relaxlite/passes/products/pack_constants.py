@@ -10,7 +10,7 @@ Several matrices B[e, k, n] of which a tile reads one stay apart: P[e, j // widt
 
 A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
 width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too; those
-with the attribute FOLLOWS read all that they read as others have it packed.
+with the attribute INHERITS_LAYOUT read all that they read as others have it packed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.records import dataclass
 
-FOLLOWS = "follows"  # attribute of a program that reads weights as others have them packed, and packs none itself
+INHERITS_LAYOUT = (
+    "follows"  # attribute of a program that reads weights as others have them packed, and packs none itself
+)
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 
 
@@ -80,7 +82,7 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
         packed.update({id(value): panels[k] for k, value in constants.items()})
         if any(value.nbytes >= SHARED_BYTES for value in constants.values()):  # and with it its scales, for one
             large.update(id(value) for value in constants.values())
-    follows = {name for name, program in module.programs().items() if program.attrs.get(FOLLOWS)}
+    follows = {name for name, program in module.programs().items() if program.attrs.get(INHERITS_LAYOUT)}
     read: dict[tuple[str, int], _Layout | None] = {}  # (program, input) -> how all its calls pass it; None: not alike
     for call in program_calls(module):
         for k, arg in enumerate(call.args):
@@ -132,7 +134,7 @@ class _Layout:
 
 def _panels(program: TensorProgram) -> dict[int, _Layout]:
     """Input -> layout."""
-    if program.attrs.get(FOLLOWS):
+    if program.attrs.get(INHERITS_LAYOUT):
         return {}
     widths, groups, apart = (program.attrs.get(name, ()) for name in ("panels", "groups", "apart"))
     assert isinstance(widths, tuple) and isinstance(groups, tuple) and isinstance(apart, tuple)
@@ -157,7 +159,7 @@ def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> Tenso
     return replace(program, params=params, body=body, attrs=Attrs(attrs))
 
 
-def _asks_for_routine(cond: Value) -> bool:
+def _calls_routine(cond: Value) -> bool:
     return any(isinstance(value, LibraryFound) for value in walk_values(cond))
 
 
@@ -170,7 +172,7 @@ class _PackLoads(ProgramRewriter):
         self._packed, self._loose = packed, loose
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if isinstance(stmt, IfThenElse) and _asks_for_routine(stmt.cond) and self._takes_loose(stmt.then):
+        if isinstance(stmt, IfThenElse) and _calls_routine(stmt.cond) and self._takes_loose(stmt.then):
             return self.stmt(stmt.other or Seq(()))
         if not isinstance(stmt, Prefetch) or stmt.buffer not in self._packed.keys() | self._loose:
             return super().stmt(stmt)

@@ -28,7 +28,7 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, value_chil
 from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.edits import GuardLoads, nest, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
-from relaxlite.passes.products.panel_prefetch import Requests
+from relaxlite.passes.products.panel_prefetch import Prefetcher
 from relaxlite.records import dataclass
 
 ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
@@ -155,7 +155,7 @@ class Stream:
         loops: tuple[For, For, For],
         at: dict[SymVar, SymExpr],
         guard: Value | None,
-        requests: Requests | None = None,
+        requests: Prefetcher | None = None,
     ) -> tuple[Allocate, Load]:
         """The sums of a tile by the reduced loop `update`, and one of them in the tile's loops. `at` says what column
         and row are in these; `guard` masks columns; `requests`: what the steps ask for."""
@@ -175,7 +175,7 @@ class _StreamedTile:
     loops: tuple[For, For, For]
     at: dict[SymVar, SymExpr]
     guard: Value | None
-    requests: Requests | None
+    requests: Prefetcher | None
 
     @property
     def _counts(self) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class _StreamedTile:
                 shape = tuple(loop.extent for loop in self.loops[1:])
                 found[id(value)] = Buffer("kept", shape, value.dtype, "local"), self._guarded(value)
         instead = {key: Load(buffer, self._across) for key, (buffer, _) in found.items()}
-        return Instead(instead).value(operand), list(found.values())
+        return Replacement(instead).value(operand), list(found.values())
 
     def _step(self, part: Buffer, operand: Value, k: SymExpr, copy: SymExpr) -> Stmt:
         """Makes the operand's vectors and adds the products."""
@@ -320,7 +320,7 @@ def _staying(value: Value, var: SymVar, group: int) -> tuple[Value, ...]:
     return tuple(found for child in value_children(value) for found in _staying(child, var, group))
 
 
-class Instead(ProgramRewriter):
+class Replacement(ProgramRewriter):
     """Other values in place of values, which are named by their ids."""
 
     def __init__(self, instead: Mapping[int, Value]) -> None:

@@ -39,7 +39,7 @@ from relaxlite.passes.loops.parallel import writes_apart
 from relaxlite.passes.loops.pattern import perfect_nest, reduction_of
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.pair_tile import PairTile, apart, pair_of
-from relaxlite.passes.products.panel_prefetch import LINE, Asks
+from relaxlite.passes.products.panel_prefetch import LINE, PanelPrefetch
 from relaxlite.passes.products.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.products.register_tile import (
     ENOUGH_SUMS,
@@ -79,7 +79,7 @@ def tiled(
     choice: ScheduleChoice = DEFAULT,
     *,
     hides_conversions: bool = True,
-    asks: Asks | None = None,
+    asks: PanelPrefetch | None = None,
     shape: RowShape | None = None,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
@@ -236,7 +236,7 @@ def panel_widths(
     return found
 
 
-def asked_ahead(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
+def prefetch_distances(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
     """How far ahead each of the panels of one product is asked for, in lines: the longest `most` bytes, the others in
     step."""
     rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}

@@ -41,8 +41,8 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
-from relaxlite.passes.products.panel_prefetch import Asks, Requests, requests_of
-from relaxlite.passes.products.prologue import Instead, Stream
+from relaxlite.passes.products.panel_prefetch import PanelPrefetch, Prefetcher, prefetcher_of
+from relaxlite.passes.products.prologue import Replacement, Stream
 from relaxlite.records import dataclass
 
 TileLoops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
@@ -68,7 +68,7 @@ class PanelRows:
 
     matrix: Buffer
     count: int
-    ask: Callable[[SymExpr, SymExpr], Requests]
+    ask: Callable[[SymExpr, SymExpr], Prefetcher]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class Tile:
     row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
     together: int | None = None  # row blocks that take a panel before the next group does (RowSplit); None: all do
     stream: Stream | None = None  # how an operand is taken in that is more than a load
-    asks: Asks | None = None  # for panels of the columns' operand
-    requests: Requests | None = None
+    asks: PanelPrefetch | None = None  # for panels of the columns' operand
+    requests: Prefetcher | None = None
 
     @property
     def rows(self) -> RowSplit:
@@ -183,7 +183,7 @@ class Tile:
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
         first = self._first(piece, number)
-        tile = self if piece.masked else self._asking(first, piece.vectors * self.lanes)
+        tile = self if piece.masked else self._panel_prefetch(first, piece.vectors * self.lanes)
         is_staged = self._is_long() or self._parts() is not None or self.row_unit > 1
         make = tile._staged if is_staged else tile._direct
         if self.row is None:
@@ -198,11 +198,11 @@ class Tile:
         blocks = smax(self.rows.in_group, 1)
         return tile.requests.bound(blocks, block % blocks, code)
 
-    def _asking(self, first: SymExpr, width: int) -> Tile:
+    def _panel_prefetch(self, first: SymExpr, width: int) -> Tile:
         """The maker of tiles that ask for panels of so many columns, where that helps."""
         if self.asks is None or self.row is None:
             return self
-        return replace(self, requests=requests_of(self.asks, self._stmts[1], self.column.var, first, width))
+        return replace(self, requests=prefetcher_of(self.asks, self._stmts[1], self.column.var, first, width))
 
     def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
         """The first column of a tile."""
@@ -309,7 +309,9 @@ class Tile:
             load = Load(panel, (step, self.column.var - first))
             stream = Stream(0, self.column.var, self._row.var, enough_sums=own.enough_sums, panel=panel)
             making.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
-            reading.append((own, For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(steps.body))), total))
+            reading.append(
+                (own, For(step, extent, fresh.stmt(Replacement({id(operand): load}).stmt(steps.body))), total)
+            )
         if fill is not None:
             made, rest = fill(panels[0], (start, extent), first), begin
         else:

@@ -34,7 +34,7 @@ _MAX_TERMS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class NchwTile:
     """A block of windows: a tap counts where all of `rows`, which do not move along w, and of `inside`, which do, are
     >= 0; what is combined then is `value`. `row` is that of x which is read."""
 
@@ -72,7 +72,7 @@ class Planes:
         return tap if is_seen else None
 
 
-def planes_of(block: Block, lanes: int) -> Planes | None:
+def nchw_tile_of(block: Block, lanes: int) -> NchwTile | None:
     """The block as windows with channels first; None: it is something else."""
     if lanes == 1 or block.is_pair or len(block.spatial) < 2:
         return None
@@ -115,14 +115,14 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
     height = max(1, min(_MAX_ROWS, _MAX_TERMS // math.prod(sizes))) if has_rows else 1
     value = Without(select).value(block.update.value) if select is not None else block.update.value
     row = outer[-1] if outer else sym(0)
-    return Planes(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)
+    return NchwTile(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)
 
 
 def _each_once(conditions: list[SymExpr]) -> tuple[SymExpr, ...]:
     return tuple(dict.fromkeys(conditions))
 
 
-def tiled_planes(planes: Planes) -> Stmt:
+def tiled_nchw(planes: NchwTile) -> Stmt:
     """The block in tiles, in parallel over images, channels and rows of tiles."""
     tile, first = SymVar(f"{planes.along.var.name}o", lower=0), SymVar(f"{planes.down.var.name}o", lower=0)
     start, top = tile * planes.lanes, first * planes.height
@@ -133,7 +133,7 @@ def tiled_planes(planes: Planes) -> Stmt:
     return grid(axes, For(tile, ceildiv(planes.along.extent, planes.lanes), body))
 
 
-def _corners(planes: Planes, start: SymExpr, top: SymExpr) -> list[SymExpr]:
+def _corners(planes: NchwTile, start: SymExpr, top: SymExpr) -> list[SymExpr]:
     """Expressions that are all >= 0 where all of a tile's windows exist and all of their taps lie inside: conditions at
     the corner of the tile where they are least, as they are linear."""
     begins = {tap.var: (sym(0), (as_int(tap.extent) or 1) - 1) for tap in planes.taps}
@@ -147,7 +147,7 @@ def _corners(planes: Planes, start: SymExpr, top: SymExpr) -> list[SymExpr]:
     return list(dict.fromkeys(found))
 
 
-def _tile(planes: Planes, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt:
+def _tile(planes: NchwTile, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt:
     """A vector of windows from `start` on, in each of some rows from `top` on."""
     along, down = planes.along, planes.down
     row = For(SymVar("r", upper=planes.height - 1), sym(planes.height), Seq(()), "unrolled")
@@ -174,7 +174,7 @@ def _tile(planes: Planes, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt
     return made
 
 
-def _by_rows(planes: Planes, update: Stmt, top: SymExpr, *, masked: bool) -> Stmt:
+def _by_rows(planes: NchwTile, update: Stmt, top: SymExpr, *, masked: bool) -> Stmt:
     """The loops over taps and rows of windows, unrolled: over rows of x instead of taps that go down, so that all that
     uses a vector of x stands together. Rows that lie outside are left out.
 
@@ -223,7 +223,7 @@ class _Kept(ProgramRewriter):
         return Load(self.found.setdefault((value.buffer, value.indices), kept), ())
 
 
-def _masked(planes: Planes, start: SymExpr, lane: SymVar) -> Value:
+def _masked(planes: NchwTile, start: SymExpr, lane: SymVar) -> Value:
     """The update's value, which loads nothing in lanes whose tap lies outside."""
     first, end = sym(0), sym(planes.lanes)
     for d in planes.inside:

@@ -87,11 +87,11 @@ class Widened:
                 return _lines(self.makers[0], (later, first), width, step, is_on)
 
             def rows(step: SymExpr, block: SymExpr) -> list[Prefetch]:
-                return _rows_asked(self.makers[0], (start, first), width, block * PART + step)
+                return _row_prefetches(self.makers[0], (start, first), width, block * PART + step)
 
             if is_packed:
-                return NextPart(lines, SymVar("is_on", lower=0, upper=1), is_spread=False)
-            return NextPart(rows, SymVar("block", lower=0), is_spread=True)
+                return NextPart(lines, SymVar("is_on", lower=0, upper=1), is_interleaved=False)
+            return NextPart(rows, SymVar("block", lower=0), is_interleaved=True)
 
         return over_panels(made, [PanelRows(self.w, TERMS, ask)], pieces, others, fill)
 
@@ -117,7 +117,7 @@ def _lines(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, step: SymEx
     return found
 
 
-def _rows_asked(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, number: SymExpr) -> list[Prefetch]:
+def _row_prefetches(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, number: SymExpr) -> list[Prefetch]:
     """Of the next part of w, what its row of this number, or the last one, is made of. `corner`: the first step of this
     part, and its first column. Behind the last part comes the first one of the columns beside these."""
     row, later = perfect_nest(maker).loops[0], (corner[0] + PART) * TERMS

@@ -25,8 +25,8 @@ from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
 from relaxlite.passes.products.choice import BATCH_INVARIANT
-from relaxlite.passes.products.int16_products import COARSE
-from relaxlite.passes.products.pack_constants import FOLLOWS
+from relaxlite.passes.products.int16_products import RELAXED_PRECISION
+from relaxlite.passes.products.pack_constants import INHERITS_LAYOUT
 from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.passes.products.winograd_widened import PART
@@ -46,7 +46,7 @@ Make = Callable[[BlockBuilder, Expr], Expr]
 def both_functions(depth: int, make: Make) -> IRModule:
     """main(x: f32[m, depth]) and fill(x), which compute the same; only main must be exact."""
     bb = BlockBuilder()
-    for name, marks in (("main", {}), (FILL, {EXPORTED: True, COARSE: True})):
+    for name, marks in (("main", {}), (FILL, {EXPORTED: True, RELAXED_PRECISION: True})):
         with bb.function(name, Attrs(marks), x=TensorType.of((bb.symbol("m"), depth), "float32")) as (x,):
             bb.result(make(bb, x))
     return bb.module(Attrs({BATCH_INVARIANT: True}))
@@ -76,7 +76,7 @@ def decided(
 
 def takes(module: IRModule, target: Target = TARGETS[0], precision: str = "auto") -> bool:
     made, reasons = decided(module, target, precision)
-    assert any(taken for taken, _ in reasons) == any(p.attrs.get(FOLLOWS) for p in made.programs().values())
+    assert any(taken for taken, _ in reasons) == any(p.attrs.get(INHERITS_LAYOUT) for p in made.programs().values())
     return any(taken for taken, _ in reasons)
 
 

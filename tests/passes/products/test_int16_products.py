@@ -27,19 +27,29 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products.int16_weights import LONGEST, MAX_DEPTH, MAX_W, MAX_X, words_of
+from relaxlite.passes.products.int16_weights import LONGEST, MAX_DEPTH, MAX_W, MAX_X, int16_of
 from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
 from tests.passes.products.test_register_tile import inner_loops, vector_stack_references
-from tests.passes.products.test_winograd_products import UNTIL_PACKED, ZEN4, ZEN5, Run, Way, both, linear, rows, weights
+from tests.passes.products.test_winograd_products import (
+    UNTIL_PACKED,
+    ZEN4,
+    ZEN5,
+    Run,
+    WeightStrategy,
+    both,
+    linear,
+    rows,
+    weights,
+)
 
 _NAMES = [step.name for step in default_pipeline()]
 ROWS = (0, 1, 2, 3, 4, 5, 11, 16, 17, 20, 21, 47, 64, 129)
 
 
-_WORDS = Way("word_products", "bf16")
+_WORDS = WeightStrategy("word_products", "bf16")
 decided, takes, compiled, interpreted = _WORDS.decided, _WORDS.takes, _WORDS.compiled, _WORDS.interpreted
 
 
@@ -141,7 +151,7 @@ def test_large_weights_of_two_products_are_multiplied_in_bfloat16_and_not_in_flo
 def test_words_hold_the_numbers_of_two_rows_and_add_without_a_carry(depth: int) -> None:
     w = weights(depth, 80) * np.logspace(-20, 15, 80, dtype=np.float32)
     w[:, 7] = 0
-    made = words_of(Constant.of(w))
+    made = int16_of(Constant.of(w))
     assert not isinstance(made, str)
     words, _, width = (each.value for each in made)
     half = depth // 2
@@ -216,9 +226,7 @@ def test_no_row_moves_further_than_rounding_to_bfloat16_may_move_it() -> None:
     x = rng.uniform(0.5, 1.5, (5, MAX_DEPTH)).astype(np.float32)
     x[:, 7:8] *= large
     run = compiled(linear(w))
-    whole = (
-        np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w, axis=0) / LONGEST))) * step
-    )
+    whole = np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w, axis=0) / LONGEST))) * step
     moved = np.asarray(run(x)) - x.astype(np.float64) @ whole
     assert np.all(np.abs(moved) <= 2.0**-8 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(whole, axis=0))
     assert np.all(np.linalg.norm(numbers(x, MAX_X) - x, axis=1) <= 2.0**-8 * np.linalg.norm(x, axis=1))

@@ -62,7 +62,7 @@ def linear(w: np.ndarray, most_rows: int | None = None) -> IRModule:
 
 
 @dataclass(frozen=True)
-class Way:
+class WeightStrategy:
     """A pass that gives products another way, and the precision that allows it (test_pass_word_products.py, too)."""
 
     step: str
@@ -100,7 +100,7 @@ class Way:
         return run
 
 
-_FLOATS = Way("inner_products", "auto")
+_FLOATS = WeightStrategy("inner_products", "auto")
 decided, takes, compiled, interpreted = _FLOATS.decided, _FLOATS.takes, _FLOATS.compiled, _FLOATS.interpreted
 
 

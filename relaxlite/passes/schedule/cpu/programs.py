@@ -48,13 +48,13 @@ from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.access import accesses, can_fuse, stride
 from relaxlite.passes.loops.edits import (
-    ask_for_streams,
     fuse,
     hoist_lets,
     less,
     masked_rest,
     nest,
     past_caches,
+    prefetch_arrays,
     split,
     split_reduction,
     when_positive,
@@ -75,31 +75,38 @@ from relaxlite.passes.loops.parallel import (
 from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.loops.row_program import rows_of
 from relaxlite.passes.loops.versioning import Unclamp, clamped_loops
-from relaxlite.passes.products.blocks import BlockProduct, Larger, ManyRows, Ways, block_product, tiled_blocks
-from relaxlite.passes.products.blocks_amx import by_tiles
+from relaxlite.passes.products.blocks import (
+    BlockPlan,
+    BlockProduct,
+    ManyRows,
+    ManyRowsRule,
+    block_product,
+    tiled_blocks,
+)
+from relaxlite.passes.products.blocks_amx import by_amx
 from relaxlite.passes.products.blocks_grouped import Groups, groups_of, tiled_groups
-from relaxlite.passes.products.blocks_int16 import by_halves
-from relaxlite.passes.products.blocks_interleaved import RowsInStep
+from relaxlite.passes.products.blocks_int16 import by_int16_pairs
+from relaxlite.passes.products.blocks_interleaved import InterleavedRows
 from relaxlite.passes.products.blocks_maddubs import by_pairs
 from relaxlite.passes.products.choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.products.dots import Dots, dot_products
-from relaxlite.passes.products.dots_amx import tile_squares
-from relaxlite.passes.products.pack_constants import FOLLOWS
-from relaxlite.passes.products.panel_prefetch import Asks, steps_of, width_that_fits
+from relaxlite.passes.products.dots_amx import amx_dots
+from relaxlite.passes.products.pack_constants import INHERITS_LAYOUT
+from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
 from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.passes.products.reduction import (
     Block,
-    asked_ahead,
     panel_width,
     panel_widths,
+    prefetch_distances,
     prologues_of,
     reduction_block,
     tile_size,
     tiled,
 )
-from relaxlite.passes.products.transposed import find_turned, tiled_turned
-from relaxlite.passes.products.windows_nchw import planes_of, tiled_planes
+from relaxlite.passes.products.transposed import find_transposed, tiled_transposed
+from relaxlite.passes.products.windows_nchw import nchw_tile_of, tiled_nchw
 from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
 from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
 from relaxlite.passes.products.winograd_widened import find_widened
@@ -309,7 +316,7 @@ class _Rules:
         most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
         past = past_caches(scheduled, store.buffer)
         if self.target.cpu_facts.elementwise_prefetch_bytes:
-            past = ask_for_streams(past, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
+            past = prefetch_arrays(past, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
         return with_variant(less(most, product(store.buffer.shape)), past, scheduled)
 
     # Generic nests
@@ -381,15 +388,15 @@ class _Rules:
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
-        planes = planes_of(block, lanes)
+        planes = nchw_tile_of(block, lanes)
         if planes is not None:
             self.note("plane_tile", planes.along.var.name, rows=planes.height, lanes=lanes)
-            return tiled_planes(planes)
+            return tiled_nchw(planes)
         unfused, block = block, block.fused()
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
             self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(blocks, lanes, self._ways(blocks, lanes))
+            return tiled_blocks(blocks, lanes, self._block_plan(blocks, lanes))
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is not None:
             of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
@@ -404,7 +411,7 @@ class _Rules:
             self.panels[tile.filters] = tile.width
             self._group(dots)
             flat = unfused.fused(reduced=False)
-            return self._or_squares(flat, flat.spatial[-1], lanes, tile.width, made)
+            return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, made)
         column = block.vector_loop() if lanes > 1 else None
         chained = chained_terms(block, self.target) if self.program.attrs.get(VARIANTS) else None
         if column is not None and chained is not None:
@@ -419,11 +426,11 @@ class _Rules:
             is_plain = packs and dots is None and not prologues and not has_few_rows
             choice, asks = self.given if prologues else self.choice, None
             if is_plain:
-                choice, asks = self._asking(block, column, lanes)
+                choice, asks = self._panel_prefetch(block, column, lanes)
             if self.is_counted_by_data(block, column):
                 choice = replace(choice, sums=ONE_SUM)
                 ahead = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
-                asks = Asks(ahead, for_next=False, cache=2) if ahead else None
+                asks = PanelPrefetch(ahead, for_next=False, cache=2) if ahead else None
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
                     self.panels.setdefault(operand, width)  # a variant before this one may have chosen
@@ -436,19 +443,19 @@ class _Rules:
             for found in prologues:
                 rest = "stream" if row is None or (found.is_cheap and hides) else "stage"
                 self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
-                self.ask_ahead(found.operand)
+                self.prefetch_operand(found.operand)
             body = None if dots is None else dots.body
             made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
             if dots is None:
                 return made
-            return self._or_squares(block, column, lanes, panel_width(block, column, lanes, registers, choice), made)
+            return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), made)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
-        turned = find_turned(block) if lanes > 1 and not block.is_pair else None
+        turned = find_transposed(block) if lanes > 1 and not block.is_pair else None
         if turned is None:
             return usual
         self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
-        return tiled_turned(block, turned, lanes, registers, usual, self.choice)
+        return tiled_transposed(block, turned, lanes, registers, usual, self.choice)
 
     def grouped(self, groups: Groups) -> Stmt | None:
         """Products of rows in groups with quantized blocks; None: these are others."""
@@ -461,9 +468,9 @@ class _Rules:
         if self.packs:
             self.apart.update(found.panels)
         self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, self._ways(found, lanes))
+        return tiled_groups(groups, found, lanes, self._block_plan(found, lanes))
 
-    def _ways(self, found: BlockProduct, lanes: int) -> Ways:
+    def _block_plan(self, found: BlockProduct, lanes: int) -> BlockPlan:
         """How its weights are read, which lie in panels, if they may, in order where nothing asks for them ahead; and
         how rows are multiplied with them."""
         target, streams = self.target, self.target.cpu_facts.block_prefetch_plan
@@ -472,14 +479,14 @@ class _Rules:
             self.in_order.update(() if streams.gemv_bytes else found.panels)
         else:
             streams = replace(streams, gemv_bytes=0, gemm_bytes=0)
-        larger: Larger | None = None
+        larger: ManyRowsRule | None = None
         if target.has("amx-int8"):
-            larger = by_tiles
+            larger = by_amx
         elif target.has_maddubs and not target.has_dp4a:
             larger = partial(by_pairs, target=target)
         elif target.cpu_facts.adds_beside_fmas and target.cpu_facts.loads_per_fma > 1:
-            larger = by_halves
-        return Ways(streams, RowsInStep if target.interleaves_rows else ManyRows, larger)
+            larger = by_int16_pairs
+        return BlockPlan(streams, InterleavedRows if target.interleaves_rows else ManyRows, larger)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
         """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
@@ -511,9 +518,9 @@ class _Rules:
         column, lanes = found.column.var.name, self.lanes(found.body)
         self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
         self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(FOLLOWS))
+        return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(INHERITS_LAYOUT))
 
-    def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
+    def _panel_prefetch(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, PanelPrefetch | None]:
         """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in
         the second cache; where neither does, none asks for the next one."""
         registers = self.target.num_vector_registers
@@ -523,12 +530,12 @@ class _Rules:
         widths = [usual, *([] if self.choice.vectors else range(usual - lanes, MIN_VECTORS * lanes - 1, -lanes))]
         width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
         choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
-        asks = Asks(self.target.cpu_facts.panel_prefetch_steps, width is not None)
+        asks = PanelPrefetch(self.target.cpu_facts.panel_prefetch_steps, width is not None)
         return choice, asks if asks.ahead or asks.for_next else None
 
-    def _or_squares(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
+    def _or_amx(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
         """What is made of a block's dot products, for where tiles of the processor do not do it."""
-        larger = tile_squares(block, column, lanes, width, self.target)
+        larger = amx_dots(block, column, lanes, width, self.target)
         if larger is None:
             return made
         self.note("tile_squares", column.var.name)
@@ -547,13 +554,13 @@ class _Rules:
             self.groups[operand] = dots.group
             self.note("dot_products", operand.name, length=dots.group)
 
-    def ask_ahead(self, operand: Value) -> None:
+    def prefetch_operand(self, operand: Value) -> None:
         """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by
         themselves (measured), as there is less to do between their loads."""
         read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
         if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
             self.ahead.update(
-                asked_ahead((b for b in read if b in self.panels), self.target.cpu_facts.weight_prefetch_bytes)
+                prefetch_distances((b for b in read if b in self.panels), self.target.cpu_facts.weight_prefetch_bytes)
             )
 
     def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
