@@ -20,6 +20,7 @@ from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, c
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import without_collections
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
+from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
@@ -210,10 +211,10 @@ def _validators(module: IRModule, context: PassContext, validate: Validate) -> l
 
 def signature_of(function: Function) -> Signature:
     """Names, dtypes and symbolic shapes of a function's parameters and results. Symbols of one name get suffixes."""
-    given = function.attrs.get("input_names") or tuple(p.name for p in function.params)
+    given = function.attrs.get(INPUT_NAMES) or tuple(p.name for p in function.params)
     results = function.body.result.ty
     types = result_types(results)
-    named = function.attrs.get("output_names") or tuple(f"output_{k}" for k in range(len(types)))
+    named = function.attrs.get(OUTPUT_NAMES) or tuple(f"output_{k}" for k in range(len(types)))
     assert isinstance(given, tuple) and isinstance(named, tuple)
     donated = donated_params(function)  # the last results are their new contents, which the caller's arrays hold
     types, named = types[: len(types) - len(donated)], named[: len(types) - len(donated)]

@@ -18,6 +18,7 @@ import numpy as np
 from relaxlite.config import usable_cores
 from relaxlite.driver import compile as compile_module
 from relaxlite.errors import NoFolderError
+from relaxlite.ir.attributes import SCHEDULED
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Call, GlobalVar, Var
 from relaxlite.ir.module import IRModule
@@ -179,7 +180,7 @@ def _parallel(
     inputs: list[Buffer], out: Buffer, symbols: tuple[SymVar, ...], thread: SymVar, body: Stmt
 ) -> TensorProgram:
     loop = For(thread, symbols[1], body, "parallel")
-    return TensorProgram((*inputs, out), symbols, loop, attrs=Attrs({"scheduled": True}))
+    return TensorProgram((*inputs, out), symbols, loop, attrs=Attrs({SCHEDULED: True}))
 
 
 def _compiled(program: TensorProgram) -> Executable:

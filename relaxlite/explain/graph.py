@@ -12,6 +12,7 @@ from dataclasses import field
 from typing import Any
 
 from relaxlite.explain.fusion import FusedCall
+from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
 from relaxlite.ir.expr import (
     Body,
     Call,
@@ -83,7 +84,7 @@ class _Drawing:
         self._by_name: dict[str, int] = {}
 
     def draw(self, function: Function) -> Graph:
-        given = function.attrs.get("input_names")
+        given = function.attrs.get(INPUT_NAMES)
         names = given if isinstance(given, tuple) else tuple(p.name for p in function.params)
         for param, name in zip(function.params, names, strict=True):
             self._made_by[param] = (self._add(Node(str(name), "input", "input", self._type(param.ty), None, ())),)
@@ -94,7 +95,7 @@ class _Drawing:
 
     def _results(self, function: Function, result: Expr) -> None:
         fields = result.fields if isinstance(result, Tuple) else (result,)
-        given = function.attrs.get("output_names")
+        given = function.attrs.get(OUTPUT_NAMES)
         names = given if isinstance(given, tuple) else tuple(f"output_{k}" for k in range(len(fields)))
         for k, leaf in enumerate(fields):
             name = str(names[k]) if k < len(names) else f"output_{k}"

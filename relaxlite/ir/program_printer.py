@@ -21,8 +21,8 @@ written(y[0]), work=n)` a CallLibrary, and `library_found("blas", "sasum")` says
 
 from __future__ import annotations
 
+from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.program import (
-    SCHEDULE,
     AddressOf,
     Allocate,
     Barrier,

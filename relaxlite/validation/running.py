@@ -21,8 +21,8 @@ from relaxlite.codegen.llvm import machine_code
 from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, OUT_OF_MEMORY
 from relaxlite.codegen.llvm.module import emit_kernel
 from relaxlite.errors import ExecutionError, OutOfBoundsError, OutOfMemoryError
+from relaxlite.ir.attributes import WRITES_INPUTS
 from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, TensorProgram
-from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.runtime.native import NativeLibrary, load_objects
@@ -117,7 +117,7 @@ class Remembering:
         outputs: Sequence[Any] | None = None,
         name: str = "program",
     ) -> list[Any]:
-        if outputs is not None or program.attrs.get(INPLACE):
+        if outputs is not None or program.attrs.get(WRITES_INPUTS):
             return run_program(program, inputs, symbols, outputs, name)
         values = interpreter.program_symbols(program, inputs, symbols)
         key = (id(program), *(values[s] for s in program.symbols), *map(_digest, inputs))

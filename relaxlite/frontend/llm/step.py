@@ -27,6 +27,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.config import DecoderConfig, Experts
 from relaxlite.frontend.llm.layers import Decoder
+from relaxlite.ir.attributes import BATCH_INVARIANT, DONATED, EXPORTED, INPUT_NAMES, OUTPUT_NAMES, RELAXED_PRECISION
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
@@ -42,10 +43,6 @@ CHUNK = 128
 ROWS_OF_EXPERT = 64  # measured: 0.92 of the speed of 128, 32 have 0.82 of it, 8 have 0.37
 MAX_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
-DONATED = "donated"  # as passes/memory/donate.py calls it
-EXPORTED = "exported"  # as passes/graph/reachable.py does
-RELAXED_PRECISION = "coarse"  # as passes/products/int16_products.py does
-BATCH_INVARIANT = "batch_invariant"  # as passes/products/choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
 STATES = ("tails_", "states_")  # pools too, with a slot for each state
@@ -74,7 +71,7 @@ def build_step(
         given = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
         outputs = ("logits",) if name == ENTRY else ()
         marks = {EXPORTED: True, RELAXED_PRECISION: True} if name == FILL else {}
-        names = {"input_names": tuple(types), "output_names": (*outputs, *list(types)[given[0] :])}
+        names = {INPUT_NAMES: tuple(types), OUTPUT_NAMES: (*outputs, *list(types)[given[0] :])}
         attrs = Attrs({DONATED: tuple(given), **names, **marks})
         with bb.function(name, attrs, **types) as params:
             of = dict(zip(types, params, strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from math import inf
 
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.expr import (
     Attrs,
     Binding,
@@ -201,7 +202,7 @@ def composite(group: Group) -> Function:
         bindings.append(Let(var, Call(n.call.callee, args, n.call.attrs, n.call.sym_args, n.call.ty, n.call.loc)))
     results = tuple(env[n.var] for n in group.outs)
     body = Body((Block(tuple(bindings)),), results[0] if len(results) == 1 else Tuple(results))
-    return Function(tuple(params), body, Attrs({"composite": True}))
+    return Function(tuple(params), body, Attrs({COMPOSITE: True}))
 
 
 def _place(group: Group) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Tuple, Var
 from relaxlite.ir.module import Definition, IRModule
@@ -30,7 +31,7 @@ _NEGATIVE = " is negative"  # ends the messages of checks that name a tensor of 
 
 
 def fuse_programs(module: IRModule) -> IRModule:
-    composites = {n: f for n, f in module.functions().items() if f.attrs.get("composite")}
+    composites = {n: f for n, f in module.functions().items() if f.attrs.get(COMPOSITE)}
     definitions: dict[str, Definition] = {n: d for n, d in module.items() if n not in composites}
     table = ProgramTable(definitions)
     fused: dict[str, _Fused] = {}

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from relaxlite import dtypes
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.expr import Attrs, Block, Body, Call, Constant, Expr, Function, GlobalVar, Let, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Allocate, Binary, Cast, Load, TensorProgram, Value
@@ -147,7 +148,7 @@ class _FusePrologues(Rewriter):
             bindings.append(Let(inside[old], Call(c.callee, args, c.attrs, c.sym_args, c.ty, c.loc)))  # type: ignore[arg-type]
         shape = Var("symbols", ShapeType(symbols, len(symbols)))
         body = Body((Block(tuple(bindings)),), bindings[-1].var)
-        program = merge(Function((*params.values(), shape), body, Attrs({"composite": True})), self._module)
+        program = merge(Function((*params.values(), shape), body, Attrs({COMPOSITE: True})), self._module)
         kind = "stored" if all(isinstance(a, Constant) for c in chain.values() for a in c.args[:1]) else "turned"
         callee = self._table.add(f"{call.callee.name}_of_{kind}", program)
         assert set(program.symbols) <= set(symbols)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from relaxlite.ir.attributes import EXPORTED
 from relaxlite.ir.expr import Call, Function, GlobalVar, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.visitor import bodies, operands
-
-EXPORTED = "exported"  # attribute of a function that callers of the compiled model may run, as they run "main"
 
 
 def entries(module: IRModule) -> list[str]:

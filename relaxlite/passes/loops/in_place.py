@@ -31,8 +31,6 @@ from relaxlite.ir.program_visitor import ProgramRewriter, loads, stmt_children, 
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.records import dataclass
 
-IN_PLACE = "in_place"  # attribute of a program: pairs (parameter that is read, parameter that may take over its memory)
-
 Pairs: TypeAlias = "tuple[tuple[int, int], ...]"
 
 

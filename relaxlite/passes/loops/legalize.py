@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from relaxlite.errors import PassError
+from relaxlite.ir.attributes import READS_APART
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import NO_ATTRS, Attrs, Call, Constant, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
@@ -17,7 +18,6 @@ from relaxlite.ir.text import attrs_key
 from relaxlite.ir.types import ShapeType, TensorType, TupleType
 from relaxlite.ir.visitor import Rewriter
 
-READS_APART = "reads_apart"  # attribute of programs of such ops
 RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins later, not to loops
 
 

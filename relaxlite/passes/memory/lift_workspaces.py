@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import WORKSPACES
 from relaxlite.ir.expr import Attrs, Call, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import get_op
@@ -29,7 +30,6 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
-WORKSPACES = "workspaces"  # attribute of a program: how many of its outputs, the last ones, are scratch memory
 MAX_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
 LARGEST_LOCAL = 64 * 1024  # bytes of a local buffer that code generation still puts on the stack
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from relaxlite.errors import PassError
+from relaxlite.ir.attributes import CHECKED, SCHEDULED
 from relaxlite.ir.expr import (
     Attrs,
     Binding,
@@ -148,7 +149,7 @@ class _LowerFunction:
                 body = seq(Store(buffer, (sym(slot),), IndexValue(substitute(expr, local))), body)
             for var in reversed([v for v in used if self._slots[v] not in made]):
                 body = LetIndex(local[var], Load(buffer, (sym(self._slots[var]),)), body)
-            self._definitions[name] = TensorProgram((buffer,), (), body, 1, Attrs({"checked": True, "scheduled": True}))
+            self._definitions[name] = TensorProgram((buffer,), (), body, 1, Attrs({CHECKED: True, SCHEDULED: True}))
 
 
 def dims_of(ty: Type) -> tuple[SymExpr, ...]:

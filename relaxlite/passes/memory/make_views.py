@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import CONCATENATES
 from relaxlite.ir.expr import Attrs, Body, Call, Expr, Function, GlobalVar, ShapeValue, Tuple, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import get_op
@@ -24,7 +25,6 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.contiguous import Range, Ranges, copied_range, copied_ranges, joined_inputs
 from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
-JOINS = "joins"  # attribute of a program: the inputs that its output is, one after another
 SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
 MAX_KEPT = 4  # times the size of a view that it may keep alive for longer
 _ANALYZER = Analyzer()
@@ -47,7 +47,7 @@ def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
     if inputs is None:
         return program
     places = tuple(program.inputs.index(x) for x in inputs)
-    return replace(program, attrs=Attrs({**program.attrs, JOINS: places}))
+    return replace(program, attrs=Attrs({**program.attrs, CONCATENATES: places}))
 
 
 class _MakeViews(Rewriter):

@@ -15,9 +15,6 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.records import dataclass
 
 Outer = Literal["rows", "columns"]
-BATCH_INVARIANT = "batch_invariant"
-"""Attribute of a module whose results for a row must be the same to the last bit whatever rows are beside it: products
-of several tokens of a language model, or of several sequences, are then those of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import INHERITS_LAYOUT, SCHEDULED
 from relaxlite.ir.expr import Array, Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Binary, Check, For, IndexValue, Literal, Load, Stmt, Store, TensorProgram, Value
@@ -22,7 +23,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.constant_values import PARTS
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
 from relaxlite.passes.loops.versioning import clamped_loops
-from relaxlite.passes.products.pack_constants import INHERITS_LAYOUT, SHARED_BYTES
+from relaxlite.passes.products.pack_constants import SHARED_BYTES
 from relaxlite.passes.products.prepared_rows import Product, Products
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import reduction_block
@@ -197,7 +198,7 @@ def _find(program: TensorProgram, way: WeightStrategy) -> Products | None:
 def _parts(program: TensorProgram, way: WeightStrategy) -> tuple[Product, ...] | None:
     """The products of which the program consists, of one matrix with weights; None: it is something else, or they are
     not fit."""
-    if program.attrs.get("scheduled"):
+    if program.attrs.get(SCHEDULED):
         return None
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
     made = [_product_of(stage, program, keeps=way.keeps) for stage in stages]

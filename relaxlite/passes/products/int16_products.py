@@ -29,6 +29,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from relaxlite.ir.attributes import RELAXED_PRECISION
 from relaxlite.ir.expr import Constant
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Load, TensorProgram
@@ -40,10 +41,6 @@ from relaxlite.passes.products.int16_weights import MAX_DEPTH, int16_of, steps_o
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
 from relaxlite.target import Target
 
-RELAXED_PRECISION: Final = "coarse"
-"""Attribute of a function whose products may be rounded as here, though those of others may not: of a step that only
-fills a cache. Its weights stay as they are stored, for the other functions to read them, and become words panel by
-panel (winograd_widened.py)."""
 RELAXED_PRECISIONS: Final = ("auto", "int8")  # in which such functions round
 MIN_COLUMNS: Final = 64  # see `columns_for_pass`
 MIN_DEPTH: Final = 96  # terms of a sum

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite.ir.attributes import INHERITS_LAYOUT, PANELS, PREFETCH_BYTES, ROW_GROUPS, STACKED
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
-    AHEAD,
     AddressOf,
     Buffer,
     Compare,
@@ -46,9 +46,6 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.records import dataclass
 
-INHERITS_LAYOUT = (
-    "follows"  # attribute of a program that reads weights as others have them packed, and packs none itself
-)
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 
 
@@ -136,7 +133,7 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
     """Input -> layout."""
     if program.attrs.get(INHERITS_LAYOUT):
         return {}
-    widths, groups, apart = (program.attrs.get(name, ()) for name in ("panels", "groups", "apart"))
+    widths, groups, apart = (program.attrs.get(name, ()) for name in (PANELS, ROW_GROUPS, STACKED))
     assert isinstance(widths, tuple) and isinstance(groups, tuple) and isinstance(apart, tuple)
     width_of: dict[int, int] = dict(widths)  # type: ignore[arg-type]
     group_of: dict[int, int] = dict(groups)  # type: ignore[arg-type]
@@ -145,10 +142,11 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
 
 def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
     """The program with these inputs packed, of those that its schedule names."""
-    attrs = {name: value for name, value in program.attrs.items() if name not in ("panels", "groups", "apart", AHEAD)}
-    ahead: Any = program.attrs.get(AHEAD, ())
+    wanted = (PANELS, ROW_GROUPS, STACKED, PREFETCH_BYTES)
+    attrs = {name: value for name, value in program.attrs.items() if name not in wanted}
+    ahead: Any = program.attrs.get(PREFETCH_BYTES, ())
     if streams := tuple((k, count) for k, count in ahead if k in panels):  # what is not packed is read in other places
-        attrs[AHEAD] = streams
+        attrs[PREFETCH_BYTES] = streams
     packed: dict[Buffer, tuple[Buffer, _Layout]] = {}
     for k, layout in panels.items():
         old = program.params[k]

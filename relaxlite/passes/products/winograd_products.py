@@ -43,11 +43,11 @@ program, winograd_loops.py makes the program.
 
 from __future__ import annotations
 
+from relaxlite.ir.attributes import BATCH_INVARIANT
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.products.choice import BATCH_INVARIANT
 from relaxlite.passes.products.constant_weights import WeightStrategy, take
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
 from relaxlite.passes.products.winograd_loops import FloatProducts

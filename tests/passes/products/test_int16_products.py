@@ -15,6 +15,7 @@ import relaxlite as rl
 from relaxlite.codegen.llvm import emit_assembly
 from relaxlite.driver import build
 from relaxlite.errors import ValidationError
+from relaxlite.ir.attributes import MIN_PREPARED_ROWS
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
@@ -28,7 +29,6 @@ from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
 from relaxlite.passes.products.int16_weights import LONGEST, MAX_DEPTH, MAX_W, MAX_X, int16_of
-from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
@@ -301,7 +301,7 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
     with bb.function("main", x=TensorType.of((b, n, 384), "float32")) as (x,):
         bb.result(Tuple(tuple(bb.emit(get_op("relu")(bb.emit(get_op("matmul")(x, Constant.of(k))))) for k in w)))
     module = bb.module()
-    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(VARIANTS))
+    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(MIN_PREPARED_ROWS))
     assert program.num_outputs == 3
     run = compiled(module)
     for shape in ((1, 64), (3, 33), (0, 5), (2, 1)):

@@ -13,6 +13,7 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.codegen.llvm import emit_assembly
+from relaxlite.ir.attributes import MIN_PREPARED_ROWS
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
@@ -26,7 +27,6 @@ from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import winograd_loops as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
-from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.passes.products.winograd_loops import MIN_ROWS, MIN_WORK
 from relaxlite.passes.products.winograd_products import MIN_DEPTH
 from relaxlite.passes.products.winograd_tile import InnerTile
@@ -75,7 +75,7 @@ class WeightStrategy:
         return found, [(d.taken, d.reason) for d in context.decisions if d.step == self.step]
 
     def takes(self, module: IRModule, target: Target = ZEN4) -> bool:
-        return any(p.attrs.get(VARIANTS) for p in self.decided(module, target)[0].programs().values())
+        return any(p.attrs.get(MIN_PREPARED_ROWS) for p in self.decided(module, target)[0].programs().values())
 
     def compiled(self, module: IRModule, target: Target = ZEN4) -> Run:
         """As such a processor runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
@@ -87,7 +87,7 @@ class WeightStrategy:
     def interpreted(self, module: IRModule, target: Target = ZEN4) -> Run:
         """As the interpreter runs what the pass has made, before and after loops are scheduled."""
         made, _ = self.decided(module, target)
-        assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
+        assert any(p.attrs.get(MIN_PREPARED_ROWS) for p in made.programs().values())
         context = PassContext(target=target, precision=self.precision)
         first, second = Interpreter(made), Interpreter(run_passes(module, UNTIL_PACKED, context))
 
@@ -363,7 +363,7 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
         results = [bb.emit(get_op("gelu")(bb.emit(get_op("matmul")(x, Constant.of(each))))) for each in w]
         bb.result(Tuple(tuple(results)))
     module = bb.module()
-    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(VARIANTS))
+    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(MIN_PREPARED_ROWS))
     assert program.num_outputs == 3
     assert sum(b.name.endswith("_prepared") for b in _allocated(program)) == 1
     run = compiled(module)
@@ -398,7 +398,7 @@ def test_the_result_takes_over_what_is_added_to_it() -> None:
         product = bb.emit(get_op("matmul")(bb.emit(get_op("tanh")(x)), Constant.of(w)))
         bb.result(bb.emit(get_op("exp")(bb.emit(get_op("add")(bb.emit(get_op("relu")(y)), product)))))
     module = run_passes(bb.module(), default_pipeline()[: _NAMES.index("schedule") + 1], PassContext(target=ZEN4))
-    (program,) = (p for p in module.programs().values() if p.attrs.get(VARIANTS))
+    (program,) = (p for p in module.programs().values() if p.attrs.get(MIN_PREPARED_ROWS))
     pairs: Any = program.attrs["in_place"]
     assert [program.params[b] in program.outputs for _, b in pairs] == [True]
     assert [program.params[a].shape for a, _ in pairs] == [program.outputs[0].shape]

@@ -7,6 +7,7 @@ import pytest
 
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import MIN_PREPARED_ROWS
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr, Tuple
 from relaxlite.ir.module import IRModule
@@ -22,7 +23,6 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import constant_weights as constant_products
 from relaxlite.passes.products import winograd_loops as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
-from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.passes.products.winograd_widened import PART
@@ -73,7 +73,7 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_kind
 def test_weights_stay_in_their_bits_and_get_both_ways(kind: str, target: Target) -> None:
     made, reasons = decided(module(weight_of(kind, 288, 256), 288), target)
-    (program,) = [p for p in made.programs().values() if p.attrs.get(VARIANTS)]
+    (program,) = [p for p in made.programs().values() if p.attrs.get(MIN_PREPARED_ROWS)]
     assert [taken for taken, _ in reasons] == [True]
     stored = {b.dtype for b in program.inputs if len(b.shape) == 2 and str(b.shape[0]) != "m"}
     assert stored & {"int32", "int8", "uint8", "float16"}
@@ -127,7 +127,8 @@ def test_weights_are_looked_at_some_columns_at_a_time(monkeypatch: pytest.Monkey
 
     def beside() -> list[np.ndarray]:
         made = decided(layer, TARGETS[0])[0]
-        (call,) = [call for call in program_calls(made) if made.programs()[call.callee.name].attrs.get(VARIANTS)]
+        prepared = {name for name, program in made.programs().items() if program.attrs.get(MIN_PREPARED_ROWS)}
+        (call,) = [call for call in program_calls(made) if call.callee.name in prepared]
         return [arg.value for arg in call.args if isinstance(arg, Constant) and arg.value.shape == (256,)]
 
     whole = beside()
@@ -172,7 +173,7 @@ def joined(weights: list[Weight], depth: int) -> IRModule:
 def test_joined_products_of_all_kinds_take_one_pass_over_their_operand(target: Target) -> None:
     weights = [weight_of(kind, 512, 192) for kind in KINDS]
     made, _ = decided(joined(weights, 512), target)
-    assert [p.num_outputs for p in made.programs().values() if p.attrs.get(VARIANTS)] == [len(weights)]
+    assert [p.num_outputs for p in made.programs().values() if p.attrs.get(MIN_PREPARED_ROWS)] == [len(weights)]
     run = compiled(joined(weights, 512), target)
     for count in (1, 16, 65):
         x = rows(count, 512)

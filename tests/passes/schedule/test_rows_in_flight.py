@@ -12,11 +12,11 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import IN_PLACE
 from relaxlite.ir.expr import Expr, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.passes.graph.decompose import decompose
-from relaxlite.passes.loops.in_place import IN_PLACE
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.cpu.rows_in_flight import BLOCKS_PER_CORE, FEWEST_ROWS, MAX_ROWS
 from relaxlite.target import Target

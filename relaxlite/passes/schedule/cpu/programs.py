@@ -20,12 +20,23 @@ from functools import partial, reduce
 from typing import Any
 
 from relaxlite import dtypes
+from relaxlite.ir.attributes import (
+    BATCH_INVARIANT,
+    IN_ORDER,
+    IN_PLACE,
+    INHERITS_LAYOUT,
+    MIN_PREPARED_ROWS,
+    PANELS,
+    PREFETCH_BYTES,
+    ROW_GROUPS,
+    SCHEDULED,
+    STACKED,
+    WRITES_INPUTS,
+)
 from relaxlite.ir.expr import Attrs, AttrValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
-    AHEAD,
-    IN_ORDER,
     Allocate,
     Binary,
     Buffer,
@@ -41,7 +52,6 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import all_values, stores, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
@@ -61,7 +71,7 @@ from relaxlite.passes.loops.edits import (
     with_variant,
     without_unit_loops,
 )
-from relaxlite.passes.loops.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
+from relaxlite.passes.loops.in_place import Pairs, in_place_pairs, keeps_order, with_late_stores
 from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
 from relaxlite.passes.loops.parallel import (
     combines_into_one,
@@ -88,13 +98,11 @@ from relaxlite.passes.products.blocks_grouped import Groups, groups_of, tiled_gr
 from relaxlite.passes.products.blocks_int16 import by_int16_pairs
 from relaxlite.passes.products.blocks_interleaved import InterleavedRows
 from relaxlite.passes.products.blocks_maddubs import by_pairs
-from relaxlite.passes.products.choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
+from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
 from relaxlite.passes.products.dots import Dots, dot_products
 from relaxlite.passes.products.dots_amx import amx_dots
-from relaxlite.passes.products.pack_constants import INHERITS_LAYOUT
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
-from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.passes.products.reduction import (
     Block,
     panel_width,
@@ -126,7 +134,7 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
     target, tuning = context.target, context.tuning
 
     def schedule(program: TensorProgram) -> TensorProgram:
-        if program.attrs.get("scheduled"):
+        if program.attrs.get(SCHEDULED):
             return program
         choice = tuning.choice(program, target) if tuning is not None else DEFAULT
         if module.attrs.get(BATCH_INVARIANT):
@@ -157,15 +165,15 @@ def _note_operands(name: str, before: TensorProgram, after: TensorProgram, conte
 
 def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
     """The same program with loops arranged for the target."""
-    if program.attrs.get("scheduled"):
+    if program.attrs.get(SCHEDULED):
         return program
     program = with_late_stores(program)
     pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
-    if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
+    if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
     rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, set(), [], in_place)
-    if program.attrs.get(VARIANTS):
+    if program.attrs.get(MIN_PREPARED_ROWS):
         rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
         stages = [rules.variants(s) for s in top_stages(program)]
     else:
@@ -176,7 +184,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
     apart = tuple(k for k, b in enumerate(program.inputs) if b in rules.apart)
     in_order = tuple(k for k, b in enumerate(program.inputs) if b in rules.in_order)
-    said = (("panels", panels), ("groups", groups), ("apart", apart), (AHEAD, ahead), (IN_ORDER, in_order))
+    said = ((PANELS, panels), (ROW_GROUPS, groups), (STACKED, apart), (PREFETCH_BYTES, ahead), (IN_ORDER, in_order))
     packing = {name: value for name, value in said if value}
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
@@ -189,7 +197,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
 def _in_place(program: TensorProgram) -> Pairs:
     """Which operands results may take over; where they are written in branches, the pass that made these says it."""
     found: Any = program.attrs.get(IN_PLACE, ())
-    return found if program.attrs.get(VARIANTS) else in_place_pairs(program)[0]
+    return found if program.attrs.get(MIN_PREPARED_ROWS) else in_place_pairs(program)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +285,7 @@ class _Rules:
         made = None if groups is None else self.grouped(groups)
         if made is not None:
             return made
-        rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
+        rows = None if self.program.attrs.get(WRITES_INPUTS) else rows_of(stage)
         if rows is not None:
             asks = self.target.cpu_facts.prefetches_next_row
             rows = replace(rows, asks=asks, cores=None if asks else self.target.cores)
@@ -413,7 +421,7 @@ class _Rules:
             flat = unfused.fused(reduced=False)
             return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, made)
         column = block.vector_loop() if lanes > 1 else None
-        chained = chained_terms(block, self.target) if self.program.attrs.get(VARIANTS) else None
+        chained = chained_terms(block, self.target) if self.program.attrs.get(MIN_PREPARED_ROWS) else None
         if column is not None and chained is not None:
             return self.chained(block, column, chained)
         if column is not None:
@@ -422,7 +430,7 @@ class _Rules:
                 self.target.cpu_facts.hides_conversions,
             )
             prologues = prologues_of(block, column) if dots is None else ()
-            has_few_rows = bool(self.program.attrs.get(VARIANTS))  # of which none would have time to ask for more
+            has_few_rows = bool(self.program.attrs.get(MIN_PREPARED_ROWS))  # too few to prefetch for
             is_plain = packs and dots is None and not prologues and not has_few_rows
             choice, asks = self.given if prologues else self.choice, None
             if is_plain:
@@ -507,7 +515,7 @@ class _Rules:
     @property
     def _least_rows(self) -> int:
         """That there are where they were prepared."""
-        found: Any = self.program.attrs[VARIANTS]
+        found: Any = self.program.attrs[MIN_PREPARED_ROWS]
         return int(found)
 
     def widened(self, stmt: Allocate) -> Stmt | None:

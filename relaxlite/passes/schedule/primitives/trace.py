@@ -11,8 +11,9 @@ import ast
 from collections.abc import Iterable
 
 from relaxlite.errors import ScheduleError
+from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.expr import Attrs, AttrValue
-from relaxlite.ir.program import SCHEDULE, TensorProgram
+from relaxlite.ir.program import TensorProgram
 from relaxlite.records import dataclass
 
 Argument = AttrValue
