@@ -50,6 +50,7 @@ SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout 
 
 
 def pack_constants(module: IRModule) -> IRModule:
+    """Lay constant weights out as the schedules of their programs read them."""
     wanted = {name: panels for name, p in module.programs().items() if (panels := _panels(p))}
     for call in program_calls(module):
         if call.callee.name in wanted:

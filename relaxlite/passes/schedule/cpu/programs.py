@@ -131,6 +131,7 @@ MIN_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cac
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
+    """Arrange the loops of every program for the target's vectors, caches and cores."""
     target, tuning = context.target, context.tuning
 
     def schedule(program: TensorProgram) -> TensorProgram:
