@@ -65,7 +65,7 @@ def _step(
 ) -> Pass:
     """A row of the table; a function of the module alone gets no context."""
     summary = (run.__doc__ or "").strip().split("\n")[0]
-    takes_context = run.__code__.co_argcount > 1  # type: ignore[union-attr]
+    takes_context = run.__code__.co_argcount > 1
     whole: Any = run if takes_context else lambda module, _: run(module)  # type: ignore[call-arg]
     return Pass(name, whole, stage, summary, rounds, why, after, before)
 

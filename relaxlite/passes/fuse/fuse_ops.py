@@ -65,6 +65,7 @@ MAX_STREAMS = 16  # tensors that a kernel of several outputs goes through side b
 
 
 def fuse_ops(module: IRModule, context: PassContext) -> IRModule:
+    """Group calls of tensor programs that are to become one kernel into composite functions."""
     definitions: dict[str, Definition] = dict(module)
     patterns = {name: analyze(program) for name, program in module.programs().items()}
     table = ProgramTable(definitions)

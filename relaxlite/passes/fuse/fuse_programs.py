@@ -31,6 +31,7 @@ _NEGATIVE = " is negative"  # ends the messages of checks that name a tensor of 
 
 
 def fuse_programs(module: IRModule) -> IRModule:
+    """Merge the loops of each composite function into one tensor program."""
     composites = {n: f for n, f in module.functions().items() if f.attrs.get(COMPOSITE)}
     definitions: dict[str, Definition] = {n: d for n, d in module.items() if n not in composites}
     table = ProgramTable(definitions)

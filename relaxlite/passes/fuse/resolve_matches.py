@@ -40,6 +40,8 @@ _ANALYZER = Analyzer()
 
 
 def resolve_matches(module: IRModule, context: PassContext) -> IRModule:
+    """Readers of a matched tensor read the source of its MatchShape, which then keeps no programs apart."""
+
     def resolved(function: Function) -> Function:
         if not any(isinstance(b, MatchShape) for body in bodies(function) for b in body.bindings()):
             return function

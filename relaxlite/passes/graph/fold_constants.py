@@ -32,6 +32,7 @@ GROWTH = 2  # larger ones only if they are at most this many times the operands:
 
 
 def fold_constants(module: IRModule) -> IRModule:
+    """Evaluate calls of pure ops whose operands are all constants."""
     return map_functions(module, lambda f: _FoldConstants(_widened_weights(f), _filters(f)).function(f))
 
 

@@ -20,6 +20,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 
 
 def fold_shapes(module: IRModule) -> IRModule:
+    """Evaluate the integer tensors that compute shapes, element by element, as symbolic expressions."""
     return map_functions(module, lambda f: _FoldShapes().function(f))
 
 

@@ -43,6 +43,7 @@ class _NotAttention(Exception):
 
 
 def fuse_attention(module: IRModule, context: PassContext) -> IRModule:
+    """Replace matmul, scale, bias, softmax and matmul by one attention op."""
     return map_functions(module, partial(_rewritten, context=context))
 
 

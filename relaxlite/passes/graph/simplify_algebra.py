@@ -21,6 +21,7 @@ Rule: TypeAlias = Callable[[Call, Bindings], "Expr | None"]
 
 
 def simplify_algebra(module: IRModule) -> IRModule:
+    """Rewrite ops by algebraic rules that are exact for every input."""
     return map_functions(module, lambda f: _Simplify().function(f))
 
 

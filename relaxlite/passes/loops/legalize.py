@@ -52,6 +52,7 @@ class ProgramTable:
 
 
 def legalize(module: IRModule) -> IRModule:
+    """Replace calls of ops by calls of the tensor programs that compute them."""
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     for name, function in module.functions().items():

@@ -44,6 +44,7 @@ Source = tuple[Expr, Type, str]  # a value, its type, and what to call it in an 
 
 
 def lower_shapes(module: IRModule) -> IRModule:
+    """Replace symbolic shapes by slots of a heap that is filled at run time."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
         definitions[name] = _LowerFunction(name, module, definitions).lower(function)
