@@ -153,3 +153,9 @@ def _lies_apart(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
     distance, length = as_int(store.indices[-1] - other[-1]), as_int(loop.extent)
     is_apart = distance is not None and length is not None and abs(distance) >= length
     return is_apart and store.indices[:-1] == other[:-1] and stride(store, loop.var) == 1
+
+
+def is_contiguous(loop: For) -> bool:
+    """Whether the loop is worth vectorizing: an access moves along it by one element, or none moves."""
+    strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
+    return any(s == 1 for s in strides) or all(s == 0 for s in strides)

@@ -13,24 +13,17 @@ Shapes may be symbolic: tiles have an exact tail, masked along vectors and narro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from relaxlite import dtypes
 from relaxlite.ir.attributes import (
     BATCH_INVARIANT,
-    IN_ORDER,
     IN_PLACE,
-    INHERITS_LAYOUT,
     MIN_PREPARED_ROWS,
-    PANELS,
-    PREFETCH_BYTES,
-    ROW_GROUPS,
     SCHEDULED,
-    STACKED,
     WRITES_INPUTS,
 )
 from relaxlite.ir.expr import Attrs, AttrValue
@@ -44,25 +37,22 @@ from relaxlite.ir.program import (
     Enclosing,
     For,
     IfThenElse,
-    Load,
     Seq,
     Stmt,
     Store,
     TensorProgram,
-    Value,
     seq,
 )
-from relaxlite.ir.program_visitor import all_values, stores, walk_stmts, walk_values
+from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.access import accesses, can_fuse, stride
+from relaxlite.passes.loops.access import can_fuse
 from relaxlite.passes.loops.edits import (
     fuse,
     hoist_lets,
     less,
     masked_rest,
-    nest,
     past_caches,
     prefetch_arrays,
     split,
@@ -75,6 +65,7 @@ from relaxlite.passes.loops.in_place import Pairs, in_place_pairs, keeps_order, 
 from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
 from relaxlite.passes.loops.parallel import (
     combines_into_one,
+    is_contiguous,
     is_independent,
     mark_parallel,
     outermost_parallel,
@@ -85,49 +76,21 @@ from relaxlite.passes.loops.parallel import (
 from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
 from relaxlite.passes.loops.row_program import rows_of
 from relaxlite.passes.loops.versioning import Unclamp, clamped_loops
-from relaxlite.passes.products.blocks import (
-    BlockPlan,
-    BlockProduct,
-    ManyRows,
-    ManyRowsRule,
-    block_product,
-    tiled_blocks,
-)
-from relaxlite.passes.products.blocks_amx import by_amx
-from relaxlite.passes.products.blocks_grouped import Groups, groups_of, tiled_groups
-from relaxlite.passes.products.blocks_int16 import by_int16_pairs
-from relaxlite.passes.products.blocks_interleaved import InterleavedRows
-from relaxlite.passes.products.blocks_maddubs import by_pairs
+from relaxlite.passes.products.blocks_grouped import groups_of
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
-from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
-from relaxlite.passes.products.dots import Dots, dot_products
-from relaxlite.passes.products.dots_amx import amx_dots
-from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
 from relaxlite.passes.products.reduction import (
-    Block,
-    panel_width,
-    panel_widths,
-    prefetch_distances,
-    prologues_of,
     reduction_block,
-    tile_size,
-    tiled,
 )
-from relaxlite.passes.products.transposed import find_transposed, tiled_transposed
-from relaxlite.passes.products.windows_nchw import nchw_tile_of, tiled_nchw
-from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
-from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
-from relaxlite.passes.products.winograd_widened import find_widened
+from relaxlite.passes.products.scheduler import ENOUGH_WORK, OperandLayouts, ReductionScheduler, lanes_of
+from relaxlite.passes.products.strategy_table import BY_NAME
+from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS
 from relaxlite.passes.schedule.cpu.rows import reads_in_time, schedule_rows
 from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, both, tiled_transpose
-from relaxlite.passes.schedule.primitives.trace import Step, with_steps
+from relaxlite.passes.schedule.primitives.trace import Step, parse_step, steps_of, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
-PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
 MAX_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
-MIN_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
@@ -149,7 +112,21 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
     after = scheduled.programs()
     for name, program in module.programs().items():
         _note_operands(name, program, after[name], context)
+        if not program.attrs.get(SCHEDULED):
+            _note_strategies(name, after[name], context)
     return scheduled
+
+
+def _note_strategies(name: str, program: TensorProgram, context: PassContext) -> None:
+    """How the products of a program are computed, from how many rows on, and which strategies were refused."""
+    for step in map(parse_step, steps_of(program)):
+        options = dict(step.options)
+        if step.name == "strategy":
+            strategy = BY_NAME[str(step.args[0])]
+            reason = f"from {options['rows']} rows on: {strategy.summary}"
+            context.decide("strategy", f"{name} by {strategy.name}", True, reason)
+        elif step.name == "refuse":
+            context.decide("strategy", f"{name} by {step.args[0]}", False, str(options["reason"]))
 
 
 def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
@@ -173,25 +150,22 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # whose loops are joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
-    rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, set(), [], in_place)
+    steps: list[Step] = []
+    layouts = OperandLayouts()
+    few_rows = replace(choice, rows=choice.rows or ORDINARY_ROWS) if program.attrs.get(MIN_PREPARED_ROWS) else choice
+    reductions = ReductionScheduler(program, target, choice, few_rows, layouts, steps)
+    rules = _Rules(program, target, reductions, steps, in_place)
     if program.attrs.get(MIN_PREPARED_ROWS):
-        rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
         stages = [rules.variants(s) for s in top_stages(program)]
     else:
         stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
     body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
-    panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
-    groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
-    ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
-    apart = tuple(k for k, b in enumerate(program.inputs) if b in rules.apart)
-    in_order = tuple(k for k, b in enumerate(program.inputs) if b in rules.in_order)
-    said = ((PANELS, panels), (ROW_GROUPS, groups), (STACKED, apart), (PREFETCH_BYTES, ahead), (IN_ORDER, in_order))
-    packing = {name: value for name, value in said if value}
+    packing = layouts.attrs(program.inputs)
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
-    steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
+    notes = dict.fromkeys([*steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
     kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
     old = {name: value for name, value in program.attrs.items() if name != IN_PLACE}
-    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: kept} if kept else {})}), steps)
+    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: kept} if kept else {})}), notes)
     return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
 
 
@@ -205,29 +179,16 @@ def _in_place(program: TensorProgram) -> Pairs:
 class _Rules:
     program: TensorProgram
     target: Target
-    given: ScheduleChoice
-    choice: ScheduleChoice  # as given, or for less code where few rows ever run it
-    panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
-    groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
-    apart: set[Buffer]  # and that are several matrices
-    ahead: dict[Buffer, int]  # how many bytes ahead of its loads an operand is asked for
-    in_order: set[Buffer]  # whose loads stay in their order
+    reductions: ReductionScheduler
     steps: list[Step]  # what was done, to be read beside the program
     in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
     staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
-
-    packs: bool = True  # whether constants may be laid out for the tiles
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
         self.steps.append(Step(name, args, tuple(options.items())))
 
     def lanes(self, stmt: Stmt) -> int:
-        """Vector lanes for the widest element that the statement computes with."""
-        widths = [dtypes.itemsize(v.dtype) for v in all_values(stmt)] + [
-            dtypes.itemsize(s.buffer.dtype) for s in stores(stmt)
-        ]
-        widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
-        return max(1, self.target.vector_bits // 8 // widest)
+        return lanes_of(stmt, self.target)
 
     def keeps(self, x: Buffer, out: Buffer, body: Stmt) -> bool:
         """Whether the output may still take over the input's memory when the loops are scheduled like this."""
@@ -235,10 +196,6 @@ class _Rules:
 
     def _forbid(self, out: Buffer, inputs: Iterable[Buffer]) -> None:
         self.in_place.difference_update({(x, out) for x in inputs})
-
-    @property
-    def partial_sums(self) -> int:
-        return self.choice.partial_sums or PARTIAL_SUMS
 
     def stage(self, stage: Stmt) -> Stmt:
         if calls_library(stage):
@@ -253,7 +210,7 @@ class _Rules:
     def beside_library(self, stage: IfThenElse) -> Stmt:
         """The loops behind the call of a library, and those for where it is not called. It reads constants as they are,
         so the loops do too."""
-        rules = replace(self, packs=False)
+        rules = replace(self, reductions=replace(self.reductions, packs=False))
 
         def scheduled(stmt: Stmt) -> Stmt:
             if isinstance(stmt, Allocate) and stmt.buffer.scope == "global":
@@ -266,7 +223,7 @@ class _Rules:
     def variants(self, stmt: Stmt) -> Stmt:
         """Stages of which one or the other runs. What is parallel already has been scheduled."""
         if isinstance(stmt, Allocate):
-            made = self.widened(stmt)
+            made = self.reductions.widened(stmt)
             return replace(stmt, body=self.variants(stmt.body)) if made is None else made
         if isinstance(stmt, IfThenElse):
             then = self.variants(stmt.then)
@@ -281,9 +238,9 @@ class _Rules:
             return seq()  # nothing to tile
         block = reduction_block(stage)
         if block is not None:
-            return self.reduction(block)
+            return self.reductions.reduction(block)
         groups = groups_of(stage)
-        made = None if groups is None else self.grouped(groups)
+        made = None if groups is None else seq() if _never_runs(groups.nest) else self.reductions.grouped(groups)
         if made is not None:
             return made
         rows = None if self.program.attrs.get(WRITES_INPUTS) else rows_of(stage)
@@ -355,7 +312,7 @@ class _Rules:
         block = reduction_block(stmt) if isinstance(stmt, For) else None
         if block is not None:
             assert isinstance(stmt, For)
-            return self.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
+            return self.reductions.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
         if isinstance(stmt, Seq):
             return seq(*(self.inner(s) for s in stmt.stmts))
         if isinstance(stmt, Enclosing):
@@ -366,13 +323,14 @@ class _Rules:
         lanes = self.lanes(loop.body)
         if lanes == 1 or as_int(loop.extent) == 1:
             return loop
-        if combines_into_one(loop) and self._contiguous(loop):
+        if combines_into_one(loop) and is_contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
-            self.note("split_reduction", loop.var.name, lanes, self.partial_sums)
-            partial = max(1, min(self.partial_sums, (as_int(loop.extent) or lanes * self.partial_sums) // lanes))
+            most = self.reductions.partial_sums
+            self.note("split_reduction", loop.var.name, lanes, most)
+            partial = max(1, min(most, (as_int(loop.extent) or lanes * most) // lanes))
             return split_reduction(loop, lanes, partial, identity(store.combine, store.buffer.dtype))
-        if not is_independent(loop) or not self._contiguous(loop):
+        if not is_independent(loop) or not is_contiguous(loop):
             return loop
         short = as_int(loop.extent) or lanes
         if short < lanes and short.bit_count() == 1:
@@ -383,219 +341,6 @@ class _Rules:
         few = steps is not None and steps <= MAX_UNROLLED
         main = replace(main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind)
         return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
-
-    def _contiguous(self, loop: For) -> bool:
-        """Worth vectorizing: the accesses that move along the loop move by one element, most of them."""
-        strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
-        return any(s == 1 for s in strides) or all(s == 0 for s in strides)
-
-    # Reductions
-
-    def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-        lanes, registers, packs = self.lanes(block.body), self.target.num_vector_registers, packs and self.packs
-        window = None if block.is_pair else window_of(block, lanes)
-        if window is not None:
-            self.note("window_tile", window.along.var.name, lanes=lanes)
-            return tiled_windows(window)
-        planes = nchw_tile_of(block, lanes)
-        if planes is not None:
-            self.note("plane_tile", planes.along.var.name, rows=planes.height, lanes=lanes)
-            return tiled_nchw(planes)
-        unfused, block = block, block.fused()
-        blocks = block_product(block, lanes, self.target) if lanes > 1 else None
-        if blocks is not None:
-            self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(blocks, lanes, self._block_plan(blocks, lanes))
-        tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
-        if tile is not None:
-            of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
-            tile, dots = (tile, None) if of_bytes is None else of_bytes
-            if packs:
-                self.panels.update(tile.panels)
-            sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
-            self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
-            made = tiled_filters(tile, self.choice)
-            if dots is None:
-                return made
-            self.panels[tile.filters] = tile.width
-            self._group(dots)
-            flat = unfused.fused(reduced=False)
-            return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, made)
-        column = block.vector_loop() if lanes > 1 else None
-        chained = chained_terms(block, self.target) if self.program.attrs.get(MIN_PREPARED_ROWS) else None
-        if column is not None and chained is not None:
-            return self.chained(block, column, chained)
-        if column is not None:
-            dots, hides = (
-                dot_products(block, column, self.target) if packs else None,
-                self.target.cpu_facts.hides_conversions,
-            )
-            prologues = prologues_of(block, column) if dots is None else ()
-            has_few_rows = bool(self.program.attrs.get(MIN_PREPARED_ROWS))  # too few to prefetch for
-            is_plain = packs and dots is None and not prologues and not has_few_rows
-            choice, asks = self.given if prologues else self.choice, None
-            if is_plain:
-                choice, asks = self._panel_prefetch(block, column, lanes)
-            if self.is_counted_by_data(block, column):
-                choice = replace(choice, sums=ONE_SUM)
-                ahead = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
-                asks = PanelPrefetch(ahead, for_next=False, cache=2) if ahead else None
-            if packs:
-                for operand, width in panel_widths(block, column, lanes, registers, choice).items():
-                    self.panels.setdefault(operand, width)  # a variant before this one may have chosen
-            if dots is not None:
-                self.panels.update(dict.fromkeys(dots.operands, panel_width(block, column, lanes, registers, choice)))
-                self._group(dots)
-            row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-            down = None if row is None else row.var.name
-            self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
-            for found in prologues:
-                rest = "stream" if row is None or (found.is_cheap and hides) else "stage"
-                self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
-                self.prefetch_operand(found.operand)
-            body = None if dots is None else dots.body
-            made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
-            if dots is None:
-                return made
-            return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), made)
-        body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
-        usual = parallel_nest(block.spatial, body)
-        turned = find_transposed(block) if lanes > 1 and not block.is_pair else None
-        if turned is None:
-            return usual
-        self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
-        return tiled_transposed(block, turned, lanes, registers, usual, self.choice)
-
-    def grouped(self, groups: Groups) -> Stmt | None:
-        """Products of rows in groups with quantized blocks; None: these are others."""
-        if _never_runs(groups.nest):
-            return seq()
-        block, lanes = reduction_block(groups.nest), self.lanes(groups.nest)
-        found = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
-        if found is None or found.row is None:
-            return None
-        if self.packs:
-            self.apart.update(found.panels)
-        self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, self._block_plan(found, lanes))
-
-    def _block_plan(self, found: BlockProduct, lanes: int) -> BlockPlan:
-        """How its weights are read, which lie in panels, if they may, in order where nothing asks for them ahead; and
-        how rows are multiplied with them."""
-        target, streams = self.target, self.target.cpu_facts.block_prefetch_plan
-        if self.packs:
-            self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
-            self.in_order.update(() if streams.gemv_bytes else found.panels)
-        else:
-            streams = replace(streams, gemv_bytes=0, gemm_bytes=0)
-        larger: ManyRowsRule | None = None
-        if target.has("amx-int8"):
-            larger = by_amx
-        elif target.has_maddubs and not target.has_dp4a:
-            larger = partial(by_pairs, target=target)
-        elif target.cpu_facts.adds_beside_fmas and target.cpu_facts.loads_per_fma > 1:
-            larger = by_int16_pairs
-        return BlockPlan(streams, InterleavedRows if target.interleaves_rows else ManyRows, larger)
-
-    def is_counted_by_data(self, block: Block, column: For) -> bool:
-        """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
-        pages: a row comes now alone, now beside others. Each element is then one sum, in the order of its terms, so
-        that results are the same to the last bit."""
-        row = block.row_loop(column)
-        return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
-
-    def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
-        """A sum of several products per step, as Winograd's inner product is."""
-        lanes, tile, least = self.lanes(block.body), InnerTile.of(self.target), self._least_rows
-        self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        inputs, most = self.program.inputs, self.choice.rows
-        made, panels = tiled_inner(block, column, body, lanes, self.target, inputs=inputs, least=least, most=most)
-        self.panels.update(panels)
-        return made
-
-    @property
-    def _least_rows(self) -> int:
-        """That there are where they were prepared."""
-        found: Any = self.program.attrs[MIN_PREPARED_ROWS]
-        return int(found)
-
-    def widened(self, stmt: Allocate) -> Stmt | None:
-        """Inner products behind stages that make their weights; None: these are other stages."""
-        found, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
-        if found is None:
-            return None
-        column, lanes = found.column.var.name, self.lanes(found.body)
-        self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
-        self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(INHERITS_LAYOUT))
-
-    def _panel_prefetch(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, PanelPrefetch | None]:
-        """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in
-        the second cache; where neither does, none asks for the next one."""
-        registers = self.target.num_vector_registers
-        if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
-            return self.choice, None
-        usual = panel_width(block, column, lanes, registers, self.choice)
-        widths = [usual, *([] if self.choice.vectors else range(usual - lanes, MIN_VECTORS * lanes - 1, -lanes))]
-        width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
-        choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
-        asks = PanelPrefetch(self.target.cpu_facts.panel_prefetch_steps, width is not None)
-        return choice, asks if asks.ahead or asks.for_next else None
-
-    def _or_amx(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
-        """What is made of a block's dot products, for where tiles of the processor do not do it."""
-        larger = amx_dots(block, column, lanes, width, self.target)
-        if larger is None:
-            return made
-        self.note("tile_squares", column.var.name)
-        return IfThenElse(*larger, made)
-
-    def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
-        """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""
-        tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
-        dots = None if tile is None else dot_products(tile.block, tile.column, self.target)
-        if tile is None or dots is None:
-            return None
-        return replace(tile, block=replace(tile.block, body=dots.body)), dots
-
-    def _group(self, dots: Dots) -> None:
-        for operand in dots.operands:
-            self.groups[operand] = dots.group
-            self.note("dot_products", operand.name, length=dots.group)
-
-    def prefetch_operand(self, operand: Value) -> None:
-        """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by
-        themselves (measured), as there is less to do between their loads."""
-        read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
-        if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
-            self.ahead.update(
-                prefetch_distances((b for b in read if b in self.panels), self.target.cpu_facts.weight_prefetch_bytes)
-            )
-
-    def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
-        """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
-        while each time, where loops of unknown extent count as `unknown`. Its operands are not packed, as other
-        reductions of the stage may read other parts of them."""
-        tiles = self.reduction(block, packs=False)
-        sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
-        work = math.prod(unknown if size is None else size for size in sizes)
-        return tiles if work >= ENOUGH_WORK else serial(tiles)
-
-    def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
-        """Partial results in vector lanes, if the innermost reduced loop is contiguous."""
-
-        def rewrite(stmt: Stmt) -> Stmt:
-            if not isinstance(stmt, For):
-                return stmt
-            if isinstance(stmt.body, Store):
-                store = stmt.body
-                if store.combine is None or not self._contiguous(stmt):
-                    return stmt
-                self.note("split_reduction", stmt.var.name, lanes, self.partial_sums)
-                return split_reduction(stmt, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
-            return replace(stmt, body=rewrite(stmt.body))
-
-        return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
 
 
 def _never_runs(stmt: Stmt) -> bool:
