@@ -1,6 +1,6 @@
 """Tensor programs to LLVM IR: one LLVM module for each.
 
-A kernel has the signature i32(ptr buffers, ptr symbols) that docs/architecture.md states.
+A kernel has the signature i32(ptr buffers, ptr symbols) that docs/runtime-abi.md states.
 """
 
 from __future__ import annotations
