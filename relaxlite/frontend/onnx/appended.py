@@ -1,4 +1,4 @@
-"""Lists that a loop appends to. The loop stacks what is appended, and the list is the slices of the stack."""
+"""Sequences that a loop only appends to: the loop stacks the appended tensors along a new first axis."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked(Tuple):
-    """A sequence: the slices of its one field along the first axis. Their number shows at run time only."""
+    """A sequence stored as one tensor: its elements are the slices along the first axis. Its length is symbolic."""
 
 
 def only_appends(body: GraphProto, k: int) -> bool:
-    """Whether the body of a loop does nothing with value k, a sequence, but to insert a tensor at its end."""
+    """Whether the only use of value k, a sequence, in a loop body is a SequenceInsert at its end."""
     before, after = body.input[k + 2].name, body.output[k + 1].name
-    made = [node for node in body.node if after in node.output]
+    producers = [node for node in body.node if after in node.output]
     read = names_read_by(node for node in body.node if after not in node.output)
     yielded = [output.name for output in body.output]
-    if not made or {before, after} & read or before in yielded or yielded.count(after) > 1:
+    if not producers or {before, after} & read or before in yielded or yielded.count(after) > 1:
         return False
-    return made[0].op_type == "SequenceInsert" and made[0].input[0] == before and not any(made[0].input[2:])
+    return (
+        producers[0].op_type == "SequenceInsert" and producers[0].input[0] == before and not any(producers[0].input[2:])
+    )
 
 
 def yielding_elements(body: GraphProto, lists: Collection[int]) -> GraphProto:
-    """The body with what it appends to these values in place of the lists."""
+    """Return the body with the appended tensors as outputs in place of these sequences."""
     if not lists:
         return body
-    made = GraphProto()
-    made.CopyFrom(body)
+    result = GraphProto()
+    result.CopyFrom(body)
     for k in lists:
-        after = made.output[k + 1].name
-        made.output[k + 1].name = next(node.input[1] for node in made.node if after in node.output)
-    return made
+        after = result.output[k + 1].name
+        result.output[k + 1].name = next(node.input[1] for node in result.node if after in node.output)
+    return result

@@ -1,5 +1,7 @@
-"""Sequences and optionals whose length is known at import: they exist there only, as tuples of tensors. So do lists
-that a loop appends to, as one tensor of all that it appended (appended.py)."""
+"""Converters of sequences and optionals, which exist at import only, as tuples of tensors of known length.
+
+A sequence that a loop appends to is one stacked tensor (appended.py).
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,21 @@ from relaxlite.ir.symbolic import as_int, ceildiv, smin, sym
 
 
 def _elements(n: Node, index: int) -> list[Expr]:
-    found = n.input(index)
-    if not isinstance(found, Tuple):
+    """Return the elements of an input that is a sequence of known length."""
+    value = n.input(index)
+    if not isinstance(value, Tuple):
         n.fail(f"input {index} is a tensor, not a sequence")
-    if isinstance(found, Stacked):
+    if isinstance(value, Stacked):
         n.fail("a sequence that a loop appends to can only be concatenated")
-    return list(found.fields)
+    return list(value.fields)
 
 
 def _position(n: Node, index: int, size: int) -> int:
-    """A place in a sequence; negative ones count from the end."""
-    (at,) = n.const_ints(index, "the position in a sequence")
-    if not -size <= at <= size:
-        n.fail(f"position {at} lies outside a sequence of {size}")
-    return at + size if at < 0 else at
+    """Return a position in a sequence of `size` elements; negative inputs count from the end."""
+    (position,) = n.const_ints(index, "the position in a sequence")
+    if not -size <= position <= size:
+        n.fail(f"position {position} lies outside a sequence of {size}")
+    return position + size if position < 0 else position
 
 
 @onnx_op("SequenceEmpty", since=11)
@@ -69,9 +72,9 @@ def sequence_length(n: Node) -> Result:
 
 @onnx_op("ConcatFromSequence", since=11)
 def concat_from_sequence(n: Node) -> Result:
-    axis, found = n.int("axis"), n.input(0)
-    if isinstance(found, Stacked):
-        return _joined(n, found.fields[0], axis, new_axis=n.flag("new_axis"))
+    axis, sequence = n.int("axis"), n.input(0)
+    if isinstance(sequence, Stacked):
+        return _concat_slices(n, sequence.fields[0], axis, new_axis=n.flag("new_axis"))
     fields = _elements(n, 0)
     if n.flag("new_axis"):
         axis = normalize_axis(n, axis, len(n.shape_of(fields[0])) + 1)
@@ -79,8 +82,8 @@ def concat_from_sequence(n: Node) -> Result:
     return ops.concat(*fields, axis=axis)
 
 
-def _joined(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
-    """The slices along the first axis, side by side along another."""
+def _concat_slices(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
+    """Concatenate the slices along the first axis along another axis."""
     rank = len(n.shape_of(stack))
     if new_axis:
         return move_first(n, stack, axis)
@@ -92,7 +95,7 @@ def _joined(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
 
 @onnx_op("SplitToSequence", since=11)
 def split_to_sequence(n: Node) -> Result:
-    """Parts of sizes that are given, of one size (the last may be smaller), or single slices without keepdims."""
+    """SplitToSequence: into parts of given sizes, of one size (the last may be smaller), or single slices."""
     axis = normalize_axis(n, n.int("axis", 0), n.rank())
     extent, keepdims = n.shape()[axis], n.flag("keepdims", True)
     if n.optional(1) is None:
@@ -113,7 +116,7 @@ def split_to_sequence(n: Node) -> Result:
 
 @onnx_op("SequenceMap", since=17)
 def sequence_map(n: Node) -> Result:
-    """The body for every element; inputs that are tensors are the same for all."""
+    """SequenceMap: convert the body once for each element; inputs that are tensors are the same for all."""
     graph = n.graph("body")
     inputs = n.all_inputs()
     count = len(_elements(n, 0))
@@ -124,7 +127,7 @@ def sequence_map(n: Node) -> Result:
     return tuple(Tuple(tuple(column[k] for column in columns)) for k in range(n.num_outputs))
 
 
-# Optionals: an absent one is an empty sequence
+# Optionals: an absent optional is an empty sequence
 
 
 @onnx_op("Optional", since=15)
@@ -135,13 +138,13 @@ def optional(n: Node) -> Result:
 
 @onnx_op("OptionalHasElement", since=15)
 def optional_has_element(n: Node) -> Result:
-    found = n.optional(0)
-    return Constant.of(found is not None and not (isinstance(found, Tuple) and not found.fields), "bool")
+    value = n.optional(0)
+    return Constant.of(value is not None and not (isinstance(value, Tuple) and not value.fields), "bool")
 
 
 @onnx_op("OptionalGetElement", since=15)
 def optional_get_element(n: Node) -> Result:
-    found = n.input(0)
-    if isinstance(found, Tuple) and not found.fields:
+    value = n.input(0)
+    if isinstance(value, Tuple) and not value.fields:
         n.fail("the optional value is absent")
-    return found
+    return value
