@@ -1,4 +1,4 @@
-"""From a checkpoint to a compiled language model as the options of the command line say. Imports the compiler."""
+"""Compilation of language models with the options of the command line. Imports the compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relaxlite.runtime.executable import ExecutableData
 
 
 def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
-    """Compile `args.model`, with a progress bar where stderr is a terminal."""
+    """Compile the checkpoint `args.model`, with a progress bar if stderr is a terminal."""
     check_not_onnx(args)
     context = make_context(args)
     with following_passes(f"compiling {Path(args.model).name}", context) as show:
@@ -34,6 +34,6 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
 
 
 def import_checkpoint(args: argparse.Namespace) -> IRModule:
-    """The module of `args.model`, which has no tokenizer: to look at, and for `relaxlite run` and its like."""
+    """Import the checkpoint `args.model` as a module without tokenizer, for `relaxlite inspect`, `run` and similar."""
     check_not_onnx(args)
     return compiling.module_of(read_checkpoint(args.model))

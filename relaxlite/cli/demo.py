@@ -1,4 +1,4 @@
-"""relaxlite demo: a small language model, compiled once, answers; with --pictures, see demo_pictures.py."""
+"""relaxlite demo: compile a small language model and ask it questions; --pictures: see demo_pictures.py."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def execute(args: argparse.Namespace) -> None:
     print(f"   {path}, {bytes_text(path.stat().st_size)}\n")
     print("2. Compile it, once, for every batch and length, into one file", flush=True)
     start = time.perf_counter()
-    plain = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
-    options = argparse.Namespace(**{**vars(args), **plain, "model": str(path)})
+    defaults = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
+    options = argparse.Namespace(**{**vars(args), **defaults, "model": str(path)})
     data = compile_once(options, LANGUAGE_MODEL, partial(compile_checkpoint, options))
     seconds = time.perf_counter() - start
     compiled = kept_file(options, LANGUAGE_MODEL)
@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def _ask(llm: LanguageModel, questions: tuple[str, ...]) -> None:
-    """One conversation; replies are the likeliest tokens, so that they are always the same."""
+    """Run a conversation with greedy, so deterministic, replies."""
     messages = []
     for question in questions:
         print(f"\n   > {question}\n   ", end="", flush=True)

@@ -32,12 +32,12 @@ def number(n: Node, x: Expr, value: float) -> Constant:
 
 
 def attend(
-    n: Node, q: Expr, k: Expr, v: Expr, *, scale: float, masks: Sequence[Expr], seen: Expr | None = None,
+    n: Node, q: Expr, k: Expr, v: Expr, *, scale: float, masks: Sequence[Expr], visible: Expr | None = None,
     softcap: float = 0.0, sink: Expr | None = None,
 ) -> Expr:  # fmt: skip
     """Emit softmax(q @ k.T * scale + masks) @ v, for q, k, v of (b, h, s, d).
 
-    seen: bool mask of keys, broadcast to the scores (b, h, s, keys). softcap: limit of scores, by tanh; 0: none.
+    visible: bool mask of keys, broadcast to the scores (b, h, s, keys). softcap: limit of scores, by tanh; 0: none.
     sink (1 or h,): the score of one more key, whose value is zero.
     """
     scores = n.emit(ops.matmul(q, n.emit(ops.transpose(k, axes=(0, 1, 3, 2)))))
@@ -45,9 +45,9 @@ def attend(
     if softcap:
         inner = n.emit(ops.tanh(n.emit(ops.divide(scores, number(n, q, softcap)))))
         scores = n.emit(ops.multiply(inner, number(n, q, softcap)))
-    if seen is not None:
+    if visible is not None:
         masked_score = -1e4 if n.type_of(q).dtype == "float16" else -1e9
-        scores = n.emit(ops.where(seen, scores, number(n, q, masked_score)))
+        scores = n.emit(ops.where(visible, scores, number(n, q, masked_score)))
     for mask in masks:
         scores = n.emit(ops.add(scores, mask))
     if sink is None:

@@ -146,7 +146,7 @@ def _group_norm(n: Node, groups: int, weights: list[Expr]) -> Result:
 
 
 def check_stash(n: Node) -> None:
-    """Mark `stash_type` as read if it is supported: statistics are computed in float32, or in float64 for float64."""
+    """Read `stash_type`, which has no effect: statistics are computed in float32, or in float64 for float64 inputs."""
     stash = n.int("stash_type", 1)
     if stash not in (1, 11) or (stash == 1 and n.dtype() == "float64"):
         n.int("stash_type", 1)

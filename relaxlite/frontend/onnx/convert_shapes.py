@@ -160,8 +160,8 @@ def _unit_axes(n: Node) -> tuple[int, ...]:
     if not symbolic:
         return axes
     sizes = ", ".join(str(n.shape()[k]) for k in symbolic)
-    is_assumed_larger = n.importer.model.choices.take(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
-    if not is_assumed_larger:
+    none_is_one = n.importer.model.choices.take(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
+    if not none_is_one:
         return tuple(sorted(axes + symbolic))
     for size in dict.fromkeys(n.shape()[k] for k in symbolic):
         is_one = n.emit(ops.equal(n.emit(ops.shape_to_tensor((size,))), np.int64(1)))

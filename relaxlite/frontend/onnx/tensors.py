@@ -19,7 +19,7 @@ from relaxlite.frontend.onnx.large_tensors import range_of
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.expr import Constant
 
-_MIN_SEPARATE_BYTES = 16 << 20  # tensors of at least this size have an allocation of their own
+_ALONE_FROM = 16 << 20  # tensors of at least this size have an allocation of their own
 _CACHE_LINE = 64  # bytes
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT: "float32", TensorProto.DOUBLE: "float64", TensorProto.FLOAT16: "float16",
@@ -107,7 +107,7 @@ class TensorReader:
         assert self._content is not None
         offset, size = file_range
         source = _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what)
-        if size >= _MIN_SEPARATE_BYTES:
+        if size >= _ALONE_FROM:
             block = np.empty(size + _CACHE_LINE, np.uint8)
             copy = block[-block.ctypes.data % _CACHE_LINE :][:size].view(dtype).reshape(shape)
             copy[...] = source
