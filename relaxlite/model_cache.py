@@ -57,7 +57,7 @@ _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "fla
 _KEY_KNOBS = ("libraries", "library_path", "tuning")  # affect compiled code
 _BYPASSING_KNOBS = ("dump_dir", "verify_passes")  # need a compilation
 
-Record: TypeAlias = list[str]
+FileRecord: TypeAlias = list[str]
 """State of a source file: its path, its status, and a hash of its content if the status may miss changes, else ""."""
 
 _warned: set[Path | None] = set()
@@ -74,7 +74,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CacheEntry:
     """The cache entry, existing or not, of a source with some options."""
 
     name: str
@@ -114,7 +114,7 @@ class Place:
             self._save(data, [*after, *(_record(path, with_hash=False) for path in more_sources)])
         return data
 
-    def _save(self, data: ExecutableData, made_of: Sequence[Record]) -> None:
+    def _save(self, data: ExecutableData, made_of: Sequence[FileRecord]) -> None:
         info = {**data.metadata.info, _MADE_OF: made_of}
         limit, weight_bytes = config.get("model_cache_mb"), sum(array.nbytes for array in data.constants)
         if weight_bytes > limit * 10**6:
@@ -158,7 +158,7 @@ def find_or_make(
     return entry.find() or data  # reloaded with mapped weights, as in later processes
 
 
-def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | None:
+def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> CacheEntry | None:
     """Return the cache entry of a source with options, or None if the cache is disabled or bypassed.
 
     Returns None also for pipes, and with one warning if the cache folder is not known.
@@ -179,7 +179,7 @@ def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | Non
     key = repr([str(path), kind, option_texts, knobs, _compiler_identity(), _processor_identity()]).encode(
         errors="surrogateescape"
     )
-    return Place(name, home / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
+    return CacheEntry(name, home / f"{name}-{hashlib.sha256(key).hexdigest()[:KEY_DIGITS]}.rlx")
 
 
 def folder() -> Path:
@@ -262,7 +262,7 @@ def _files_of(source: Path) -> list[Path]:
     return [source, *(file for pattern in _FOLDER_FILES for file in sorted(source.glob(pattern)))]
 
 
-def _record(path: Path, *, with_hash: bool) -> Record:
+def _record(path: Path, *, with_hash: bool) -> FileRecord:
     """Return the present record of a file; of a folder, a hash of the list of its entries."""
     try:
         if path.is_dir():

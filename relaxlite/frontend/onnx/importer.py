@@ -35,7 +35,7 @@ from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple,
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
-_MAX_ATTEMPTS = 16  # import attempts, see loops.Choices
+_MAX_ATTEMPTS = 16  # imports with different `Choices`
 _MAX_EXPANSIONS = 64  # nesting depth of inlined functions
 
 
