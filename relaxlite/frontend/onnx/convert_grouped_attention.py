@@ -70,8 +70,8 @@ def group_query_attention(n: Node) -> Result:
         sink = Constant.of([0.0], n.type_of(q).dtype)
     masks = [] if n.optional(10) is None else [of_sizes(n, 10, {2: rows.count, 3: rows.total})]
     result = attend(
-        n, q, *kv, scale=score_scale(n, n.shape_of(q)[3]), visible=_visible_keys(n, rows, query_positions), masks=masks,
-        softcap=n.float("softcap", 0.0), sink=sink,
+        n, q, *kv, scale=score_scale(n, n.shape_of(q)[3]), visible=_visible_keys(n, rows, query_positions),
+        masks=masks, softcap=n.float("softcap", 0.0), sink=sink,
     )  # fmt: skip
     return merge_heads(n, result), k, v
 
