@@ -89,21 +89,21 @@ class ModelImporter:
         If no combination does both, the first that succeeds: declared ranks are often wrong.
         """
         first_error: ImportModelError | None = None
-        fallback: IRModule | None = None
+        first_module: IRModule | None = None
         for _ in range(_MAX_ATTEMPTS):
             try:
                 module = self._import_graph(dynamic_shapes, bounds)
                 if _has_declared_ranks(module, self.proto.graph):
                     return module
-                fallback = fallback or module
+                first_module = first_module or module
             except ImportModelError as error:
                 first_error = first_error or error
             if not self.choices.next():
                 break
-        if fallback is None:
+        if first_module is None:
             assert first_error is not None
             raise first_error
-        return fallback
+        return first_module
 
     def _import_graph(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
         graph, table, bb = self.proto.graph, SymbolTable(bounds), BlockBuilder()
