@@ -203,10 +203,10 @@ def _validators(module: IRModule, context: PassContext, validate: Validate) -> l
     else:
         given = dict.fromkeys(entries(module)) if validate is True else {ENTRY: validate}
     externs, folder = registered_functions(), str(context.dump_dir or "") or None
-    found = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
-    for validator in found:
+    validators = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
+    for validator in validators:
         context.observers.append(validator.check)
-    return found
+    return validators
 
 
 def signature_of(function: Function) -> Signature:
@@ -260,9 +260,9 @@ def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...
     files = {rule.library: rule.file for rule in context.libraries or ()}
     return tuple(
         LibraryInfo(
-            name, tuple(found), files.get(name, ""), tuple(s for s, is_required in found.items() if is_required)
+            name, tuple(result), files.get(name, ""), tuple(s for s, is_required in result.items() if is_required)
         )
-        for name, found in symbols.items()
+        for name, result in symbols.items()
     )
 
 

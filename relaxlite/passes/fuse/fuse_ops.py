@@ -104,7 +104,7 @@ class _FuseFunction(Rewriter):
         inner = {n.var for g in groups for n in g.nodes}
         placed = [(float(k), [b]) for k, b in enumerate(body.bindings()) if b.var not in inner]
         placed += [(g.place, call_bindings(g, self._define(g))) for g in groups]
-        bindings = tuple(b for _, made in sorted(placed, key=lambda item: item[0]) for b in made)
+        bindings = tuple(b for _, result in sorted(placed, key=lambda item: item[0]) for b in result)
         return super().body(Body((Block(bindings, is_dataflow=False),), body.result))
 
     def _node(self, position: int, binding: Binding) -> Node | None:
@@ -128,8 +128,8 @@ class _FuseFunction(Rewriter):
             program, _ = lower_call(call)
             self._views[key] = self._table.add("reshape", program), program, analyze(program)
         callee, program, pattern = self._views[key]
-        made = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
-        return Node(position, var, made, program, pattern, is_view=True)
+        result = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
+        return Node(position, var, result, program, pattern, is_view=True)
 
     # One output
 

@@ -63,10 +63,10 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
             bindings = tuple(binding for slot in slots for binding in slot)
         return bindings
 
-    made = module
+    result = module
     for name in module.functions():
-        made = map_blocks(made, partial(change, ways=ways.of(name)), [name])
-    return made
+        result = map_blocks(result, partial(change, ways=ways.of(name)), [name])
+    return result
 
 
 def _products(
@@ -107,14 +107,14 @@ class _Product:
 
 def _product(program: TensorProgram) -> _Product | None:
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
-    found = reduction_of(stages[0]) if len(stages) == 1 else None
-    if found is None or analyze(program) != LoopPattern.OUT_FUSIBLE:
+    reduction = reduction_of(stages[0]) if len(stages) == 1 else None
+    if reduction is None or analyze(program) != LoopPattern.OUT_FUSIBLE:
         return None
-    steps = perfect_nest(found.inner).loops
+    steps = perfect_nest(reduction.inner).loops
     terms = as_int(steps[0].extent)
     if len(steps) != 1 or terms is None:
         return None
-    return _Product(tuple(dict.fromkeys(load.buffer for load in loads(found.update))), terms)
+    return _Product(tuple(dict.fromkeys(load.buffer for load in loads(reduction.update))), terms)
 
 
 def _operands(site: Site, product: _Product) -> tuple[Var, ...]:
@@ -130,8 +130,8 @@ def _copies(sites: list[Site], is_copy: Callable[[TensorProgram], bool]) -> Iter
     by_var = {site.var: site for site in sites}
     taken: set[Var] = set()
     for site in sites:
-        found = [a for a in dict.fromkeys(site.call.args) if isinstance(a, Var) and a in by_var and a not in taken]
-        group = [var for var in found if is_copy(by_var[var].program)]
+        result = [a for a in dict.fromkeys(site.call.args) if isinstance(a, Var) and a in by_var and a not in taken]
+        group = [var for var in result if is_copy(by_var[var].program)]
         taken.update(group)
         yield group
 
@@ -178,11 +178,11 @@ def _join(
         kernels_saved=sym(len(members) - 1), operands_shared=sym(shared),
     )  # fmt: skip
     result = Var(f"{outputs[0].name}_joined", call.ty)
-    made: list[Binding] = [Let(result, call)]
-    made += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
+    bindings: list[Binding] = [Let(result, call)]
+    bindings += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
     for site in members:
         slots[site.position] = [binding for binding in slots[site.position] if binding.var is not site.var]
-    slots[place] = made + slots[place]
+    slots[place] = bindings + slots[place]
 
 
 def _likeness(members: list[Site], inputs: Sequence[Expr]) -> object:

@@ -33,11 +33,11 @@ def rows_from(stages: Sequence[Stmt], intermediates: Sequence[Buffer]) -> Rows |
     if anchor is None:
         return None
     spatial, size = _row_of(anchor) or ((), sym(1))
-    made = _RowBuilder(tuple(replace(loop, var=SymVar(loop.var.name)) for loop in spatial), size, set(intermediates))
-    if not all(made.add(stage) for stage in stages):
+    result = _RowBuilder(tuple(replace(loop, var=SymVar(loop.var.name)) for loop in spatial), size, set(intermediates))
+    if not all(result.add(stage) for stage in stages):
         return None
-    rows = Rows(made.spatial, tuple(made.locals), tuple(made.stages))
-    return rows if isinstance(made.stages[-1], For) and rows_of(rows.nest) is not None else None
+    rows = Rows(result.spatial, tuple(result.locals), tuple(result.stages))
+    return rows if isinstance(result.stages[-1], For) and rows_of(rows.nest) is not None else None
 
 
 def _row_of(stage: Stmt) -> tuple[tuple[For, ...], SymExpr] | None:
@@ -92,36 +92,36 @@ class _RowBuilder:
         return at
 
     def _local(self, name: str, dtype: str, shape: tuple[SymExpr, ...] = ()) -> Buffer:
-        made = Buffer(name, shape, dtype, "global" if shape else "local")
-        self.locals.append(made)
-        return made
+        buffer = Buffer(name, shape, dtype, "global" if shape else "local")
+        self.locals.append(buffer)
+        return buffer
 
     def _rewrite(self, stmt: Stmt, at: dict[SymVar, SymExpr], j: SymVar | None) -> Stmt | None:
         """A statement at these places, with the values that this row program keeps."""
         rewriter = _Kept(self.kept, j)
-        made = rewriter.stmt(Substitute(at).stmt(stmt))
-        return None if rewriter.failed else made
+        result = rewriter.stmt(Substitute(at).stmt(stmt))
+        return None if rewriter.failed else result
 
     def _scalar(self, store: Store, at: dict[SymVar, SymExpr]) -> bool:
         if store.buffer not in self.intermediates:
             return False  # a row program stores no scalars outside
-        made = self._rewrite(store, at, None)
-        if not isinstance(made, Store):
+        result = self._rewrite(store, at, None)
+        if not isinstance(result, Store):
             return False
         local = self._local(store.buffer.name, store.buffer.dtype)
-        self.stages.append(Store(local, (), made.value))
-        self.kept[store.buffer] = (local, made.indices, SymVar("none"))
+        self.stages.append(Store(local, (), result.value))
+        self.kept[store.buffer] = (local, result.indices, SymVar("none"))
         return True
 
     def _row(self, store: Store, at: dict[SymVar, SymExpr], j: SymVar) -> bool:
-        made = self._rewrite(store, at, j)
-        if not isinstance(made, Store):
+        code = self._rewrite(store, at, j)
+        if not isinstance(code, Store):
             return False
         if store.buffer in self.intermediates:
             local = self._local(store.buffer.name, store.buffer.dtype, (self.size,))
-            self.kept[store.buffer] = (local, made.indices, j)
-            made = Store(local, (j,), made.value)
-        self.stages.append(For(j, self.size, made))
+            self.kept[store.buffer] = (local, code.indices, j)
+            code = Store(local, (j,), code.value)
+        self.stages.append(For(j, self.size, code))
         return True
 
     def _reduction(self, reduction: Reduction) -> bool:

@@ -137,7 +137,7 @@ def _inline(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
 def _inline_in_place(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
     """Inline the intermediates that one stage reads, once for each element."""
     for buffer in reversed(intermediates):
-        writers, readers = ([s for s in stages if buffer in found(s)] for found in (_written, _read))
+        writers, readers = ([s for s in stages if buffer in result(s)] for result in (_written, _read))
         if len(writers) != 1 or len(readers) != 1 or injective_store(perfect_nest(writers[0])) is None:
             continue
         rows = rows_of(readers[0])
@@ -206,7 +206,7 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[Part]) -> list[Stmt]:
         raise CannotMerge(f"{buffer.name} is joined of parts and not read part by part")
     if not _ANALYZER.can_prove_equal(along.extent, buffer.shape[axis]):
         raise CannotMerge(f"{buffer.name} is joined of parts of which only some are read")
-    made = []
+    result = []
     for part in parts:
         loop = replace(part.nest.loops[axis], var=SymVar(along.var.name))
         body = Substitute({along.var: loop.var + part.offset}).stmt(nest.body)
@@ -216,8 +216,8 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[Part]) -> list[Stmt]:
             body = replace(loop, body=body) if outer is along else replace(outer, body=body)
         store = replace(part.store, buffer=at_loop, indices=part.nest.vars)
         producer = _ReplacementOf(part.store, store).stmt(part.nest.stmt)
-        made.append(Substitute(fresh=True).stmt(_Inline(at_loop, producer).stmt(body)))
-    return made
+        result.append(Substitute(fresh=True).stmt(_Inline(at_loop, producer).stmt(body)))
+    return result
 
 
 class _MoveLoads(ProgramRewriter):
@@ -282,10 +282,10 @@ def _with_output_before(rows: Rows, stage: Stmt) -> Rows:
     """A nest that computes an output which the row program reads becomes a stage that writes it row by row."""
     nest = perfect_nest(stage)
     store = injective_store(nest)
-    made = None if store is None else with_output(rows, nest.loops, store)
-    if made is None:
+    result = None if store is None else with_output(rows, nest.loops, store)
+    if result is None:
         raise CannotMerge(f"{_name_of(stage)} is not computed row by row where the row program reads it")
-    return made
+    return result
 
 
 def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:

@@ -73,11 +73,11 @@ def refuse_data_index(group: Group) -> str | None:
 
 def _downstream(node: Node, group: Group) -> list[Node]:
     """Every call of the group that depends on the node."""
-    found = dict.fromkeys([node])
+    result = dict.fromkeys([node])
     for other in group.nodes:  # in order of position
-        if any(other in n.consumers for n in found):
-            found[other] = None
-    return list(found)[1:]
+        if any(other in n.consumers for n in result):
+            result[other] = None
+    return list(result)[1:]
 
 
 def _has_data_index(program: TensorProgram) -> bool:

@@ -62,13 +62,13 @@ class _MakeViews(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
-        program, found = self._module[value.callee.name], self._ranges.get(value.callee.name)
-        if not isinstance(program, TensorProgram) or found is None or len(value.args) != len(program.inputs):
+        program, result = self._module[value.callee.name], self._ranges.get(value.callee.name)
+        if not isinstance(program, TensorProgram) or result is None or len(value.args) != len(program.inputs):
             return None
-        if isinstance(found, str):
-            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, found)
+        if isinstance(result, str):
+            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, result)
             return None
-        x = value.args[program.inputs.index(found.source)]
+        x = value.args[program.inputs.index(result.source)]
         assert isinstance(var.ty, TensorType) and var.ty.shape is not None
         nbytes = product(var.ty.shape) * dtypes.itemsize(var.ty.dtype)
         reason = self._obstacle(var, x)
@@ -78,7 +78,7 @@ class _MakeViews(Rewriter):
         if reason is not None:
             return None
         at = dict(zip(program.symbols, value.sym_args, strict=True))
-        start = substitute(found.start, at) * dtypes.itemsize(var.ty.dtype)
+        start = substitute(result.start, at) * dtypes.itemsize(var.ty.dtype)
         return get_op("memory.part")(x, ShapeValue((start,)), ShapeValue(var.ty.shape), dtype=var.ty.dtype)
 
     def _obstacle(self, var: Var, x: Expr) -> str | None:

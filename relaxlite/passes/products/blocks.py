@@ -310,5 +310,5 @@ def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:
         return []
     if row is None or row.var not in moving:
         return [value]
-    found = [part for child in value_children(value) for part in _of_columns(child, column, row)]
-    return list({id(part): part for part in found}.values())
+    parts = [part for child in value_children(value) for part in _of_columns(child, column, row)]
+    return list({id(part): part for part in parts}.values())

@@ -97,11 +97,11 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, plan: BlockPla
         axes = [(groups.loop.var, groups.loop.extent), (across, sum((p.count for p in pieces), sym(0)))]
         return Substitute(fresh=True).stmt(grid(axes, code))
 
-    made = tiles(best)
+    result = tiles(best)
     if best is not None and best.around is not None:  # for all rows, so the groups must have enough on average
         enough = less(groups.loop.extent * best.tile.least_rows - 1, groups.rows)
-        made = IfThenElse(enough, best.around(made), tiles(None))
-    return groups.outside(made)
+        result = IfThenElse(enough, best.around(result), tiles(None))
+    return groups.outside(result)
 
 
 def _all_rows(tile: BlockTile, piece: ColumnPiece, number: SymExpr, vectors: int, *, spread: bool) -> Stmt:

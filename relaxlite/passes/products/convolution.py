@@ -224,11 +224,11 @@ def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
     channel = piece.start + part * piece.lanes + lane
     block = Substitute({tile.row.var: row + step, tile.column.var: channel}, fresh=True).stmt(tile.block.body)
     assert isinstance(block, Allocate)
-    made = distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
-    parts = _in_parts(made, len(perfect_nest(tile.block.stmts[1]).loops))
+    result = distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
+    parts = _in_parts(result, len(perfect_nest(tile.block.stmts[1]).loops))
     if parts is not None:
         return parts
-    return _roll_epilogue(made) if rows > 1 and _epilogue_cost(tile.block) > CHEAP_EPILOGUE else made
+    return _roll_epilogue(result) if rows > 1 and _epilogue_cost(tile.block) > CHEAP_EPILOGUE else result
 
 
 def _in_parts(tile: Allocate, reduced: int) -> Allocate | None:

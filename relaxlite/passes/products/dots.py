@@ -75,9 +75,9 @@ def _tensorized(block: Block, loop: For, name: str, length: int) -> Allocate:
             return replace(stmt, body=change(stmt.body))
         main, _, _, _ = split(stmt, length)
         assert isinstance(main.body, For)
-        made = tensorize(main, main.body, name)
-        assert isinstance(made, For)
-        return made
+        result = tensorize(main, main.body, name)
+        assert isinstance(result, For)
+        return result
 
     init, reduced, *final = block.stmts
     assert isinstance(reduced, For)

@@ -91,10 +91,10 @@ class PairTile(Tile):
         place = (row.var, part.var * self.lanes + lane.var)
         loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
         epilogue = self._last(loops, at, [Load(tile, place) for tile in done], masked=piece.masked)
-        made = seq(self._by_height(height, body), epilogue)
+        code = seq(self._by_height(height, body), epilogue)
         for tile in reversed(done):
-            made = Allocate(tile, made)
-        return made
+            code = Allocate(tile, code)
+        return code
 
     def _into(self, done: list[Buffer], piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr) -> Stmt:
         """The sums of both in so many rows, stored to `done`."""

@@ -17,8 +17,8 @@ class ProductStrategies:
     """Those of a module, the one that is asked first in front."""
 
     def __init__(self, module: IRModule, context: PassContext) -> None:
-        found = [find(module, context) for find in (word_products.strategy_of, inner_products.strategy_of)]
-        self._all = [way for way in found if way is not None]
+        result = [find(module, context) for find in (word_products.strategy_of, inner_products.strategy_of)]
+        self._all = [way for way in result if way is not None]
 
     def of(self, function: str) -> Sequence[WeightStrategy]:
         """Those that products of a function may go."""

@@ -21,8 +21,8 @@ def symbols_in(indices: Sequence[SymExpr]) -> set[SymVar]:
 
 
 def slope(expr: SymExpr, var: SymVar) -> int | None:
-    found = coefficient(expr, var)
-    return None if found is None else as_int(found)
+    result = coefficient(expr, var)
+    return None if result is None else as_int(result)
 
 
 def conditions_of(update: Store) -> tuple[list[SymExpr], Select | None] | None:

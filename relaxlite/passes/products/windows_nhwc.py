@@ -72,10 +72,10 @@ def window_of(block: Block, lanes: int) -> Window | None:
     images = [load for load in loads(block.update) if along.var in symbols_in(load.indices)]
     if len(images) != 1 or stride(images[0], channel.var) != 1 or images[0].indices[-1] is not channel.var:
         return None
-    found = conditions_of(block.update)
-    if found is None:
+    result = conditions_of(block.update)
+    if result is None:
         return None
-    conditions, select = found
+    conditions, select = result
     inner = {along.var, taps[-1].var}
     rows = tuple(d for d in conditions if not inner & set(d.free_vars()))
     inside = [d for d in conditions if inner & set(d.free_vars())]
@@ -117,13 +117,13 @@ def _corners(window: Window, start: SymExpr) -> list[SymExpr]:
     linear, so the worst corner decides."""
     tap = window.taps[-1]
     last = (as_int(tap.extent) or 1) - 1
-    found = [window.along.extent - start - WINDOWS]
+    result = [window.along.extent - start - WINDOWS]
     for d in window.inside:
         first = (slope(d, window.along.var) or 0) >= 0
         at = {window.along.var: start + (0 if first else WINDOWS - 1)}
         at[tap.var] = sym(0 if (slope(d, tap.var) or 0) >= 0 else last)
-        found.append(substitute(d, at))
-    return list(dict.fromkeys(found))
+        result.append(substitute(d, at))
+    return list(dict.fromkeys(result))
 
 
 def _tile(window: Window, channel: SymExpr, start: SymExpr, *, border: bool, masked: bool) -> Stmt:

@@ -64,13 +64,13 @@ FILTER = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
 def winograd(module: IRModule, context: PassContext) -> IRModule:
     """Compute 3x3 convolutions by fewer products."""
     programs = module.programs().items()
-    found = {name: made for name, p in programs if (made := _find(p, context.target)) is not None}
+    mades = {name: result for name, p in programs if (result := _find(p, context.target)) is not None}
     for call in program_calls(module):
-        if call.callee.name in found and not isinstance(call.args[found[call.callee.name].operand], Constant):
-            del found[call.callee.name]
-    definitions: dict[str, Definition] = {name: conv.program() for name, conv in found.items()}
+        if call.callee.name in mades and not isinstance(call.args[mades[call.callee.name].operand], Constant):
+            del mades[call.callee.name]
+    definitions: dict[str, Definition] = {name: conv.program() for name, conv in mades.items()}
     for name, function in module.functions().items():
-        definitions[name] = _Transform(found).function(function)
+        definitions[name] = _Transform(mades).function(function)
     return module.updated(definitions)
 
 

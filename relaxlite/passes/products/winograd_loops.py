@@ -123,8 +123,8 @@ def _signed(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Val
     that are a second."""
     neighbours = Scalar(_product(prepared[row, place], prepared[row, place + 1]))
     number = Scalar(IndexValue(own % TERMS))
-    found = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))
-    return found.value
+    result = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))
+    return result.value
 
 
 def _sum(a: Value, b: Value) -> Value:
