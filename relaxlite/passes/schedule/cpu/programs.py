@@ -1,14 +1,14 @@
-"""Schedule rules for CPUs: which primitives a loop nest gets, from its accesses and the target's registers.
+"""Schedule rules for CPUs: the transformations of each loop nest, chosen by its accesses and the target's registers.
 
     row program         one loop over rows, several over each row (rows.py)
-    transpose           tiles that change places in registers (transpose.py)
-    injective nest      fuse loops that stay linear; vectorize the innermost; run the outermost in parallel
+    transpose           tiles transposed in registers (transpose.py)
+    injective nest      fuse loops whose accesses stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
                         in vector lanes (row sums, dot products)
-    anything else       innermost loops vectorized where their iterations are independent or combine into one element
+    other nests         vectorize innermost loops whose iterations are independent or combine into one element
 
-Shapes may be symbolic: tiles have an exact tail, masked along vectors and narrower along rows.
+Shapes may be symbolic: tiles have exact tails, masked along vectors and with fewer rows.
 """
 
 from __future__ import annotations
@@ -124,14 +124,18 @@ from relaxlite.passes.schedule.primitives.trace import Step, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
-PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
-MAX_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
-MIN_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
+ENOUGH_WORK = 2**18  # elements combined by a reduction inside of a serial loop from which on it runs in parallel
+PARTIAL_SUMS = 4  # vector accumulators of a reduction along a contiguous loop
+MAX_UNROLLED = 4  # vector iterations of a loop that is fully unrolled, so that values stay in registers for later loops
+MIN_VECTORS = 3  # of a register tile that was narrowed to fit the cache: enough to hide latencies with 8 rows
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
-    """Arrange the loops of every program for the target's vectors, caches and cores."""
+    """Schedule every program for the CPU target: tile, vectorize and parallelize loops, choose layouts of constants.
+
+    Programs in the tuning database use its choice. Outputs that the schedule excludes from aliasing an input leave a
+    decision with the reason.
+    """
     target, tuning = context.target, context.tuning
 
     def schedule(program: TensorProgram) -> TensorProgram:
@@ -140,10 +144,10 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
         choice = tuning.choice(program, target) if tuning is not None else DEFAULT
         if module.attrs.get(BATCH_INVARIANT):
             choice = replace(choice, sums=ONE_SUM)
-        made: tuple[TensorProgram] = context.program_cache.recall(
+        result: tuple[TensorProgram] = context.program_cache.recall(
             "schedule", program, repr(choice), lambda: (schedule_program(program, target, choice),)
         )
-        return made[0]
+        return result[0]
 
     scheduled = map_programs(module, schedule)
     after = scheduled.programs()
@@ -153,7 +157,7 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
-    """Which inputs the results of a program cannot take over, and why."""
+    """Record which outputs of a program cannot alias an input of their size, and why."""
     pairs, reasons = in_place_pairs(with_late_stores(before)) if before is not after else ((), ())
     for reason in reasons:
         context.decide("in_place", name, False, reason)
@@ -165,13 +169,16 @@ def _note_operands(name: str, before: TensorProgram, after: TensorProgram, conte
 
 
 def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
-    """The same program with loops arranged for the target."""
+    """Schedule one program for a target; a program that is scheduled already is returned unchanged.
+
+    The result has the attributes of packed operands, prefetch distances, aliasing and the schedule trace.
+    """
     if program.attrs.get(SCHEDULED):
         return program
     program = with_late_stores(program)
     pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
-    if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # whose loops are joined
+    if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # its loops will be joined
         in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
     rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, set(), [], in_place)
     if program.attrs.get(MIN_PREPARED_ROWS):
@@ -182,55 +189,67 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
     panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
     groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
-    ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
-    apart = tuple(k for k, b in enumerate(program.inputs) if b in rules.apart)
+    prefetch_bytes = tuple(
+        (k, rules.prefetch_bytes[b]) for k, b in enumerate(program.inputs) if b in rules.prefetch_bytes
+    )
+    stacked = tuple(k for k, b in enumerate(program.inputs) if b in rules.stacked)
     in_order = tuple(k for k, b in enumerate(program.inputs) if b in rules.in_order)
-    said = ((PANELS, panels), (ROW_GROUPS, groups), (STACKED, apart), (PREFETCH_BYTES, ahead), (IN_ORDER, in_order))
-    packing = {name: value for name, value in said if value}
+    candidates = (
+        (PANELS, panels),
+        (ROW_GROUPS, groups),
+        (STACKED, stacked),
+        (PREFETCH_BYTES, prefetch_bytes),
+        (IN_ORDER, in_order),
+    )
+    packing = {name: value for name, value in candidates if value}
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
-    kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
+    aliases = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
     old = {name: value for name, value in program.attrs.items() if name != IN_PLACE}
-    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: kept} if kept else {})}), steps)
-    return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
+    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: aliases} if aliases else {})}), steps)
+    return replace(program, body=body, attrs=attrs)  # symbols keep their order, on which callers rely
 
 
 def _in_place(program: TensorProgram) -> Pairs:
-    """Which operands results may take over; where they are written in branches, the pass that made these says it."""
-    found: Any = program.attrs.get(IN_PLACE, ())
-    return found if program.attrs.get(MIN_PREPARED_ROWS) else in_place_pairs(program)[0]
+    """The pairs of inputs and outputs that may alias; for programs with strategies in branches, those declared by the
+    pass that made the branches."""
+    declared: Any = program.attrs.get(IN_PLACE, ())
+    return declared if program.attrs.get(MIN_PREPARED_ROWS) else in_place_pairs(program)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
+    """Schedules the stages of one program and collects the attributes that follow from the chosen tiles."""
+
     program: TensorProgram
     target: Target
-    given: ScheduleChoice
-    choice: ScheduleChoice  # as given, or for less code where few rows ever run it
-    panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
-    groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
-    apart: set[Buffer]  # and that are several matrices
-    ahead: dict[Buffer, int]  # how many bytes ahead of its loads an operand is asked for
-    in_order: set[Buffer]  # whose loads stay in their order
-    steps: list[Step]  # what was done, to be read beside the program
-    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
-    staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
+    original_choice: ScheduleChoice
+    choice: ScheduleChoice  # the given one, or one for less code if few rows run it
+    panels: dict[Buffer, int]  # operand -> panel width in elements
+    groups: dict[Buffer, int]  # packed operand -> rows per dot product instruction
+    stacked: set[Buffer]  # packed operands that are several matrices
+    prefetch_bytes: dict[Buffer, int]  # operand -> prefetch distance in bytes
+    in_order: set[Buffer]  # operands whose loads must not be reordered
+    steps: list[Step]  # the schedule trace
+    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may alias; rules remove the pairs that they break
+    staged: set[Buffer] = field(default_factory=set)  # outputs that hold local rows, for which `in_place` is checked
 
-    packs: bool = True  # whether constants may be laid out for the tiles
+    packs: bool = True  # whether constants may be packed
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
         self.steps.append(Step(name, args, tuple(options.items())))
 
     def lanes(self, stmt: Stmt) -> int:
-        """Vector lanes for the widest element that the statement computes with."""
+        """The number of vector lanes for the widest dtype in a statement, except 64-bit indices beside narrower
+        data."""
         widths = [dtypes.itemsize(v.dtype) for v in all_values(stmt)] + [
             dtypes.itemsize(s.buffer.dtype) for s in stores(stmt)
         ]
-        widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
+        widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices must not halve the lanes of float32 data
         return max(1, self.target.vector_bits // 8 // widest)
 
     def keeps(self, x: Buffer, out: Buffer, body: Stmt) -> bool:
-        """Whether the output may still take over the input's memory when the loops are scheduled like this."""
+        """Whether an output may still alias an input with the scheduled loops."""
         return (x, out) in self.in_place and (out in self.staged or keeps_order(body, out))
 
     def _forbid(self, out: Buffer, inputs: Iterable[Buffer]) -> None:
@@ -251,23 +270,23 @@ class _Rules:
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
     def beside_library(self, stage: IfThenElse) -> Stmt:
-        """The loops behind the call of a library, and those for where it is not called. It reads constants as they are,
-        so the loops do too."""
+        """Schedule the loops around a library call: its epilogue and its fallback. Constants are not packed, as the
+        library reads them in their original layout."""
         rules = replace(self, packs=False)
 
         def scheduled(stmt: Stmt) -> Stmt:
             if isinstance(stmt, Allocate) and stmt.buffer.scope == "global":
                 return replace(stmt, body=scheduled(stmt.body))
             parts = stmt.stmts if isinstance(stmt, Seq) else (stmt,)
-            return seq(*(s if _calls(s) else rules.stage(hoist_lets(s)) for s in parts))
+            return seq(*(s if _is_library_call(s) else rules.stage(hoist_lets(s)) for s in parts))
 
         return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
 
     def variants(self, stmt: Stmt) -> Stmt:
-        """Stages of which one or the other runs. What is parallel already has been scheduled."""
+        """Schedule strategies in branches; parallel loops in them are scheduled already."""
         if isinstance(stmt, Allocate):
-            made = self.widened(stmt)
-            return replace(stmt, body=self.variants(stmt.body)) if made is None else made
+            widened = self.widened(stmt)
+            return replace(stmt, body=self.variants(stmt.body)) if widened is None else widened
         if isinstance(stmt, IfThenElse):
             then = self.variants(stmt.then)
             return replace(stmt, then=then, other=None if stmt.other is None else self.variants(stmt.other))
@@ -278,18 +297,18 @@ class _Rules:
 
     def nest(self, stage: Stmt) -> Stmt:
         if _never_runs(stage):
-            return seq()  # nothing to tile
+            return seq()  # an empty nest
         block = reduction_block(stage)
         if block is not None:
             return self.reduction(block)
         groups = groups_of(stage)
-        made = None if groups is None else self.grouped(groups)
-        if made is not None:
-            return made
+        grouped = None if groups is None else self.grouped(groups)
+        if grouped is not None:
+            return grouped
         rows = None if self.program.attrs.get(WRITES_INPUTS) else rows_of(stage)
         if rows is not None:
-            asks = self.target.cpu_facts.prefetches_next_row
-            rows = replace(rows, asks=asks, cores=None if asks else self.target.cores)
+            prefetches = self.target.cpu_facts.prefetches_next_row
+            rows = replace(rows, prefetches_next=prefetches, cores=None if prefetches else self.target.cores)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
@@ -305,33 +324,33 @@ class _Rules:
         return self.transposed(stage, usual)
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
-        """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
+        """Tile a nest with transposed loads, with the usual schedule as fallback for sizes below a tile."""
         store = plain_store(perfect_nest(stage))
         if store is None or store.buffer.scope != "global":
             return usual
-        found = tiled_transpose(self.fused(stage), min(MAX_TILE_LANES, self.lanes(stage)))
-        if found is None:
+        tiling = tiled_transpose(self.fused(stage), min(MAX_TILE_LANES, self.lanes(stage)))
+        if tiling is None:
             return usual
-        conditions, tiles = found
-        self._forbid(store.buffer, self.program.inputs)  # where tiles overlap, elements are computed twice
+        conditions, tiles = tiling
+        self._forbid(store.buffer, self.program.inputs)  # overlapping tiles compute elements twice
         return IfThenElse(both(conditions), tiles, usual) if conditions else tiles
 
     def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
-        """Where the result is larger than the caches, it is stored past them."""
+        """Add a version with nontemporal stores for results larger than the L3 cache."""
         store = injective_store(perfect_nest(stage))
         if store is None or store.buffer not in self.program.outputs:
             return scheduled
         self.note("store_past_caches", store.buffer.name)
-        most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
-        past = past_caches(scheduled, store.buffer)
+        max_elements = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
+        nontemporal = past_caches(scheduled, store.buffer)
         if self.target.cpu_facts.elementwise_prefetch_bytes:
-            past = prefetch_arrays(past, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
-        return with_variant(less(most, product(store.buffer.shape)), past, scheduled)
+            nontemporal = prefetch_arrays(nontemporal, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
+        return with_variant(less(max_elements, product(store.buffer.shape)), nontemporal, scheduled)
 
     # Generic nests
 
     def fused(self, stmt: Stmt) -> Stmt:
-        """Fuse perfectly nested loops whose accesses stay linear."""
+        """Fuse perfectly nested loops if all accesses stay linear."""
         if not isinstance(stmt, For):
             return stmt
         inner = self.fused(stmt.body)
@@ -347,7 +366,7 @@ class _Rules:
         return stmt
 
     def inner(self, stmt: Stmt) -> Stmt:
-        """Vectorize innermost loops; tile the reductions among them, such as those of a recurrence and of its steps."""
+        """Vectorize innermost loops, and tile nested reductions, such as those in the steps of a recurrence."""
         if _never_runs(stmt):
             return seq()
         if isinstance(stmt, For) and not any(isinstance(s, For) for s in walk_stmts(stmt.body)):
@@ -380,12 +399,14 @@ class _Rules:
         self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
         steps = as_int(main.extent)
-        few = steps is not None and steps <= MAX_UNROLLED
-        main = replace(main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind)
+        is_short = steps is not None and steps <= MAX_UNROLLED
+        main = replace(
+            main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if is_short else main.kind
+        )
         return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
 
     def _contiguous(self, loop: For) -> bool:
-        """Worth vectorizing: the accesses that move along the loop move by one element, most of them."""
+        """Whether vectorizing a loop pays: some access to global memory has stride 1 along it, or all have stride 0."""
         strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
         return any(s == 1 for s in strides) or all(s == 0 for s in strides)
 
@@ -397,10 +418,10 @@ class _Rules:
         if window is not None:
             self.note("window_tile", window.along.var.name, lanes=lanes)
             return tiled_windows(window)
-        planes = nchw_tile_of(block, lanes)
-        if planes is not None:
-            self.note("plane_tile", planes.along.var.name, rows=planes.height, lanes=lanes)
-            return tiled_nchw(planes)
+        nchw_tile = nchw_tile_of(block, lanes)
+        if nchw_tile is not None:
+            self.note("plane_tile", nchw_tile.along.var.name, rows=nchw_tile.height, lanes=lanes)
+            return tiled_nchw(nchw_tile)
         unfused, block = block, block.fused()
         blocks = block_product(block, lanes, self.target) if lanes > 1 else None
         if blocks is not None:
@@ -414,13 +435,13 @@ class _Rules:
                 self.panels.update(tile.panels)
             sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
             self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
-            made = tiled_filters(tile, self.choice)
+            tile_nest = tiled_filters(tile, self.choice)
             if dots is None:
-                return made
+                return tile_nest
             self.panels[tile.filters] = tile.width
             self._group(dots)
             flat = unfused.fused(reduced=False)
-            return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, made)
+            return self._with_amx(flat, flat.spatial[-1], lanes, tile.width, tile_nest)
         column = block.vector_loop() if lanes > 1 else None
         chained = chained_terms(block, self.target) if self.program.attrs.get(MIN_PREPARED_ROWS) else None
         if column is not None and chained is not None:
@@ -431,107 +452,109 @@ class _Rules:
                 self.target.cpu_facts.hides_conversions,
             )
             prologues = prologues_of(block, column) if dots is None else ()
-            has_few_rows = bool(self.program.attrs.get(MIN_PREPARED_ROWS))  # too few to prefetch for
+            has_few_rows = bool(self.program.attrs.get(MIN_PREPARED_ROWS))  # too few for prefetching to pay
             is_plain = packs and dots is None and not prologues and not has_few_rows
-            choice, asks = self.given if prologues else self.choice, None
+            choice, prefetch = self.original_choice if prologues else self.choice, None
             if is_plain:
-                choice, asks = self._panel_prefetch(block, column, lanes)
+                choice, prefetch = self._panel_prefetch(block, column, lanes)
             if self.is_counted_by_data(block, column):
                 choice = replace(choice, sums=ONE_SUM)
-                ahead = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
-                asks = PanelPrefetch(ahead, for_next=False, cache=2) if ahead else None
+                distance = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
+                prefetch = PanelPrefetch(distance, for_next=False, cache=2) if distance else None
             if packs:
                 for operand, width in panel_widths(block, column, lanes, registers, choice).items():
-                    self.panels.setdefault(operand, width)  # a variant before this one may have chosen
+                    self.panels.setdefault(operand, width)  # a strategy scheduled before may have set it
             if dots is not None:
                 self.panels.update(dict.fromkeys(dots.operands, panel_width(block, column, lanes, registers, choice)))
                 self._group(dots)
             row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-            down = None if row is None else row.var.name
-            self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
-            for found in prologues:
-                rest = "stream" if row is None or (found.is_cheap and hides) else "stage"
-                self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
-                self.prefetch_operand(found.operand)
+            row_name = None if row is None else row.var.name
+            self.note("register_tile", column.var.name, row=row_name, rows=rows, vectors=vectors, lanes=lanes)
+            for prologue in prologues:
+                more_rows = "stream" if row is None or (prologue.is_cheap and hides) else "stage"
+                self.note("prologue", prologue.loop.var.name, few_rows="stream", more_rows=more_rows)
+                self.prefetch_operand(prologue.operand)
             body = None if dots is None else dots.body
-            made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
+            tile_nest = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=prefetch)
             if dots is None:
-                return made
-            return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), made)
+                return tile_nest
+            return self._with_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), tile_nest)
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         usual = parallel_nest(block.spatial, body)
-        turned = find_transposed(block) if lanes > 1 and not block.is_pair else None
-        if turned is None:
+        transposed = find_transposed(block) if lanes > 1 and not block.is_pair else None
+        if transposed is None:
             return usual
-        self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
-        return tiled_transposed(block, turned, lanes, registers, usual, self.choice)
+        self.note("turned_panels", transposed.column.var.name, row=transposed.row.var.name, lanes=lanes)
+        return tiled_transposed(block, transposed, lanes, registers, usual, self.choice)
 
     def grouped(self, groups: Groups) -> Stmt | None:
-        """Products of rows in groups with quantized blocks; None: these are others."""
+        """Schedule a grouped matmul with block-quantized weights; None: the groups compute something else."""
         if _never_runs(groups.nest):
             return seq()
         block, lanes = reduction_block(groups.nest), self.lanes(groups.nest)
-        found = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
-        if found is None or found.row is None:
+        match = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
+        if match is None or match.row is None:
             return None
         if self.packs:
-            self.apart.update(found.panels)
-        self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, self._block_plan(found, lanes))
+            self.stacked.update(match.panels)
+        self.note("grouped_tile", match.column.var.name, vectors=match.vectors, alone=match.alone, lanes=lanes)
+        return tiled_groups(groups, match, lanes, self._block_plan(match, lanes))
 
-    def _block_plan(self, found: BlockProduct, lanes: int) -> BlockPlan:
-        """How its weights are read, which lie in panels, if they may, in order where nothing asks for them ahead; and
-        how rows are multiplied with them."""
-        target, streams = self.target, self.target.cpu_facts.block_prefetch_plan
+    def _block_plan(self, match: BlockProduct, lanes: int) -> BlockPlan:
+        """The prefetch plan and the strategies of a product with block-quantized weights. Weights are packed in panels
+        if packing is allowed, and loaded in order if they are not prefetched."""
+        target, prefetch_plan = self.target, self.target.cpu_facts.block_prefetch_plan
         if self.packs:
-            self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
-            self.in_order.update(() if streams.gemv_bytes else found.panels)
+            self.panels.update(dict.fromkeys(match.panels, match.panel * lanes))
+            self.in_order.update(() if prefetch_plan.gemv_bytes else match.panels)
         else:
-            streams = replace(streams, gemv_bytes=0, gemm_bytes=0)
-        larger: ManyRowsRule | None = None
+            prefetch_plan = replace(prefetch_plan, gemv_bytes=0, gemm_bytes=0)
+        many_rows_rule: ManyRowsRule | None = None
         if target.has("amx-int8"):
-            larger = by_amx
+            many_rows_rule = by_amx
         elif target.has_maddubs and not target.has_dp4a:
-            larger = partial(by_pairs, target=target)
+            many_rows_rule = partial(by_pairs, target=target)
         elif target.cpu_facts.adds_beside_fmas and target.cpu_facts.loads_per_fma > 1:
-            larger = by_int16_pairs
-        return BlockPlan(streams, InterleavedRows if target.interleaves_rows else ManyRows, larger)
+            many_rows_rule = by_int16_pairs
+        return BlockPlan(prefetch_plan, InterleavedRows if target.interleaves_rows else ManyRows, many_rows_rule)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
-        """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
-        pages: a row comes now alone, now beside others. Each element is then one sum, in the order of its terms, so
-        that results are the same to the last bit."""
+        """Whether the number of rows depends on variables of outer loops or data, as in paged attention, rather than on
+        sizes: a row then runs with varying numbers of other rows. Such a block uses one accumulator per element, so
+        that results are bitwise independent of the other rows."""
         row = block.row_loop(column)
         return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
     def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
-        """A sum of several products per step, as Winograd's inner product is."""
-        lanes, tile, least = self.lanes(block.body), InnerTile.of(self.target), self._least_rows
+        """Schedule a reduction with several products per step, as in Winograd's inner product algorithm."""
+        lanes, tile, min_rows = self.lanes(block.body), InnerTile.of(self.target), self._min_rows
         self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        inputs, most = self.program.inputs, self.choice.rows
-        made, panels = tiled_inner(block, column, body, lanes, self.target, inputs=inputs, least=least, most=most)
+        inputs, max_rows = self.program.inputs, self.choice.rows
+        tiles, panels = tiled_inner(
+            block, column, body, lanes, self.target, inputs=inputs, least=min_rows, most=max_rows
+        )
         self.panels.update(panels)
-        return made
+        return tiles
 
     @property
-    def _least_rows(self) -> int:
-        """That there are where they were prepared."""
-        found: Any = self.program.attrs[MIN_PREPARED_ROWS]
-        return int(found)
+    def _min_rows(self) -> int:
+        """The minimum number of rows in the strategy with prepared rows."""
+        count: Any = self.program.attrs[MIN_PREPARED_ROWS]
+        return int(count)
 
     def widened(self, stmt: Allocate) -> Stmt | None:
-        """Inner products behind stages that make their weights; None: these are other stages."""
-        found, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
-        if found is None:
+        """Schedule inner products together with the stages that compute their weights; None: other stages."""
+        widened, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
+        if widened is None:
             return None
-        column, lanes = found.column.var.name, self.lanes(found.body)
-        self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
+        column, lanes = widened.column.var.name, self.lanes(widened.body)
+        self.panels.update(dict.fromkeys(widened.stored, tile.vectors * lanes))
         self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(INHERITS_LAYOUT))
+        return widened.tiled(tile, lanes, self._min_rows, is_packed=not self.program.attrs.get(INHERITS_LAYOUT))
 
     def _panel_prefetch(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, PanelPrefetch | None]:
-        """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in
-        the second cache; where neither does, none asks for the next one."""
+        """The choice of panel width and the prefetching of panels: the usual width, or a narrower one if only then two
+        panels fit the L2 cache. If no width fits, the next panel is not prefetched."""
         registers = self.target.num_vector_registers
         if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
             return self.choice, None
@@ -539,19 +562,21 @@ class _Rules:
         widths = [usual, *([] if self.choice.vectors else range(usual - lanes, MIN_VECTORS * lanes - 1, -lanes))]
         width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
         choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
-        asks = PanelPrefetch(self.target.cpu_facts.panel_prefetch_steps, width is not None)
-        return choice, asks if asks.ahead or asks.for_next else None
+        prefetch = PanelPrefetch(self.target.cpu_facts.panel_prefetch_steps, width is not None)
+        return choice, prefetch if prefetch.ahead or prefetch.for_next else None
 
-    def _or_amx(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
-        """What is made of a block's dot products, for where tiles of the processor do not do it."""
-        larger = amx_dots(block, column, lanes, width, self.target)
-        if larger is None:
-            return made
+    def _with_amx(self, block: Block, column: For, lanes: int, width: int, fallback: Stmt) -> Stmt:
+        """Add a version with AMX tiles to the scheduled dot products of a block (`fallback`), if the target has
+        them."""
+        amx = amx_dots(block, column, lanes, width, self.target)
+        if amx is None:
+            return fallback
         self.note("tile_squares", column.var.name)
-        return IfThenElse(*larger, made)
+        return IfThenElse(*amx, fallback)
 
     def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
-        """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""
+        """A filter tile that sums channels with dot product instructions; the channel loop is not fused with the kernel
+        loops. None: the target or the block has no such dot products."""
         tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
         dots = None if tile is None else dot_products(tile.block, tile.column, self.target)
         if tile is None or dots is None:
@@ -564,17 +589,17 @@ class _Rules:
             self.note("dot_products", operand.name, length=dots.group)
 
     def prefetch_operand(self, operand: Value) -> None:
-        """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by
-        themselves (measured), as there is less to do between their loads."""
+        """Prefetch packed integer operands that are widened. Half-precision operands need no prefetch, as little
+        computation separates their loads (docs/measurements/passa.md)."""
         read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
         if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
-            self.ahead.update(
+            self.prefetch_bytes.update(
                 prefetch_distances((b for b in read if b in self.panels), self.target.cpu_facts.weight_prefetch_bytes)
             )
 
     def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
-        """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
-        while each time, where loops of unknown extent count as `unknown`. Its operands are not packed, as other
+        """Schedule a reduction that is part of a larger stage. Threads are used if each execution combines at least
+        `MIN_PARALLEL_WORK` elements, where symbolic extents count as `unknown`. Operands are not packed, as other
         reductions of the stage may read other parts of them."""
         tiles = self.reduction(block, packs=False)
         sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
@@ -582,7 +607,8 @@ class _Rules:
         return tiles if work >= ENOUGH_WORK else serial(tiles)
 
     def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
-        """Partial results in vector lanes, if the innermost reduced loop is contiguous."""
+        """Vectorize the innermost reduced loops of a block if they are contiguous, with partial results in vector
+        lanes."""
 
         def rewrite(stmt: Stmt) -> Stmt:
             if not isinstance(stmt, For):
@@ -599,18 +625,18 @@ class _Rules:
 
 
 def _never_runs(stmt: Stmt) -> bool:
-    """Whether a loop of the nest has no iterations, whatever the sizes are."""
+    """Whether a loop of the nest has extent 0 for all sizes."""
     return any(as_int(loop.extent) == 0 for loop in perfect_nest(stmt).loops)
 
 
-def _calls(stmt: Stmt) -> bool:
-    """Whether this is the call of a library and the loops round it."""
+def _is_library_call(stmt: Stmt) -> bool:
+    """Whether a statement is a library call, perhaps in loops, without stores."""
     return any(isinstance(s, CallLibrary) for s in walk_stmts(stmt)) and not any(stores(stmt))
 
 
 def _is_worth_a_task(body: Stmt) -> bool:
-    """Whether one iteration does so much that finding its place among all iterations costs nothing: it has blocks of
-    its own to work on."""
+    """Whether an iteration is large enough for a loop collapsed with division of the index: it allocates a buffer that
+    is not a scalar."""
     return isinstance(body, Allocate) and bool(body.buffer.shape)
 
 
