@@ -1,5 +1,4 @@
-"""Integer products with block-quantized weights: `precision="int8"`, "int12", "int16", and "auto" if the target has
-them.
+"""Integer products with block-quantized weights: `precision="int8"`, "int12", "int16", and "auto" on some targets.
 
     matmul(x, dequantize_blocks(w))   =>   matmul_blocks(quantize_blocks(x), w)
     grouped_matmul(x, spans, w)       =>   grouped_matmul_blocks(quantize_blocks(x), spans, w)
@@ -44,8 +43,10 @@ _PAIRED_BITS = 7  # of codes whose products maddubs sums in pairs without overfl
 
 
 def integer_products(module: IRModule, context: PassContext) -> IRModule:
-    """Replace products with block-quantized weights by integer products of dynamically quantized activations, if the
-    precision allows it."""
+    """Replace products with block-quantized weights by integer products of quantized activations.
+
+    The precision of the context decides whether, and to how many bits activations are quantized.
+    """
     rounding = _rounding(context.target, context.precision)
     if rounding is None:
         return module

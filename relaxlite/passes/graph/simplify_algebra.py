@@ -167,8 +167,7 @@ def _moves_only_ones(call: Call, axes: tuple[int, ...]) -> Expr | None:
 
 
 def concat_one(call: Call, bound: Bindings) -> Expr | None:
-    """concat(x) = x;  concat(x, empty) = concat(x), if the empty operand does not determine or check another
-    dimension"""
+    """concat(x) = x;  concat(x, empty) = concat(x), if the result keeps its type"""
     if len(call.args) == 1:
         return call.args[0]
     nonempty = [a for a in call.args if not _adds_nothing(a, call)]

@@ -28,8 +28,10 @@ MIN_COLUMNS = 16  # of a part: fewer would leave most lanes of a vector unused
 
 
 def split_products(module: IRModule, context: PassContext) -> IRModule:
-    """Split products with constant weights whose columns are only used in disjoint slices into one product per
-    slice."""
+    """Split products whose columns are used only in disjoint slices into one product per slice.
+
+    The weights are constants of rank 2; a slice has at least `MIN_COLUMNS` columns.
+    """
     return map_functions(module, partial(_rewritten, context=context))
 
 

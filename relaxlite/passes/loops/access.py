@@ -17,8 +17,10 @@ def offset(access: Load | Store) -> SymExpr:
 
 
 def coefficient(expr: SymExpr, var: SymVar) -> SymExpr | None:
-    """The coefficient c of `var` in expr == c*var + rest, where neither c nor rest contains `var`; None if `expr` is
-    not linear in `var`."""
+    """The coefficient c of `var` in expr == c*var + rest; None if `expr` is not linear in `var`.
+
+    Neither c nor rest contains `var`.
+    """
     total = sym(0)
     for monomial, coef in expr.terms:
         factors = [atom for atom in monomial if atom is not var]
@@ -45,8 +47,10 @@ def stride(access: Load | Store, var: SymVar) -> int | None:
 
 
 def can_fuse(stmt: Stmt, outer: SymVar, inner: SymVar, extent: SymExpr) -> bool:
-    """Whether fusing loops `outer` and `inner` keeps every access linear: the stride along `outer` is `extent`, the
-    extent of the inner loop, times the stride along `inner`."""
+    """Whether all accesses of a nest stay linear when loops `outer` and `inner` are fused.
+
+    That holds if the stride along `outer` is the stride along `inner` times `extent`, the extent of the inner loop.
+    """
     if outer in extent.free_vars():
         return False
     analyzer = Analyzer()

@@ -70,8 +70,10 @@ def copied_range(program: TensorProgram, ranges: Ranges) -> Range | str | None:
 
 
 def joined_inputs(program: TensorProgram, ranges: Ranges) -> tuple[Buffer, ...] | None:
-    """The two or more distinct inputs whose complete contents, concatenated in this order, are the output; else
-    None."""
+    """The inputs whose concatenation is the output; None if the program is no concatenation.
+
+    The two or more inputs are distinct and copied completely, in the order of the result.
+    """
     if ranges is None or isinstance(ranges, str) or len({r.source for r in ranges}) != len(ranges) or len(ranges) < 2:
         return None
     end = sym(0)

@@ -66,8 +66,11 @@ def masked_rest(loop: For, start: SymExpr, lanes: int) -> Stmt:
 
 
 def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
-    """A statement guarded by count > 0, as a sequence: empty if `count` is 0, unguarded if `count` is known to be
-    positive or the statement is a loop of `count` iterations."""
+    """Guard a statement by count > 0; returns a sequence of statements.
+
+    The sequence is empty if `count` is 0; there is no guard if `count` is known to be positive or the statement is a
+    loop of `count` iterations.
+    """
     value = as_int(count)
     if value is not None:
         return (stmt,) if value > 0 else ()
@@ -77,8 +80,10 @@ def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
 
 
 def with_variant(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
-    """Two versions of a statement: `usual` if the condition (made by `less`) holds, else `other`. A condition on
-    constants selects one version at compile time."""
+    """Select between two versions of a statement: `usual` if the condition holds, else `other`.
+
+    The condition is made by `less`; one on constants selects a version at compile time.
+    """
     assert isinstance(cond, Compare) and isinstance(cond.a, IndexValue) and isinstance(cond.b, IndexValue)
     a, b = as_int(cond.a.index), as_int(cond.b.index)
     if a is None or b is None:
@@ -103,8 +108,10 @@ def fuse(outer: For, inner: For) -> For:
 
 
 def past_caches(stmt: Stmt, output: Buffer) -> Stmt:
-    """Make the stores into a buffer larger than the caches nontemporal, except combining stores, and drop prefetches of
-    the buffer."""
+    """Make the stores into a buffer larger than the caches nontemporal.
+
+    Combining stores stay as they are; prefetches of the buffer are removed.
+    """
     return _PastCaches(output).stmt(stmt)
 
 
@@ -247,8 +254,7 @@ def _sink(loops: Sequence[For], stmt: Stmt) -> Stmt:
 
 
 class GuardLoads(ProgramRewriter):
-    """Guards loads whose indices vary with the loop variables of the guard; loads of `wide`, a local buffer, need
-    none."""
+    """Guards loads whose indices vary with the guard's loop variables; loads of the local buffer `wide` need none."""
 
     def __init__(self, guard: Value, loops: set[SymVar], wide: Buffer | None = None) -> None:
         super().__init__()

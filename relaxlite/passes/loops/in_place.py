@@ -53,8 +53,11 @@ class _Access:
 
 
 def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
-    """The (input, output) positions of an unscheduled program that may alias, and for the other inputs of the size of
-    an output the reasons against it, as sentences "out in x: ..."."""
+    """Find the inputs and outputs of an unscheduled program that may alias.
+
+    Returns the (input, output) positions, and for other inputs of the size of an output the reasons against it, as
+    sentences "out in x: ...".
+    """
     accesses = list(_accesses(program.body, ()))
     pairs: list[tuple[int, int]] = []
     reasons: list[str] = []
@@ -74,8 +77,9 @@ def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
 
 
 def with_late_stores(program: TensorProgram) -> TensorProgram:
-    """Reorder adjacent stores into several outputs: outputs that could alias an input are stored last, after the other
-    stores have read that input.
+    """Reorder adjacent stores into several outputs, so that outputs that could alias an input are stored last.
+
+    The other stores have then read that input:
 
         out[i] = f(x[i]); half[i] = bfloat16(f(x[i]))    =>    half[i] = bfloat16(f(x[i])); out[i] = f(x[i])
     """
@@ -178,7 +182,9 @@ def _reads_stored_elements(load: _Access, store: _Access) -> bool:
 
 
 def keeps_order(body: Stmt, out: Buffer) -> bool:
-    """Whether scheduled loops access the output only by stores without `combine`, so that the output holds no
-    intermediate values that could overwrite an aliased input too early."""
+    """Whether scheduled loops access an output only by stores without `combine`.
+
+    The output then holds no intermediate values that could overwrite an aliased input too early.
+    """
     nodes = [a.node for a in _accesses(body, ()) if a.node.buffer is out]
     return all(isinstance(node, Store) and node.combine is None for node in nodes)

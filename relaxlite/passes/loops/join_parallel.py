@@ -97,7 +97,9 @@ def _dispatch(loops: Sequence[For], number: SymExpr) -> Stmt:
 
 
 def reads_only_where_written(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
-    """Whether only stages that write `out` read `x`: the condition for `out` to alias `x` in joined loops, which run
-    concurrently whatever their program order."""
+    """Whether only stages that write `out` read `x`.
+
+    This is the condition for `out` to alias `x` in joined loops, which run concurrently whatever their program order.
+    """
     reading = [s for s in stages if any(load.buffer is x for load in loads(s))]
     return all(any(store.buffer is out for store in stores(s)) for s in reading)

@@ -1,5 +1,4 @@
-"""Legalization: replace calls of ops by calls of tensor programs in value form; structurally equal programs are
-shared."""
+"""Legalization: replace calls of ops by calls of tensor programs in value form, shared if structurally equal."""
 
 from __future__ import annotations
 

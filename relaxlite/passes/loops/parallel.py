@@ -40,8 +40,11 @@ def outermost_parallel(stmt: Stmt) -> Stmt:
 
 
 def share_two_loops(stmt: Stmt) -> Stmt:
-    """Collapse the two outer parallel loops of a nest of three or more, if the extent of the outermost loop is not
-    known to reach `MIN_PARALLEL_ITERATIONS`: a batch of one would occupy one thread."""
+    """Collapse the two outer parallel loops of a nest of three or more loops.
+
+    This applies if the extent of the outermost loop is not known to reach `MIN_PARALLEL_ITERATIONS`: a batch of one
+    would occupy one thread.
+    """
     if not isinstance(stmt, For) or not isinstance(stmt.body, For) or not isinstance(stmt.body.body, For):
         return stmt
     outer, inner = stmt, stmt.body
@@ -126,8 +129,7 @@ def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExp
 
 
 def combines_into_one(loop: For) -> bool:
-    """Whether the body of a loop is one combining store whose indices do not depend on the loop, and does not read that
-    buffer."""
+    """Whether the body of a loop is one combining store into a loop-invariant element that it does not load."""
     store = loop.body
     if not isinstance(store, Store) or store.combine is None:
         return False
@@ -136,8 +138,11 @@ def combines_into_one(loop: For) -> bool:
 
 
 def is_independent(loop: For) -> bool:
-    """Whether an innermost loop can be vectorized: every store moves along the loop, and loads of a stored buffer read
-    the element that the same iteration stores."""
+    """Whether the iterations of an innermost loop are independent, so that it can be vectorized.
+
+    Sufficient condition: every store moves along the loop, and loads of a stored buffer read the element that the same
+    iteration stores.
+    """
     if any(isinstance(s, LetIndex | Check | Allocate) for s in walk_stmts(loop.body)):
         return False
     written: dict[Buffer, list[tuple[SymExpr, ...]]] = {}

@@ -60,14 +60,17 @@ class Nest:
 
     @property
     def vars(self) -> tuple[SymVar, ...]:
+        """The loop variables, outermost first."""
         return tuple(loop.var for loop in self.loops)
 
     @property
     def shape(self) -> tuple[SymExpr, ...]:
+        """The extents of the loops, outermost first."""
         return tuple(loop.extent for loop in self.loops)
 
     @property
     def stmt(self) -> Stmt:
+        """The nest as one statement."""
         stmt = self.body
         for loop in reversed(self.loops):
             stmt = replace(loop, body=stmt)
@@ -84,8 +87,10 @@ def perfect_nest(stmt: Stmt) -> Nest:
 
 
 def calls_library(stage: Stmt) -> TypeGuard[IfThenElse]:
-    """Whether a stage calls a library under a condition that includes the library's presence, with loops as
-    fallback."""
+    """Whether a stage is a conditional library call with loops as fallback.
+
+    The condition includes the presence of the library.
+    """
     if not isinstance(stage, IfThenElse):
         return False
     return any(isinstance(value, LibraryFound) for value in walk_values(stage.cond))
@@ -103,8 +108,10 @@ def injective_store(nest: Nest) -> Store | None:
 
 
 def plain_store(nest: Nest) -> Store | None:
-    """The only store of a nest, if it does not combine, the nest does not read its buffer, and only `LetIndex` and
-    checks stand between the loops and the store; else None."""
+    """The only store of a nest, if it does not combine and the nest does not load its buffer; else None.
+
+    Only `LetIndex` and checks may stand between the loops and the store.
+    """
     body = nest.body
     while isinstance(body, LetIndex | Seq):
         if isinstance(body, LetIndex):
@@ -169,12 +176,15 @@ class Reduction:
 
     @property
     def block(self) -> Allocate:
+        """The allocation of the element around init, reduced loops and epilogue."""
         return Allocate(self.element, seq(self.init, self.inner, self.final))
 
 
 def reduction_of(stage: Stmt) -> Reduction | None:
-    """Match a stage as a reduction; else None. A nest that combines directly into its output is normalized to this
-    form."""
+    """Match a stage as a reduction; else None.
+
+    A nest that combines directly into its output is normalized to this form.
+    """
     nest = perfect_nest(stage)
     body = nest.body
     if isinstance(body, Seq):

@@ -180,8 +180,10 @@ class _FromRow(ProgramRewriter):
 
 
 def with_final(rows: Rows, store: Stmt) -> Stmt:
-    """The nest of a row program with the store of the result replaced by a statement in the variables of the spatial
-    loops and of the last loop."""
+    """The nest of a row program with the store of the result replaced by another statement.
+
+    The statement uses the variables of the spatial loops and of the last loop.
+    """
     stages = (*rows.stages[:-1], replace(rows.final, body=_Replacement(rows.result, store).stmt(rows.final.body)))
     return replace(rows, stages=stages).nest
 

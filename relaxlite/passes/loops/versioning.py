@@ -18,8 +18,7 @@ Bounds = dict[tuple[SymVar, SymExpr], SymExpr]
 
 
 def clamped_loops(stmt: Stmt) -> Bounds:
-    """The clamped indices min(variable, limit) of a statement, as a map from (variable, limit) to the extent of the
-    loop.
+    """Map the clamped indices min(variable, limit) of a statement, as (variable, limit), to the extents of their loops.
 
     Limits and extents that depend on variables bound inside of the statement are left out.
     """

@@ -237,11 +237,14 @@ class _Rules:
     packs: bool = True  # whether constants may be packed
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
+        """Record a step in the schedule trace."""
         self.steps.append(Step(name, args, tuple(options.items())))
 
     def lanes(self, stmt: Stmt) -> int:
-        """The number of vector lanes for the widest dtype in a statement, except 64-bit indices beside narrower
-        data."""
+        """The number of vector lanes for the widest dtype in a statement.
+
+        64-bit elements beside narrower ones do not count.
+        """
         widths = [dtypes.itemsize(v.dtype) for v in all_values(stmt)] + [
             dtypes.itemsize(s.buffer.dtype) for s in stores(stmt)
         ]
@@ -257,9 +260,11 @@ class _Rules:
 
     @property
     def partial_sums(self) -> int:
+        """The number of vector accumulators of a reduction along its contiguous loop."""
         return self.choice.partial_sums or PARTIAL_SUMS
 
     def stage(self, stage: Stmt) -> Stmt:
+        """Schedule one top-level stage, with a version without clamped indices if it has some."""
         if calls_library(stage):
             return self.beside_library(stage)
         clamps = clamped_loops(stage)
@@ -270,8 +275,10 @@ class _Rules:
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
     def beside_library(self, stage: IfThenElse) -> Stmt:
-        """Schedule the loops around a library call: its epilogue and its fallback. Constants are not packed, as the
-        library reads them in their original layout."""
+        """Schedule the loops around a library call: its epilogue and its fallback.
+
+        Constants are not packed, as the library reads them in their original layout.
+        """
         rules = replace(self, packs=False)
 
         def scheduled(stmt: Stmt) -> Stmt:
@@ -296,6 +303,7 @@ class _Rules:
         return stmt if is_scheduled else self.stage(stmt)
 
     def nest(self, stage: Stmt) -> Stmt:
+        """Schedule a stage by the first rule that matches."""
         if _never_runs(stage):
             return seq()  # an empty nest
         block = reduction_block(stage)
@@ -382,6 +390,7 @@ class _Rules:
         return stmt
 
     def vectorized(self, loop: For) -> Stmt:
+        """Vectorize an innermost loop if that is legal and its accesses are contiguous."""
         lanes = self.lanes(loop.body)
         if lanes == 1 or as_int(loop.extent) == 1:
             return loop
@@ -413,6 +422,7 @@ class _Rules:
     # Reductions
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
+        """Schedule a reduction by the first tile that matches; else in the order of its loops."""
         lanes, registers, packs = self.lanes(block.body), self.target.num_vector_registers, packs and self.packs
         window = None if block.is_pair else window_of(block, lanes)
         if window is not None:
@@ -519,9 +529,11 @@ class _Rules:
         return BlockPlan(prefetch_plan, InterleavedRows if target.interleaves_rows else ManyRows, many_rows_rule)
 
     def is_counted_by_data(self, block: Block, column: For) -> bool:
-        """Whether the number of rows depends on variables of outer loops or data, as in paged attention, rather than on
-        sizes: a row then runs with varying numbers of other rows. Such a block uses one accumulator per element, so
-        that results are bitwise independent of the other rows."""
+        """Whether the number of rows depends on outer loops or data, as in paged attention, rather than on sizes.
+
+        A row then runs with varying numbers of other rows. Such a block uses one accumulator per element, so that
+        results are bitwise independent of the other rows.
+        """
         row = block.row_loop(column)
         return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
@@ -589,8 +601,10 @@ class _Rules:
             self.note("dot_products", operand.name, length=dots.group)
 
     def prefetch_operand(self, operand: Value) -> None:
-        """Prefetch packed integer operands that are widened. Half-precision operands need no prefetch, as little
-        computation separates their loads (docs/measurements/passa.md)."""
+        """Prefetch the packed integer operands of a prologue that widens them.
+
+        Half-precision operands need no prefetch (docs/measurements/passa.md).
+        """
         read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
         if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
             self.prefetch_bytes.update(
@@ -598,9 +612,11 @@ class _Rules:
             )
 
     def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
-        """Schedule a reduction that is part of a larger stage. Threads are used if each execution combines at least
-        `MIN_PARALLEL_WORK` elements, where symbolic extents count as `unknown`. Operands are not packed, as other
-        reductions of the stage may read other parts of them."""
+        """Schedule a reduction that is part of a larger stage and may run many times.
+
+        Threads are used if each execution combines at least `MIN_PARALLEL_WORK` elements, where symbolic extents count
+        as `unknown`. Operands are not packed, as other reductions of the stage may read other parts of them.
+        """
         tiles = self.reduction(block, packs=False)
         sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
         work = math.prod(unknown if size is None else size for size in sizes)

@@ -50,14 +50,14 @@ def in_flight(
     rows: Rows,
     stmts: Sequence[Stmt],
     over_row: Callable[[For, Sequence[Load]], Stmt],
-    ahead: Sequence[Load],
+    prefetched: Sequence[Load],
     cores: int,
 ) -> tuple[SymExpr, Stmt] | None:
-    """Pipeline the stages `stmts` of a row program. Returns (minimum number of rows, nest); None: not possible or not
-    profitable.
+    """Pipeline the stages `stmts` of a row program; None: not possible or not profitable.
 
-    `over_row` schedules a loop over a row with prefetches; `ahead`: the loads to prefetch in loops with the first
-    stage."""
+    Returns (minimum number of rows, nest). `over_row` schedules a loop over a row with prefetches; `prefetched`: the
+    loads to prefetch in loops with the first stage.
+    """
     stages = _stages(stmts)
     if not 2 <= len(stages) <= MAX_STAGES or not rows.spatial or not _rows_fit(rows, stages):
         return None
@@ -70,7 +70,7 @@ def in_flight(
         loop.var for loop in rows.spatial
     }:
         return None
-    plan = _Pipeline(rows, stages, over_row, ahead)
+    plan = _Pipeline(rows, stages, over_row, prefetched)
     return sym(min_rows), plan.blocks(count, smax(smin(count // blocks, MAX_ROWS), 1))
 
 
@@ -104,9 +104,9 @@ class _Pipeline:
         rows: Rows,
         stages: Sequence[_Stage],
         over_row: Callable[[For, Sequence[Load]], Stmt],
-        ahead: Sequence[Load],
+        prefetched: Sequence[Load],
     ) -> None:
-        self.rows, self.stages, self.over_row, self.ahead = rows, stages, over_row, ahead
+        self.rows, self.stages, self.over_row, self.prefetched = rows, stages, over_row, prefetched
         self.copies = [dict[Buffer, Buffer]() for _ in stages]  # per stage, of its live scalars
         for scalar in (b for b in rows.locals if not b.shape):
             using = [k for k, stage in enumerate(stages) if any(x.buffer is scalar for x in _accesses(stage))]
@@ -154,7 +154,7 @@ class _Pipeline:
             scalars += [own.stmt(s) for s in stage.scalars]
             bodies.append(own.stmt(stage.loop.body))
             if k == 0:
-                prefetched = [replace(x, indices=own.indices(x.indices)) for x in self.ahead]
+                prefetched = [replace(x, indices=own.indices(x.indices)) for x in self.prefetched]
         stmt = seq(*scalars, self.over_row(replace(self.stages[0].loop, body=seq(*bodies)), prefetched))
         for symbol, value in reversed(bindings):
             stmt = LetIndex(symbol, IndexValue(value), stmt)

@@ -40,10 +40,12 @@ class Access:
 
     @property
     def buffer(self) -> Buffer:
+        """The accessed buffer."""
         return self.node.buffer
 
     @property
     def combine(self) -> str | None:
+        """The operation of a combining store; None for loads and other stores."""
         return self.node.combine if isinstance(self.node, Store) else None
 
     def __str__(self) -> str:
@@ -53,8 +55,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """Two accesses that may touch the same element, and the interval of iterations of each common loop by which
-    `second` comes after `first` (negative: before)."""
+    """Two accesses that may touch the same element, with their distance.
+
+    `distance`: for each common loop, the interval of iterations by which `second` comes after `first` (negative:
+    before). """
 
     first: Access
     second: Access
@@ -110,8 +114,10 @@ def conflicts(left: Sequence[Access], right: Sequence[Access], *, is_same: bool 
 
 
 def self_conflicts(left: Sequence[Access]) -> Iterator[Dependence]:
-    """The dependences within a list of accesses, combining stores included: threads must not combine into one
-    element."""
+    """The dependences within a list of accesses, combining stores included.
+
+    Threads must not combine into one element.
+    """
     for number, a in enumerate(left):
         for b in left[number:]:
             if a.buffer is b.buffer and not (isinstance(a.node, Load) and isinstance(b.node, Load)):

@@ -166,8 +166,10 @@ def fuse(root: Stmt, outer: For, inner: For) -> tuple[Stmt, SymVar]:
 
 
 def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
-    """Reorder loops of a perfect nest to the given order, outermost first; other loops of the nest keep their
-    positions."""
+    """Reorder loops of a perfect nest to the given order, outermost first.
+
+    Other loops of the nest keep their positions.
+    """
     names = [loop.var.name for loop in loops]
     if len(set(names)) != len(names) or not loops:
         raise ScheduleError(f"reorder takes loops of different names, got {', '.join(names) or 'none'}")
@@ -243,8 +245,10 @@ def unroll(root: Stmt, loop: For) -> Stmt:
 
 
 def vectorize(root: Stmt, loop: For) -> Stmt:
-    """Vectorize a loop, one lane per iteration; iterations are independent or combine into one element. The extent is a
-    constant of at most `MAX_LANES`."""
+    """Vectorize a loop, one lane per iteration.
+
+    Iterations are independent or combine into one element. The extent is a constant of at most `MAX_LANES`.
+    """
     extent = as_int(loop.extent)
     if extent is None or extent > MAX_LANES:
         raise ScheduleError(
@@ -297,8 +301,10 @@ def _check_independent(loop: For, action: str, *, combining: bool = False) -> No
 
 
 def check_concurrent(root: Stmt, changed: Stmt) -> None:
-    """Raise ScheduleError unless all concurrent loops around and inside of a changed statement are still
-    independent."""
+    """Raise ScheduleError if a change made iterations of a concurrent loop depend on each other.
+
+    Checked are the parallel, vectorized and GPU loops around and inside of the changed statement.
+    """
     around = [stmt for stmt in path_to(root, changed) if isinstance(stmt, For)]
     for loop in dict.fromkeys([*around, *(s for s in walk_stmts(changed) if isinstance(s, For))]):
         if loop.kind in ("serial", "unrolled"):

@@ -77,8 +77,10 @@ def _span(access: Access, index: SymExpr) -> tuple[SymExpr, SymExpr]:
 
 
 def overwrites(region: Stmt, buffer: Buffer, box: Box) -> bool:
-    """Whether a region stores every element of a box before it loads any: its first statement with accesses to the
-    buffer only stores, unconditionally and everywhere."""
+    """Whether a region stores every element of a box before it loads any.
+
+    That holds if its first statement with accesses to the buffer only stores, unconditionally and everywhere.
+    """
     for stmt in region.stmts if isinstance(region, Seq) else (region,):
         touching = [access for access in accesses_of(stmt) if access.buffer is buffer]
         if touching:

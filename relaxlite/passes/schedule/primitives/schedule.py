@@ -64,8 +64,7 @@ class Schedule:
         return tuple(self._packings)
 
     def loops(self, buffer: str | None = None) -> tuple[str, ...]:
-        """The names of all loops, outer before inner; with `buffer`, of the loops around the first store to that
-        buffer."""
+        """The names of all loops, or of those around the first store to `buffer`; outer before inner."""
         body = self._program.body
         if buffer is None:
             return tuple(loop.var.name for loop in all_loops(body))
@@ -123,8 +122,10 @@ class Schedule:
         self._record(Step("predicate", (loop, multiple)), body)
 
     def specialize(self, loop: str, *sizes: int) -> tuple[str, ...]:
-        """Specialize a loop for constant extents. Returns the names of these loops; the loop stays for other
-        extents."""
+        """Specialize a loop for constant extents; the loop stays for other extents.
+
+        Returns the names of the specialized loops.
+        """
         body, specialized = loops.specialize(self._body, self._loop(loop), sizes)
         return self._record(Step("specialize", (loop, *sizes)), body, *specialized)
 

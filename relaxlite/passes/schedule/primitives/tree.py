@@ -178,7 +178,7 @@ class _Names(Substitute):
         for item in old:
             if item in present:
                 self._reserved.setdefault((type(item), item.name), item)
-        self._taken: set[tuple[type, str]] = {(Buffer, param.name) for param in params}
+        self._used: set[tuple[type, str]] = {(Buffer, param.name) for param in params}
         self.first: dict[SymVar | Buffer, str] = {}  # name of the first occurrence
 
     def stmt(self, stmt: Stmt) -> Stmt:
@@ -213,11 +213,11 @@ class _Names(Substitute):
     def _name_for(self, item: SymVar | Buffer) -> str:
         kind, name = type(item), item.name
         is_mine = self._reserved.get((kind, name), item) is item
-        if (kind, name) not in self._taken and is_mine:
-            self._taken.add((kind, name))
+        if (kind, name) not in self._used and is_mine:
+            self._used.add((kind, name))
             return name
         base, count = re.sub(r"_\d+$", "", name), 1
-        while (kind, f"{base}_{count}") in self._taken or (kind, f"{base}_{count}") in self._reserved:
+        while (kind, f"{base}_{count}") in self._used or (kind, f"{base}_{count}") in self._reserved:
             count += 1
-        self._taken.add((kind, f"{base}_{count}"))
+        self._used.add((kind, f"{base}_{count}"))
         return f"{base}_{count}"
