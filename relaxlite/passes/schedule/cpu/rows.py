@@ -149,7 +149,8 @@ def reads_in_time(rows: Rows, x: Buffer) -> bool:
     """Whether `x` and the result may alias in every schedule of a row program.
 
     No stage may read an element of `x` after a write to the same element of the result, local rows in the result
-    included."""
+    included.
+    """
     forms = (rows, _in_output(rows), _in_output(rows, recompute=True))
     return all(_reads_before_writing(_merged(form.stages), x, rows.result.buffer) for form in forms)
 

@@ -58,7 +58,8 @@ class Dependence:
     """Two accesses that may touch the same element, with their distance.
 
     `distance`: for each common loop, the interval of iterations by which `second` comes after `first` (negative:
-    before)."""
+    before).
+    """
 
     first: Access
     second: Access
