@@ -1,6 +1,6 @@
 """Schedules of row programs (loops/row_program.py): softmax, layer norm and the ops fused with them.
 
-Rows run in parallel. Within a row:
+All rows run in parallel. Within a row:
 
     stages that do not need each other's totals are fused into one loop      exps[j] = exp(..) and sum += exps[j]
     a short local row lives in registers or on the stack, a long one in      out[i, j] = exp(..)
@@ -12,9 +12,9 @@ Rows run in parallel. Within a row:
 A row of a few vectors is loaded once and stays in registers across stages. If the row length is symbolic, versions for
 one to four masked vectors and the general form are selected at run time.
 
-The second loop over a row is compute bound. On targets that gain by prefetching (`Rows.prefetches_next`), it prefetches
-the operands of the first loop for the next row, and the row of the result if a later loop writes that. On other targets
-the stages of several rows are pipelined (`Rows.cores`; rows_in_flight.py).
+The second loop over a row is compute bound. On targets that gain by prefetching (`Rows.prefetches_next`), it
+prefetches the operands of the first loop for the next row, and the row of the result if a later loop writes that. On
+other targets the stages of several rows are pipelined (`Rows.cores`; rows_in_flight.py).
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def _merged(stages: Sequence[Stmt]) -> list[Stmt]:
 
 
 def _depends(later: Stmt, earlier: Stmt) -> bool:
-    """Whether two stages cannot be reordered or fused: one uses a scalar that the other writes. Rows cause no
+    """Whether two stages cannot be reordered or fused: one uses a scalar that the other writes. Local rows cause no
     dependence, as element j is written and read in iteration j."""
     for a, b in ((later, earlier), (earlier, later)):
         written = {s.buffer for s in stores(a) if not s.buffer.shape}
@@ -353,8 +353,9 @@ def _loads_of_next_row(rows: Rows, first: For, place: SymVar, count: int = 1) ->
 def _over_row(
     loop: For, pieces: Sequence[_Piece], lanes: int, later: Sequence[Load] = (), *, overlaps: bool = False
 ) -> Stmt:
-    """Vectorize a loop over a row; totals accumulate in up to `PARTS` vectors. Steps prefetch the loads in `later`, one
-    prefetch per cache line.
+    """Vectorize a loop over a row; totals accumulate in up to `PARTS` vectors.
+
+    Steps prefetch the loads in `later`, one prefetch per cache line.
 
     In a loop over several pipelined rows (`overlaps`), stores are delayed until the later loads of the step are done:
     processors compare pending stores and loads by the low 12 address bits, and rows are often a multiple of 4096 bytes

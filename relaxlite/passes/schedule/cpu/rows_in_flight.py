@@ -133,7 +133,7 @@ class _Pipeline:
     def _block(self, first: SymExpr, last: SymExpr) -> Stmt:
         n, t = len(self.stages), SymVar("t")
         behind = {k: n - 1 - k for k in range(n)}  # distance in rows from stage k to the last stage
-        # Rows beyond the last are clamped to it: recomputing it has no effect.
+        # A row number beyond the last is clamped to it: recomputing a row has no effect.
         filling = [
             self._step({k: smin(first + (s - k), last) if k < s else first for k in range(s + 1)}) for s in range(n - 1)
         ]
