@@ -76,7 +76,7 @@ LATE_IMPORTS = {
     "relaxlite/dtypes.py": {"ml_dtypes"},  # 2 MB, for bfloat16 only
     "relaxlite/frontend/llm/gguf_grids.py": {"gguf"},  # 0.2 s to import, for formats that few files have
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
-    "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
+    "relaxlite/ir/sympy_bridge.py": {"sympy"},  # optional
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
     "relaxlite/llm/loading.py": {"relaxlite.llm.compiling", "relaxlite.model_cache"},  # as relaxlite/loading.py
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only

@@ -162,3 +162,9 @@ def _is_disjoint(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
     distance, length = as_int(store.indices[-1] - other[-1]), as_int(loop.extent)
     is_apart = distance is not None and length is not None and abs(distance) >= length
     return is_apart and store.indices[:-1] == other[:-1] and stride(store, loop.var) == 1
+
+
+def is_contiguous(loop: For) -> bool:
+    """Whether vectorizing a loop pays: some access to global memory has stride 1 along it, or all have stride 0."""
+    strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
+    return any(s == 1 for s in strides) or all(s == 0 for s in strides)

@@ -119,19 +119,19 @@ class ManyRowsPlan:
 
 
 ManyRowsRule: TypeAlias = "Callable[[ManyRows, int], ManyRowsPlan | None]"
-"""The plan for many rows from tiles so many vectors wide; None: their loops do not fit it."""
+"""The plan for many rows from tiles so many vectors wide; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How weights are read, and multiplied with two rows and more, and with many, where that is another way."""
+    """How blocked weights are prefetched, the tiles of two rows and more, and the rule for many rows."""
 
-    streams: PrefetchPlan
-    some: type[ManyRows]
-    larger: ManyRowsRule | None
+    prefetch: PrefetchPlan
+    tile: type[ManyRows]
+    many_rows: ManyRowsRule
 
 
-def tiled_blocks(found: BlockProduct, lanes: int, ways: BlockPlan) -> Stmt:
+def tiled_blocks(found: BlockProduct, lanes: int, plan: BlockPlan) -> Stmt:
     """All tiles in one parallel loop."""
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
@@ -144,11 +144,11 @@ def tiled_blocks(found: BlockProduct, lanes: int, ways: BlockPlan) -> Stmt:
         count = sum((p.count for p in pieces), sym(0))
         return Substitute(fresh=True).stmt(grid([*others, (down, tile.rows.count), (across, count)], body))
 
-    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
+    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=plan.prefetch.gemv_bytes)
     if row is None:
         return tiles(one, found.alone)
-    many = ways.some(found.block.body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
-    rest, best = tiles(many), None if ways.larger is None else ways.larger(many, found.vectors)
+    many = plan.tile(found.block.body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=plan.prefetch.gemm_bytes)
+    rest, best = tiles(many), plan.many_rows(many, found.vectors)
     if best is not None:
         faster = tiles(best.tile, best.vectors)
         rest = IfThenElse(best.condition, faster if best.around is None else best.around(faster), rest)

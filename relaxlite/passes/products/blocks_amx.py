@@ -46,6 +46,7 @@ from relaxlite.passes.products.block_terms import MAX_DEPTH, ORIGIN, Products, f
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, hoisted
 from relaxlite.passes.products.prologue import Replacement
 from relaxlite.passes.products.register_tile import ColumnPiece
+from relaxlite.target import Target
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
@@ -59,11 +60,15 @@ _DOTS = ("dot", "dot_unsigned", "dot_of_unsigned", "dot_bf16")
 _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys(_DOTS, 16)}  # the others: 1
 
 
-def by_amx(tile: ManyRows, vectors: int) -> ManyRowsPlan | None:
-    """When tiles are there and have rows to fill one, and the code then; None: its sums are no products of tiles."""
+def by_amx(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
+    """AMX tiles from 16 rows on, where the system allows them; or why the loops do not fit them."""
     found = find_products(tile.update.value)
-    if as_int(tile.steps.extent) is None or found is None or found.depth > MAX_DEPTH or tile.lanes != ROWS:
-        return None
+    if tile.lanes != ROWS:
+        return f"vectors of {tile.lanes} lanes do not make rows of AMX tiles"
+    if as_int(tile.steps.extent) is None or found is None:
+        return "its sums are no products of AMX tiles"
+    if found.depth > MAX_DEPTH:
+        return f"blocks of {found.depth} bytes do not fit into rows of {MAX_DEPTH}"
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
     made = AmxRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
     return ManyRowsPlan(enough, made, vectors)

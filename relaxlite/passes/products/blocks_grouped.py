@@ -71,14 +71,14 @@ def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
     return lambda body: body, stmt
 
 
-def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: BlockPlan) -> Stmt:
+def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, plan: BlockPlan) -> Stmt:
     """All tiles of all groups in one parallel loop."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
-    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
-    many = ways.some(body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
+    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=plan.prefetch.gemv_bytes)
+    many = plan.tile(body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=plan.prefetch.gemm_bytes)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
-    best = None if ways.larger is None else ways.larger(many, found.vectors)
+    best = plan.many_rows(many, found.vectors)
     widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)
     pieces = column_pieces(column.extent, lanes, widest)
     across = SymVar(f"{column.var.name}o")

@@ -27,6 +27,7 @@ from relaxlite.passes.loops.edits import less
 from relaxlite.passes.products.block_terms import Sums, find_sums
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
 from relaxlite.passes.products.prologue import Replacement
+from relaxlite.target import Target
 
 MIN_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
 MIN_COLUMNS = 512  # that share the pass
@@ -38,15 +39,17 @@ _EVEN, _SIGNS = 0x00FF00FF, 0x00800080
 _BOTH = ORIGIN | ORIGIN << 16
 
 
-def by_int16_pairs(tile: ManyRows, vectors: int) -> ManyRowsPlan | None:
-    """Tiles one vector wide, behind a pass over the rows; None: these are no sums of bytes that make 12 bits."""
+def by_int16_pairs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
+    """Tiles one vector wide, behind a pass over the rows; or why the loops do not fit them."""
     found = find_sums(tile.update.value)
-    if found is None or found.shift != LOW_BITS or len(found.sums[-1].codes) > MAX_DP4A_GROUPS or tile.row is None:
-        return None
+    if found is None or found.shift != LOW_BITS or tile.row is None:
+        return f"activations are not of {8 + LOW_BITS} bits"
+    if len(found.sums[-1].codes) > MAX_DP4A_GROUPS:
+        return f"the codes of a block do not stay in registers: {4 * len(found.sums[-1].codes)} of them"
     if (as_int(tile.column.extent) or MIN_COLUMNS) < MIN_COLUMNS:
-        return None
+        return f"{tile.column.extent} columns are too few for a pass over the rows"
     if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
-        return None
+        return "activations depend on more than the block and the row"
     rows = _Rows(tile, found)
     block = Replacement({id(found.value): rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)

@@ -62,13 +62,13 @@ MAX_PANELS = 8  # that a row goes over
 _BYTE = 255
 
 
-def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> ManyRowsPlan | None:
-    """Tiles behind a pass over the rows; None: these are no sums of bytes."""
+def by_maddubs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
+    """Tiles behind a pass over the rows; or why the loops do not fit them."""
     found = find_sums(tile.update.value)
     if found is None or tile.row is None:
-        return None
+        return "its sums are no sums of bytes"
     if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
-        return None
+        return "activations depend on more than the block and the row"
     bytes_of = _Bytes(tile, found, fuses=target.has("fma"))
     block = bytes_of.instead_of_sum(tile.block)
     assert isinstance(block, Allocate)

@@ -20,6 +20,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.program import TensorProgram
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
+from relaxlite.passes.products.strategy_table import BY_NAME
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -114,9 +115,12 @@ def _from_json(data: Mapping[str, Any]) -> Tuning:
 
 def _entry(data: Mapping[str, Any]) -> TunedProgram:
     sizes = tuple(tuple(int(s) for s in size) for size in data["sizes"])
+    choice = ScheduleChoice.from_dict(data["choice"])
+    if choice.strategy is not None and choice.strategy not in BY_NAME:
+        raise ValueError(f"there is no strategy {choice.strategy!r}; there are {', '.join(BY_NAME)}")
     return TunedProgram(
         program=str(data["program"]),
-        choice=ScheduleChoice.from_dict(data["choice"]),
+        choice=choice,
         sizes=sizes,
         seconds=tuple(float(s) for s in data["seconds"]),
         default_seconds=tuple(float(s) for s in data["default_seconds"]),
