@@ -34,8 +34,9 @@ GROWTH = 2  # maximum ratio of larger results to their operands: an Expand of a 
 def fold_constants(module: IRModule) -> IRModule:
     """Replace calls of pure ops on constants by their results, evaluated with NumPy.
 
-    Results above `SMALL_BYTES` are only folded up to `GROWTH` times the size of the operands. Exceptions are filters of
-    convolutions, and tables of sines and cosines up to `TABLE_BYTES`. Errors in evaluation leave the call to run time.
+    Results above `SMALL_BYTES` are only folded up to `GROWTH` times the size of the operands.
+    Exceptions are filters of convolutions, and tables of sines and cosines up to `TABLE_BYTES`.
+    Errors in evaluation leave the call to run time.
     """
     return map_functions(module, lambda f: _FoldConstants(_widened_weights(f), _filters(f)).function(f))
 
