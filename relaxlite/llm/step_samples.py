@@ -9,7 +9,7 @@ from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.compiled_engine import layout_of
 from relaxlite.llm.engine import Array
-from relaxlite.passes.graph.reachable import entries
+from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.state_slots import STATES
@@ -23,7 +23,7 @@ def step_samples(module: IRModule, seed: int = 0) -> dict[str, list[tuple[Array,
     """Some calls of each function, with tokens, keys and values that are random, as a cache describes them."""
     calls = _calls(module, seed)
     result = {"main": [call.arguments(True) for call in calls]}
-    return result | {name: [call.arguments(False) for call in calls] for name in entries(module)[1:]}
+    return result | {name: [call.arguments(False) for call in calls] for name in entry_points(module)[1:]}
 
 
 @dataclass(frozen=True, slots=True)

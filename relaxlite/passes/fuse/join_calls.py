@@ -27,7 +27,7 @@ from relaxlite.ir.program_visitor import all_values, loads
 from relaxlite.ir.symbolic import as_int, sym
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.legalize import ProgramTable
-from relaxlite.passes.loops.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
+from relaxlite.passes.loops.merge_calls import CallSite, DefUsePositions, ProgramInstances, call_sites, map_blocks, stem
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.products.constant_weights import WeightStrategy
 from relaxlite.passes.products.strategies import ProductStrategies, strategies_fit_for
@@ -55,7 +55,7 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
         bindings = block.bindings
         products = partial(_products, ways=ways, context=context, analyzed=analyzed, product_of=product_of)
         for groups in (products, partial(_copies, is_copy=is_copy)):
-            sites = sites_of(bindings, module)
+            sites = call_sites(bindings, module)
             by_var = {site.var: site for site in sites}
             slots: list[list[Binding]] = [[binding] for binding in bindings]
             for names in [found for found in groups(sites) if len(found) > 1]:
@@ -70,7 +70,7 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _products(
-    sites: list[Site],
+    sites: list[CallSite],
     ways: Sequence[WeightStrategy],
     context: PassContext,
     analyzed: Callable[[TensorProgram], LoopPattern],
@@ -117,7 +117,7 @@ def _product(program: TensorProgram) -> _Product | None:
     return _Product(tuple(dict.fromkeys(load.buffer for load in loads(reduction.update))), terms)
 
 
-def _operands(site: Site, product: _Product) -> tuple[Var, ...]:
+def _operands(site: CallSite, product: _Product) -> tuple[Var, ...]:
     """Those that are no constants, x and its zero point, of a product with weights; else none."""
     args = dict(zip(site.program.inputs, site.call.args, strict=True))
     read = dict.fromkeys(args[buffer] for buffer in product.read)
@@ -125,7 +125,7 @@ def _operands(site: Site, product: _Product) -> tuple[Var, ...]:
     return operands if len(operands) < len(read) else ()
 
 
-def _copies(sites: list[Site], is_copy: Callable[[TensorProgram], bool]) -> Iterator[list[Var]]:
+def _copies(sites: list[CallSite], is_copy: Callable[[TensorProgram], bool]) -> Iterator[list[Var]]:
     """For each call, the copies that it reads."""
     by_var = {site.var: site for site in sites}
     taken: set[Var] = set()
@@ -148,13 +148,15 @@ def _is_copy(program: TensorProgram) -> bool:
 
 
 def _join(
-    slots: list[list[Binding]], group: list[Site], table: ProgramTable, context: PassContext, joined: _Joined
+    slots: list[list[Binding]], group: list[CallSite], table: ProgramTable, context: PassContext, joined: _Joined
 ) -> None:
     """Make one call of the calls of a group, unless fewer than two can meet in one place. `slots` is a block: what
     stands now at each of the positions that the sites name."""
     group = sorted(group, key=lambda site: site.position)
     part = range(group[0].position, group[-1].position + 1)
-    members, place = _meeting(group, Places((position, binding) for position in part for binding in slots[position]))
+    members, place = _meeting(
+        group, DefUsePositions((position, binding) for position in part for binding in slots[position])
+    )
     members = members[:MAX_CALLS]
     for site in group:
         if site not in members:
@@ -185,15 +187,15 @@ def _join(
     slots[place] = bindings + slots[place]
 
 
-def _likeness(members: list[Site], inputs: Sequence[Expr]) -> object:
+def _likeness(members: list[CallSite], inputs: Sequence[Expr]) -> object:
     """What groups that become one program have in common: programs, symbols, types, and who reads what."""
     places = {expr: k for k, expr in enumerate(inputs)}
     calls = [(s.call.callee, s.call.sym_args, s.var.ty, *(places[a] for a in s.call.args)) for s in members]
     return (*calls, *(expr.ty for expr in inputs))
 
 
-def _joined(members: list[Site], inputs: Sequence[Expr], table: ProgramTable) -> Call:
-    parts = Instances()
+def _joined(members: list[CallSite], inputs: Sequence[Expr], table: ProgramTable) -> Call:
+    parts = ProgramInstances()
     stages = [parts.stages(site) for site in members]
     checks = [s for own in stages for s in own if isinstance(s, Check)]
     nests = [[s for s in own if not isinstance(s, Check)] for own in stages]
@@ -201,7 +203,7 @@ def _joined(members: list[Site], inputs: Sequence[Expr], table: ProgramTable) ->
     return parts.call(_name(members), seq(*checks, *order), inputs, [site.var for site in members], table)
 
 
-def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
+def _meeting(group: list[CallSite], places: DefUsePositions) -> tuple[list[CallSite], int]:
     """The calls of a group that can move to one position: up to that of the first, or down to that of the last."""
     first, last = group[0].position, group[-1].position
     up = [site for site in group if places.defined(site) < first]
@@ -209,6 +211,6 @@ def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
     return (up, first) if len(up) >= len(down) else (down, last)
 
 
-def _name(members: list[Site]) -> str:
+def _name(members: list[CallSite]) -> str:
     stems = list(dict.fromkeys(stem(site) for site in members))
     return f"joined_{len(members)}_{'_'.join(stems)}"[:LONGEST_NAME]

@@ -26,10 +26,10 @@ from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, loads
 from relaxlite.ir.symbolic import product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import nest
 from relaxlite.passes.loops.legalize import ProgramTable
-from relaxlite.passes.loops.merge_calls import Instances, Site, map_blocks, sites_of, stem
+from relaxlite.passes.loops.merge_calls import CallSite, ProgramInstances, call_sites, map_blocks, stem
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of, top_stages
+from relaxlite.passes.loops.transforms import nest
 from relaxlite.passes.products.constant_weights import WeightStrategy
 from relaxlite.passes.products.reduction import reduction_block
 from relaxlite.passes.products.strategies import ProductStrategies, strategy_for
@@ -49,7 +49,7 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
         block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[WeightStrategy]
     ) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
-        sites = {site.var: site for site in sites_of(block.bindings, module) if site.call.callee.name in products}
+        sites = {site.var: site for site in call_sites(block.bindings, module) if site.call.callee.name in products}
         for second in list(sites.values()):
             for arg in second.call.args:
                 first = sites.get(arg) if isinstance(arg, Var) else None
@@ -75,10 +75,10 @@ def _is_product(program: TensorProgram) -> bool:
 
 
 def _pair(
-    first: Site, second: Site, ways: Sequence[WeightStrategy], table: ProgramTable, context: PassContext
+    first: CallSite, second: CallSite, ways: Sequence[WeightStrategy], table: ProgramTable, context: PassContext
 ) -> Let | None:
     """The second call, computing what the first one gave it on its own; None where that is no pair of products."""
-    parts = Instances()
+    parts = ProgramInstances()
     stages = [s for site in (first, second) for s in parts.stages(site)]
     checks = [s for s in stages if isinstance(s, Check)]
     reductions = [reduction_of(s) for s in stages if not isinstance(s, Check)]

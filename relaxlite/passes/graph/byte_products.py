@@ -36,12 +36,12 @@ from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.known_weights import Known, Scaled
+from relaxlite.passes.graph.weight_values import Scaled, WeightEvaluator
 from relaxlite.records import dataclass
 
 MAX_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: sums fit int32, zero points included
 GROUP, PAIR = 4, 2  # products that one instruction sums: of 8 bits, of 16 bits
-BYTES = ("uint8", "int8")
+BYTE_DTYPES = ("uint8", "int8")
 MAX_TERMS = 2**24 // (255 * 255)  # of a sum of products of 8-bit integers that is exact in float32
 MIN_FILTERS = 8  # of a convolution worth vectorizing along output channels
 
@@ -76,7 +76,7 @@ class _ByteProducts(Rewriter):
     def __init__(self, context: PassContext) -> None:
         super().__init__()
         self._context = context
-        self._known = Known()
+        self._known = WeightEvaluator()
 
     def bind(self, var: Var, value: Expr) -> None:
         super().bind(var, value)
@@ -90,7 +90,7 @@ class _ByteProducts(Rewriter):
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
         replacement, reason = self._integer_product(value.callee.name, value)
-        if replacement is None and value.callee.name == "conv_integer" and _dtype(value.args[0]) in BYTES:
+        if replacement is None and value.callee.name == "conv_integer" and _dtype(value.args[0]) in BYTE_DTYPES:
             replacement, reason = self._in_floats(value), "floats hold the sums of so few products exactly"
         if replacement is not None:
             self._context.decide("byte_products", var.name, True, reason)
@@ -147,7 +147,7 @@ class _ByteProducts(Rewriter):
         a, b, *zeros = call.args
         weight = self._known.evaluate(b)
         zero = self._known.evaluate(zeros[1]) if len(zeros) > 1 else np.zeros((), np.int32)
-        if not isinstance(weight, np.ndarray) or not isinstance(zero, np.ndarray) or _dtype(a) not in BYTES:
+        if not isinstance(weight, np.ndarray) or not isinstance(zero, np.ndarray) or _dtype(a) not in BYTE_DTYPES:
             return None
         if not _has_rows(a, weight, PAIR) or (zeros and not _is_one(zeros[0])):
             return None
@@ -159,7 +159,7 @@ class _ByteProducts(Rewriter):
     def _conv_pairs(self, call: Call) -> Expr | None:
         x, _, _, *zeros = call.args
         filters = self._centered(call)
-        if filters is None or _dtype(x) not in BYTES or not _is_worth_bytes(call, filters):
+        if filters is None or _dtype(x) not in BYTE_DTYPES or not _is_worth_bytes(call, filters):
             return None
         centered = self._centered_activations(_Activations(x, zeros[0] if zeros else None))
         wide, weight = self._pad_channels(centered, filters.astype(np.int16), PAIR)
@@ -297,7 +297,7 @@ class _ByteProducts(Rewriter):
         if not isinstance(call, Call) or not isinstance(call.callee, Op) or call.callee.name != "dequantize_linear":
             return None
         codes, scale, *zero = call.args
-        if _dtype(codes) not in BYTES or not all(map(_is_one, call.args[1:])):
+        if _dtype(codes) not in BYTE_DTYPES or not all(map(_is_one, call.args[1:])):
             return None
         return _Activations(codes, zero[0] if zero else None, scale)
 

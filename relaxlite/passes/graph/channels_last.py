@@ -31,8 +31,8 @@ from relaxlite.ir.symbolic import SymExpr, as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 
-ENOUGH_CHANNELS = 8  # of a result worth vectorizing along channels
-FEW_CHANNELS = (
+MIN_CHANNELS = 8  # of a result worth vectorizing along channels
+MAX_BROADCAST_CHANNELS = (
     4  # of an input that is read channels first: its elements are broadcast, which needs no contiguous channels
 )
 Shape: TypeAlias = "tuple[SymExpr, ...]"
@@ -183,7 +183,7 @@ def _conv(state: _ChannelsLast, call: Call) -> Expr | None:
     is_depthwise = groups == oc == channels and groups != 1
     if not is_depthwise and groups != 1:
         return None
-    if oc < ENOUGH_CHANNELS and not (state.is_last(x) and not is_depthwise):
+    if oc < MIN_CHANNELS and not (state.is_last(x) and not is_depthwise):
         return None
     filters = Constant.of(np.ascontiguousarray(np.moveaxis(w.value, (0, 1), (-1, -2))), name=w.name)
     if state.is_last(x):
@@ -193,7 +193,7 @@ def _conv(state: _ChannelsLast, call: Call) -> Expr | None:
         return _recreate(call, source, filters, pads, layout="last")
     if is_depthwise:
         return None
-    if channels is not None and channels <= FEW_CHANNELS:
+    if channels is not None and channels <= MAX_BROADCAST_CHANNELS:
         return _recreate(call, x, filters, pads, layout="first_to_last")
     return _recreate(call, state.to_last(x), filters, pads, layout="last")
 

@@ -24,18 +24,18 @@ from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies, map_functions, used_vars
 
-SMALL_BYTES = 1 << 16  # results up to this size are always folded
+ALWAYS_FOLDED_BYTES = 1 << 16  # results up to this size are always folded
 _PRESERVED = ("unpack_integers", "dequantize_blocks")
 _TABLES = ("dft_matrix", "cosine_window")  # of sines and cosines: a load is much cheaper than computing an element
-TABLE_BYTES = 1 << 26  # maximum size of a folded table: a transform of 4096 points
-GROWTH = 2  # maximum ratio of larger results to their operands: an Expand of a scalar stays a loop
+MAX_TABLE_BYTES = 1 << 26  # maximum size of a folded table: a transform of 4096 points
+MAX_GROWTH = 2  # maximum ratio of larger results to their operands: an Expand of a scalar stays a loop
 
 
 def fold_constants(module: IRModule) -> IRModule:
     """Replace calls of pure ops on constants by their results, evaluated with NumPy.
 
-    Results above `SMALL_BYTES` are only folded up to `GROWTH` times the size of the operands.
-    Exceptions are filters of convolutions, and tables of sines and cosines up to `TABLE_BYTES`.
+    Results above `ALWAYS_FOLDED_BYTES` are only folded up to `MAX_GROWTH` times the size of the operands.
+    Exceptions are filters of convolutions, and tables of sines and cosines up to `MAX_TABLE_BYTES`.
     Errors in evaluation leave the call to run time.
     """
     return map_functions(module, lambda f: _FoldConstants(_widened_weights(f), _filters(f)).function(f))
@@ -123,6 +123,6 @@ def _is_worth(call: Call, operands: list[Any], *, any_growth: bool) -> bool:
         return False
     size = sum(math.prod(d.const for d in t.shape) * dtypes.itemsize(t.dtype) for t in types)
     if call.callee.name in _TABLES:
-        return bool(size <= TABLE_BYTES)
+        return bool(size <= MAX_TABLE_BYTES)
     operand_bytes = sum(o.nbytes for o in operands if isinstance(o, np.ndarray))
-    return any_growth or bool(size <= max(SMALL_BYTES, GROWTH * operand_bytes))
+    return any_growth or bool(size <= max(ALWAYS_FOLDED_BYTES, MAX_GROWTH * operand_bytes))

@@ -9,7 +9,7 @@ Weights stay unchanged. Activations are quantized dynamically, in blocks of the 
 Weights marked for relaxed precision (attribute `coarse`), with codes or codebook entries of up to 5 bits, are
 multiplied by 8-bit activations after a Walsh-Hadamard rotation of dp4a groups on both sides (ops/block_quantized.py),
 which spreads outliers. Functions that only fill a KV cache mark all weights but those of keys and values
-(frontend/llm/step.py). Accuracy: docs/measurements/passa.md.
+(frontend/llm/step.py). Accuracy: docs/measurements/passes.md.
 
 "auto" is 12 bits if that is faster than float32 products: with dp4a, and with maddubs for codes of less than 8 bits
 (docs/measurements/cpus.md, integers_by_byte_pairs)."""
@@ -72,7 +72,7 @@ def _problem(coding: Coding, block: int, max_bits: int) -> str | None:
     return None
 
 
-def are_integers(coding: Coding, block: int, target: Target, precision: str) -> bool:
+def uses_integer_products(coding: Coding, block: int, target: Target, precision: str) -> bool:
     """Whether products with weights of this coding and block length (in rows) become integer products."""
     rounding = _rounding(target, precision)
     return rounding is not None and _problem(coding, block, rounding[1]) is None

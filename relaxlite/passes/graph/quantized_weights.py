@@ -3,7 +3,7 @@
     matmul(x, w),  w computed from constants     =>    matmul(x, dequantize_linear(unpack_integers(words), scale, zero))
 
 A weight counts as quantized if its values are integers times a scale shared by many rows, whatever ops compute them
-(known_weights.py). The integers are stored with 2 or 4 bits, packed into int32, or with 8 bits; a zero point per column
+(weight_values.py). The integers are stored with 2 or 4 bits, packed into int32, or with 8 bits; a zero point per column
 of a group of rows is added if it makes a width sufficient. Values are preserved exactly. Half-precision weights keep
 their dtype.
 
@@ -29,10 +29,10 @@ from relaxlite.ir.symbolic import as_int, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies, map_functions
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.known_weights import Half, Known, Scaled
+from relaxlite.passes.graph.weight_values import Half, Scaled, WeightEvaluator
 from relaxlite.records import dataclass
 
-MIN_GROUP = 16  # rows that share a scale: with fewer, scales need as much memory as the codes
+MIN_SCALE_GROUP_ROWS = 16  # rows that share a scale: with fewer, scales need as much memory as the codes
 
 
 def keep_quantized(module: IRModule, context: PassContext) -> IRModule:
@@ -60,7 +60,7 @@ class _KeepQuantized(Rewriter):
     def __init__(self, context: PassContext, total_bytes: int) -> None:
         super().__init__()
         self._context, self._total_bytes = context, total_bytes
-        self._known = Known()
+        self._known = WeightEvaluator()
         self._weights: dict[Var, Expr | None] = {}
 
     def bind(self, var: Var, value: Expr) -> None:
@@ -153,7 +153,7 @@ def _stored(weight: Scaled | Half) -> _Stored | None:
         return _Stored(weight.values)
     integers, scale = weight.integers, weight.scale
     group = 0 if scale is None else _group(scale)
-    if group and group < MIN_GROUP:
+    if group and group < MIN_SCALE_GROUP_ROWS:
         return None
     scales = None if scale is None else np.ascontiguousarray(scale[::group] if group else scale[0])
     low, high = int(integers.min(initial=0)), int(integers.max(initial=0))

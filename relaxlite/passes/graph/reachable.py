@@ -10,7 +10,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.visitor import bodies, operands
 
 
-def entries(module: IRModule) -> list[str]:
+def entry_points(module: IRModule) -> list[str]:
     """The names of the entry points: "main", then the exported functions."""
     return ["main", *(name for name, f in module.functions().items() if name != "main" and f.attrs.get(EXPORTED))]
 
@@ -32,7 +32,7 @@ def reachable(module: IRModule, roots: Iterable[str]) -> set[str]:
 
 def drop_unused(module: IRModule) -> IRModule:
     """Remove functions and programs that are not reachable from an entry point."""
-    used = reachable(module, entries(module))
+    used = reachable(module, entry_points(module))
     return module.updated({name: None for name in module if name not in used})
 
 

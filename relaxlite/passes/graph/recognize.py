@@ -40,7 +40,7 @@ def recognize(module: IRModule, context: PassContext) -> IRModule:
     return eliminate_dead(map_functions(used, lambda f: _Recognize(context).function(f)))
 
 
-Made: TypeAlias = "Call | str"  # the replacement, or the reason for rejecting a match
+RuleResult: TypeAlias = "Call | str"  # the replacement, or the reason for rejecting a match
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Rule:
 
     name: str
     pattern: Pattern
-    make: Callable[[Match, Matcher, _Emit], Made]
+    build: Callable[[Match, Matcher, _Emit], RuleResult]
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -87,10 +87,10 @@ class _Recognize(Rewriter):
             self._context.decide("recognize", f"{var.name} as {rule.name}", False, str(result))
         return None
 
-    def _apply(self, rule: Rule, match: Match, value: Call) -> Made:
+    def _apply(self, rule: Rule, match: Match, value: Call) -> RuleResult:
         if not match.is_removable:
             return "a value inside is used elsewhere too"
-        result = rule.make(match, self._matcher, self.bb.emit)
+        result = rule.build(match, self._matcher, self.bb.emit)
         if isinstance(result, Call) and result.ty != value.ty:
             return f"it would have the type {result.ty} instead of {value.ty}"
         return result
@@ -175,7 +175,7 @@ _SCALED_NORM = is_op("layer_norm")(_X, wildcard("scale")).named("norm")
 _MEAN_SQUARE = _with_epsilon(is_op("mean")(_square(_X)).named("mean_square"))
 
 
-def _layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     tail = _tail(match, matcher, "mean", "mean_square")
     epsilon = _epsilon(match)
     if isinstance(tail, str) or isinstance(epsilon, str):
@@ -183,7 +183,7 @@ def _layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
     return ops.layer_norm(match["x"], axis=-tail, epsilon=epsilon)
 
 
-def _rms_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _rms_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     tail = _tail(match, matcher, "mean_square")
     epsilon = _epsilon(match)
     if isinstance(tail, str) or isinstance(epsilon, str):
@@ -191,7 +191,7 @@ def _rms_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
     return ops.rms_norm(match["x"], axis=-tail, epsilon=epsilon)
 
 
-def _folded_layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _folded_layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     """x * factor + (bias - mean * factor), factor = scale / sqrt(variance + epsilon)"""
     norm = _layer_norm(match, matcher, emit)
     if isinstance(norm, str):
@@ -201,14 +201,14 @@ def _folded_layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
     return wrong[0] if wrong else ops.layer_norm(norm.args[0], *weights, **dict[str, Any](norm.attrs))
 
 
-def _scaled_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _scaled_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     norm = matcher.value_of(match["norm"])
     assert isinstance(norm, Call) and isinstance(norm.callee, Op)
     scale = _weight(match["scale"], norm, emit)
     return scale if isinstance(scale, str) else norm.callee(*norm.args, scale, **dict[str, Any](norm.attrs))
 
 
-def _shifted_norm(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _shifted_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     norm = matcher.value_of(match["norm"])
     assert isinstance(norm, Call) and isinstance(norm.callee, Op)
     bias = _weight(match["bias"], norm, emit)
@@ -281,17 +281,17 @@ _EXPS = is_op("exp")(_SHIFTED).named("exps") | is_op("exp")(_X).named("exps")
 _SUM = is_op("sum")(_EXPS).named("sum")
 
 
-def _softmax(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _softmax(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     axis = _one_axis(match, matcher)
     return axis if isinstance(axis, str) else ops.softmax(match["x"], axis=axis)
 
 
-def _log_softmax(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _log_softmax(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     axis = _one_axis(match, matcher)
     return axis if isinstance(axis, str) else ops.log_softmax(match["x"], axis=axis)
 
 
-def _log_of_softmax(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _log_of_softmax(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     softmax = matcher.value_of(match["softmax"])
     assert isinstance(softmax, Call)
     return ops.log_softmax(*softmax.args, **dict[str, Any](softmax.attrs))
@@ -330,11 +330,11 @@ _EXP_OF_NEGATIVE = _add(is_op("exp")(is_op("neg")(_X)), is_const(1))
 _RELU6 = is_op("clip")(_add(_X, is_const(3))).has_attr(lower=0.0, upper=6.0)
 
 
-def _unary(op: Op, **attrs: str) -> Callable[[Match, Matcher, _Emit], Made]:
+def _unary(op: Op, **attrs: str) -> Callable[[Match, Matcher, _Emit], RuleResult]:
     return lambda match, matcher, emit: op(match["x"], **attrs)
 
 
-def _hard_swish_of(match: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _hard_swish_of(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     gate = matcher.value_of(match["gate"])
     assert isinstance(gate, Call)
     alpha, beta = gate.attrs["alpha"], gate.attrs["beta"]
@@ -377,8 +377,8 @@ RULES = (
     Rule("silu", _mul(_X, is_op("sigmoid")(_X)) | _div(_X, _EXP_OF_NEGATIVE), _unary(_op("silu"))),
     Rule("hard_swish", _product(_X, _RELU6, 1 / 6), _unary(_op("hard_swish"))),
     Rule("hard_swish", _mul(_X, is_op("hard_sigmoid")(_X).named("gate")), _hard_swish_of),
-    Rule("rotary", recognize_rotary.ROTATED, recognize_rotary.rotary),
-    Rule("rotary", recognize_rotary.TURNED, recognize_rotary.rotary),
+    Rule("rotary", recognize_rotary.ROTATE_HALF_FORM, recognize_rotary.rotary),
+    Rule("rotary", recognize_rotary.CONCAT_FORM, recognize_rotary.rotary),
 )
 _BY_ROOT: dict[str, tuple[Rule, ...]] = {
     root: tuple(rule for rule in RULES if root in rule.roots) for rule in RULES for root in rule.roots

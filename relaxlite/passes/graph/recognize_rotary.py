@@ -45,8 +45,8 @@ def _joined(a: Pattern, b: Pattern) -> Pattern:
 _X, _COS, _SIN = wildcard("x"), wildcard("cos"), wildcard("sin")
 _FIRST, _SECOND = (is_op("slice")(_X, wildcard(), wildcard()).named(name) for name in ("first", "second"))
 
-ROTATED = _add(_mul(_X, _COS), _mul(_joined(_neg(_SECOND), _FIRST), _SIN))
-TURNED = _joined(
+ROTATE_HALF_FORM = _add(_mul(_X, _COS), _mul(_joined(_neg(_SECOND), _FIRST), _SIN))
+CONCAT_FORM = _joined(
     is_op("subtract")(_mul(_FIRST, _COS), _mul(_SECOND, _SIN)), _add(_mul(_FIRST, _SIN), _mul(_SECOND, _COS))
 )
 

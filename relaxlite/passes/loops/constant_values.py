@@ -14,15 +14,15 @@ from relaxlite.ir.program import Binary, Buffer, Cast, Compare, IndexValue, Lite
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.records import dataclass
 
-PARTS = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # the nodes that can be evaluated
+EVALUABLE_NODES = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # the nodes that can be evaluated
 _ELEMENTS = 1 << 16  # of one block of rows: intermediates stay in cache
 Constants: TypeAlias = Mapping[Buffer, Array]
 
 
-def matrix_of(value: Value, row: SymVar, column: SymVar, shape: tuple[int, int], constants: Constants) -> Array:
+def evaluate_matrix(value: Value, row: SymVar, column: SymVar, shape: tuple[int, int], constants: Constants) -> Array:
     """A value as an array of `shape` (rows, columns) of its dtype, evaluated for every row and column.
 
-    The value consists of nodes in `PARTS`. Loads contain `column` as their last index or not at all.
+    The value consists of nodes in `EVALUABLE_NODES`. Loads contain `column` as their last index or not at all.
     """
     rows, columns = shape
     result, block_rows = np.empty(shape, dtypes.to_numpy(value.dtype)), max(1, _ELEMENTS // max(columns, 1))

@@ -40,7 +40,7 @@ _Known = Mapping[SymVar, SymExpr]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class CopiedRange:
     """A copy of `count` elements of `source` from offset `start` to offset `to` of the output; all in elements."""
 
     source: Buffer
@@ -49,10 +49,10 @@ class Range:
     count: SymExpr
 
 
-Ranges: TypeAlias = tuple[Range, ...] | str | None
+CopiedRanges: TypeAlias = tuple[CopiedRange, ...] | str | None
 
 
-def copied_range(program: TensorProgram, ranges: Ranges) -> Range | str | None:
+def copied_range(program: TensorProgram, ranges: CopiedRanges) -> CopiedRange | str | None:
     """The single range that a program copies to its whole output, proven to lie inside of the source for all sizes.
 
     `ranges`: result of `copied_ranges`. Returns a reason (str) if a copy cannot be proven, None if the program is not
@@ -69,7 +69,7 @@ def copied_range(program: TensorProgram, ranges: Ranges) -> Range | str | None:
     return copied
 
 
-def joined_inputs(program: TensorProgram, ranges: Ranges) -> tuple[Buffer, ...] | None:
+def concatenated_inputs(program: TensorProgram, ranges: CopiedRanges) -> tuple[Buffer, ...] | None:
     """The inputs whose concatenation is the output; None if the program is no concatenation.
 
     The two or more inputs are distinct and copied completely, in the order of the result.
@@ -84,7 +84,7 @@ def joined_inputs(program: TensorProgram, ranges: Ranges) -> tuple[Buffer, ...] 
     return tuple(part.source for part in ranges) if end is product(program.outputs[0].shape) else None
 
 
-def copied_ranges(program: TensorProgram) -> Ranges:
+def copied_ranges(program: TensorProgram) -> CopiedRanges:
     """The range that each stage of a program with one output copies.
 
     Returns a reason (str) if a range cannot be proven, None if a stage does more than copy.
@@ -98,10 +98,10 @@ def copied_ranges(program: TensorProgram) -> Ranges:
         return None
     problems = [f"it may fail: {check.message}" for check in checks if not _is_true(check.cond, {})]
     problems += [result for result in stage_ranges if isinstance(result, str)]
-    return problems[0] if problems else tuple(result for result in stage_ranges if isinstance(result, Range))
+    return problems[0] if problems else tuple(result for result in stage_ranges if isinstance(result, CopiedRange))
 
 
-def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
+def _range(stage: Stmt, program: TensorProgram) -> CopiedRange | str | None:
     binders, store = _binders(stage)
     if store is None or not isinstance(store.value, Load) or store.value.buffer not in program.inputs:
         return None
@@ -131,7 +131,7 @@ def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
         return "what it reads is not contiguous"
     at_zero = {var: sym(0) for var in variables}
     count = product(tuple(binder.extent for binder in binders if isinstance(binder, For)))
-    return Range(source, substitute(start, at_zero), substitute(to, at_zero), count)
+    return CopiedRange(source, substitute(start, at_zero), substitute(to, at_zero), count)
 
 
 def _binders(stage: Stmt) -> tuple[list[For | LetIndex | Check], Store | None]:

@@ -14,7 +14,7 @@ or is part of the stored value. That holds if, in the loops before scheduling,
             out[i, j] = x[i, j] + e[]                    for j: out[i, j] = exp(x[i, j] - top[])
 
 Scheduling preserves the order of the accesses to one element. The exceptions revoke pairs: overlapping tiles of a
-transpose write elements twice (programs.py), and a local row may be stored in the row of the output (rows.py).
+transpose write elements twice (programs.py), and a local row may be stored in the row of the output (row_programs.py).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
     return tuple(pairs), tuple(reasons)
 
 
-def with_late_stores(program: TensorProgram) -> TensorProgram:
+def sink_aliasable_stores(program: TensorProgram) -> TensorProgram:
     """Reorder adjacent stores into several outputs, so that outputs that could alias an input are stored last.
 
     The other stores have then read that input:
@@ -181,7 +181,7 @@ def _reads_stored_elements(load: _Access, store: _Access) -> bool:
     return len(load_loops) <= len(store_loops) and substitute(load.offset, at) is store.offset
 
 
-def keeps_order(body: Stmt, out: Buffer) -> bool:
+def has_only_final_stores(body: Stmt, out: Buffer) -> bool:
     """Whether scheduled loops access an output only by stores without `combine`.
 
     The output then holds no intermediate values that could overwrite an aliased input too early.

@@ -10,10 +10,10 @@ from relaxlite.ir.program import Binary, Buffer, Compare, For, IfThenElse, Index
 from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.access import accesses
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 
 
-def joined_loops(stmts: Sequence[Stmt]) -> list[Stmt]:
+def join_parallel_loops(stmts: Sequence[Stmt]) -> list[Stmt]:
     """Join consecutive independent parallel loops into one parallel loop over all their iterations.
 
     Loops are independent if none accesses a buffer that another one writes. If a loop has a version with nontemporal
@@ -96,7 +96,7 @@ def _dispatch(loops: Sequence[For], number: SymExpr) -> Stmt:
     return IfThenElse(less(number, loop.extent), body, _dispatch(rest, number - loop.extent))
 
 
-def reads_only_where_written(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
+def read_only_by_writers(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
     """Whether only stages that write `out` read `x`.
 
     This is the condition for `out` to alias `x` in joined loops, which run concurrently whatever their program order.

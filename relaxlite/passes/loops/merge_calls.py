@@ -23,7 +23,7 @@ ChangeBlock: TypeAlias = Callable[[Block, Mapping[Var, int], ProgramTable], Sequ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class CallSite:
     """A call of a tensor program, and the variable that it is bound to."""
 
     var: Var
@@ -32,7 +32,7 @@ class Site:
     position: int  # index of the binding in its block
 
 
-def sites_of(bindings: Sequence[Binding], module: IRModule) -> list[Site]:
+def call_sites(bindings: Sequence[Binding], module: IRModule) -> list[CallSite]:
     """The calls of tensor programs without attributes whose result is one tensor, in the order of the block."""
     sites = []
     for position, binding in enumerate(bindings):
@@ -41,11 +41,11 @@ def sites_of(bindings: Sequence[Binding], module: IRModule) -> list[Site]:
             continue
         program = module.get(call.callee.name)
         if isinstance(program, TensorProgram) and not program.attrs and isinstance(call.ty, TensorType):
-            sites.append(Site(binding.var, call, program, position))
+            sites.append(CallSite(binding.var, call, program, position))
     return sites
 
 
-class Places:
+class DefUsePositions:
     """Definitions and uses of variables in a range of a block, by position."""
 
     def __init__(self, bindings: Iterable[tuple[int, Binding]]) -> None:
@@ -59,7 +59,7 @@ class Places:
                 for symbol in type_symbols(binding.var.ty):
                     self._defined.setdefault(symbol, position)
 
-    def defined(self, site: Site) -> int:
+    def defined(self, site: CallSite) -> int:
         """The last position that defines an operand or symbol of a call; -1: all are defined before the range."""
         operands: tuple[Var | SymVar, ...] = (*used_vars(site.call), *expr_symbols(site.call))
         return max((self._defined.get(x, -1) for x in operands), default=-1)
@@ -69,7 +69,7 @@ class Places:
         return var in self._used
 
 
-class Instances:
+class ProgramInstances:
     """Instantiates programs of several calls over shared buffers: one buffer for each distinct argument or result."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Instances:
             self.buffers[expr] = Buffer(name, expr.ty.shape, expr.ty.dtype)
         return self.buffers[expr]
 
-    def stages(self, site: Site) -> tuple[Stmt, ...]:
+    def stages(self, site: CallSite) -> tuple[Stmt, ...]:
         """The stages of a call's program over the shared buffers, with the caller's symbols."""
         symbols = dict(zip(site.program.symbols, site.call.sym_args, strict=True))
         buffers = (*(self.buffer(a) for a in site.call.args), self.buffer(site.var))
@@ -98,7 +98,7 @@ class Instances:
         return Call(table.add(hint, program), tuple(inputs), sym_args=program.symbols, ty=ty)
 
 
-def stem(site: Site) -> str:
+def stem(site: CallSite) -> str:
     """The name of a call's program without its numeric suffix."""
     name = site.call.callee.name
     head, _, last = name.rpartition("_")

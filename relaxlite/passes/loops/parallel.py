@@ -11,7 +11,7 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symb
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.passes.loops.access import accesses, stride
 
-ENOUGH_ITERATIONS = 64  # of a parallel loop, for an even distribution over threads
+MIN_PARALLEL_ITERATIONS = 64  # of a parallel loop, for an even distribution over threads
 
 
 def mark_parallel(stmt: Stmt) -> Stmt:
@@ -20,7 +20,7 @@ def mark_parallel(stmt: Stmt) -> Stmt:
         return seq(*(mark_parallel(s) for s in stmt.stmts))
     if isinstance(stmt, LetIndex | Allocate) and not (isinstance(stmt, Allocate) and stmt.buffer.scope == "local"):
         return replace(stmt, body=mark_parallel(stmt.body))
-    if isinstance(stmt, For) and stmt.kind == "serial" and writes_apart(stmt):
+    if isinstance(stmt, For) and stmt.kind == "serial" and has_disjoint_writes(stmt):
         return replace(stmt, body=mark_parallel(stmt.body), kind="parallel")
     return stmt
 
@@ -39,7 +39,7 @@ def outermost_parallel(stmt: Stmt) -> Stmt:
     return stmt
 
 
-def share_two_loops(stmt: Stmt) -> Stmt:
+def collapse_outer_loops(stmt: Stmt) -> Stmt:
     """Collapse the two outer parallel loops of a nest of three or more loops.
 
     This applies if the extent of the outermost loop is not known to reach `MIN_PARALLEL_ITERATIONS`: a batch of one
@@ -48,7 +48,7 @@ def share_two_loops(stmt: Stmt) -> Stmt:
     if not isinstance(stmt, For) or not isinstance(stmt.body, For) or not isinstance(stmt.body.body, For):
         return stmt
     outer, inner = stmt, stmt.body
-    has_few = (as_int(outer.extent) or 0) < ENOUGH_ITERATIONS
+    has_few = (as_int(outer.extent) or 0) < MIN_PARALLEL_ITERATIONS
     if not has_few or outer.kind != "parallel" or inner.kind != "parallel" or outer.var in inner.extent.free_vars():
         return stmt
     fused = SymVar(f"{outer.var.name}{inner.var.name}")
@@ -58,7 +58,7 @@ def share_two_loops(stmt: Stmt) -> Stmt:
     return For(fused, outer.extent * inner.extent, body, "parallel")
 
 
-def serial(stmt: Stmt) -> Stmt:
+def make_serial(stmt: Stmt) -> Stmt:
     """Make all parallel loops of a statement serial."""
     return _Serial().stmt(stmt)
 
@@ -69,7 +69,7 @@ class _Serial(ProgramRewriter):
         return replace(stmt, kind="serial") if isinstance(stmt, For) and stmt.kind == "parallel" else stmt
 
 
-def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
+def collapse_parallel(loops: Sequence[For], body: Stmt) -> Stmt:
     """Collapse independent loops (outermost first) into one parallel loop around a body; without loops, the body."""
     ones = {loop.var: 0 for loop in loops if as_int(loop.extent) == 1}
     loops = [loop for loop in loops if loop.var not in ones]
@@ -86,7 +86,7 @@ def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
     return For(point, product(loop.extent for loop in loops), Substitute(at, fresh=True).stmt(body), "parallel")
 
 
-def writes_apart(loop: For) -> bool:
+def has_disjoint_writes(loop: For) -> bool:
     """Whether iterations write disjoint elements and read no element that another iteration writes.
 
     Sufficient condition: in all accesses to a written buffer that outlives the iteration, some dimension is indexed by
@@ -128,7 +128,7 @@ def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExp
     return (coef, index - var * coef - rest) if fits else None
 
 
-def combines_into_one(loop: For) -> bool:
+def is_scalar_reduction(loop: For) -> bool:
     """Whether the body of a loop is one combining store into a loop-invariant element that it does not load."""
     store = loop.body
     if not isinstance(store, Store) or store.combine is None:

@@ -3,7 +3,7 @@
 ELEMENTWISE   every load has the indices of the store
 BROADCAST     loads use a subset of the store's loop variables, in order (a scalar: none of them)
 INJECTIVE     one nest that stores each output element once, with loads at arbitrary indices (transpose, slice, gather)
-PARTS         several such nests that write consecutive ranges of one dimension (concat)
+CONCAT         several such nests that write consecutive ranges of one dimension (concat)
 REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
 ROW           several stages over each row of the output (softmax, layer norm; row_program.py)
 OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
@@ -34,7 +34,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import loads, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.row_program import rows_of
+from relaxlite.passes.loops.row_program import match_row_program
 from relaxlite.records import dataclass
 
 
@@ -44,7 +44,7 @@ class LoopPattern(IntEnum):
     ELEMENTWISE = 0
     BROADCAST = 1
     INJECTIVE = 2
-    PARTS = 3
+    CONCAT = 3
     REDUCTION = 4
     ROW = 5
     OUT_FUSIBLE = 6
@@ -126,7 +126,7 @@ def plain_store(nest: Nest) -> Store | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ConcatPart:
     """A nest that writes one range of a concatenation: at its loop variables, shifted by `offset` along `axis`."""
 
     nest: Nest
@@ -135,7 +135,7 @@ class Part:
     offset: SymExpr
 
 
-def parts_of(stages: Sequence[Stmt]) -> tuple[Part, ...] | None:
+def concat_parts(stages: Sequence[Stmt]) -> tuple[ConcatPart, ...] | None:
     """The stages as the parts of a concatenation that covers one buffer, in order; else None."""
     nests = [perfect_nest(stage) for stage in stages]
     stores = [plain_store(nest) for nest in nests]
@@ -149,12 +149,12 @@ def parts_of(stages: Sequence[Stmt]) -> tuple[Part, ...] | None:
     moved = {k for indices, own in at for k in range(rank) if indices[k] is not own[k]}
     if len(moved) != 1:
         return None
-    (axis,), parts, end = moved, list[Part](), sym(0)
+    (axis,), parts, end = moved, list[ConcatPart](), sym(0)
     for nest, store in zip(nests, stored, strict=True):
         offset = store.indices[axis] - nest.vars[axis]
         if offset is not end or set(offset.free_vars()) & set(nest.vars):
             return None
-        parts.append(Part(nest, store, axis, offset))
+        parts.append(ConcatPart(nest, store, axis, offset))
         end = offset + nest.loops[axis].extent
     return tuple(parts) if end is buffer.shape[axis] else None
 
@@ -233,12 +233,12 @@ def analyze(program: TensorProgram) -> LoopPattern:
     if program.num_outputs != 1:
         return LoopPattern.OPAQUE
     if len(stages) != 1:
-        return LoopPattern.OPAQUE if parts_of(stages) is None else LoopPattern.PARTS
+        return LoopPattern.OPAQUE if concat_parts(stages) is None else LoopPattern.CONCAT
     stage = stages[0]
     store = injective_store(perfect_nest(stage))
     if store is not None:
         return _pattern_of_store(store, stage)
-    reduction, rows = reduction_of(stage), rows_of(stage)
+    reduction, rows = reduction_of(stage), match_row_program(stage)
     if rows is not None and rows.result.indices == tuple(loop.var for loop in (*rows.spatial, rows.final)):
         return LoopPattern.ROW
     if reduction is None or not _is_plain(reduction.final, reduction):

@@ -25,14 +25,14 @@ from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowProgram:
     """A row program: `stages` in order, of which the last is the loop that writes the result."""
 
     spatial: tuple[For, ...]
     locals: tuple[Buffer, ...]
     stages: tuple[Stmt, ...]
     prefetches_next: bool = False  # prefetch the next row while one is computed
-    cores: int | None = None  # that share the blocks of pipelined rows (rows_in_flight.py); None: no pipelining
+    cores: int | None = None  # that share the blocks of pipelined rows (pipelined_rows.py); None: no pipelining
 
     @property
     def final(self) -> For:
@@ -68,7 +68,7 @@ class Rows:
             yield from loads(Substitute({stage.var: place}).stmt(stage.body) if isinstance(stage, For) else stage)
 
 
-def rows_of(stage: Stmt) -> Rows | None:
+def match_row_program(stage: Stmt) -> RowProgram | None:
     """Match a stage as a row program; else None."""
     spatial, body, local_buffers = list[For](), stage, list[Buffer]()
     while isinstance(body, For):
@@ -79,7 +79,7 @@ def rows_of(stage: Stmt) -> Rows | None:
         body = body.body
     if not local_buffers or not isinstance(body, Seq) or not isinstance(body.stmts[-1], For):
         return None
-    rows = Rows(tuple(spatial), tuple(local_buffers), body.stmts)
+    rows = RowProgram(tuple(spatial), tuple(local_buffers), body.stmts)
     written = list(stores(body))
     outputs = {s.buffer for s in written if s.buffer not in local_buffers}
     last = [s for s in stores(rows.final) if s.buffer in outputs]
@@ -89,7 +89,7 @@ def rows_of(stage: Stmt) -> Rows | None:
     return rows if all(_is_stage(s, rows, variables, outputs - {last[-1].buffer}) for s in body.stmts) else None
 
 
-def _is_stage(stage: Stmt, rows: Rows, variables: set[SymVar], further: set[Buffer]) -> bool:
+def _is_stage(stage: Stmt, rows: RowProgram, variables: set[SymVar], further: set[Buffer]) -> bool:
     """Whether a statement is a valid stage of a row program. `further`: outputs other than the result."""
     if isinstance(stage, Store):
         return (
@@ -110,11 +110,11 @@ def _is_stage(stage: Stmt, rows: Rows, variables: set[SymVar], further: set[Buff
     )
 
 
-def _is_row(access: Load | Store, rows: Rows) -> bool:
+def _is_row(access: Load | Store, rows: RowProgram) -> bool:
     return bool(access.buffer.shape) and access.buffer in rows.locals
 
 
-def keep_row(rows: Rows, buffer: Buffer) -> Rows | None:
+def stage_row(rows: RowProgram, buffer: Buffer) -> RowProgram | None:
     """Load each element of a buffer once: copy the row to a local buffer before the first stage that reads it.
 
     None if the stages read different elements or load under a condition.
@@ -133,7 +133,7 @@ def keep_row(rows: Rows, buffer: Buffer) -> Rows | None:
     return replace(rows, locals=(*rows.locals, local), stages=(*stages[:first], fill, *stages[first:]))
 
 
-def with_output(rows: Rows, loops: Sequence[For], store: Store) -> Rows | None:
+def fuse_producer(rows: RowProgram, loops: Sequence[For], store: Store) -> RowProgram | None:
     """Fuse the producer of an operand, a nest of `loops` around `store` at their variables, into a row program.
 
     The producer becomes a stage before its first reader, and its buffer a further output. None if the loops differ from
@@ -179,7 +179,7 @@ class _FromRow(ProgramRewriter):
         return super()._value(value)
 
 
-def with_final(rows: Rows, store: Stmt) -> Stmt:
+def replace_result_store(rows: RowProgram, store: Stmt) -> Stmt:
     """The nest of a row program with the store of the result replaced by another statement.
 
     The statement uses the variables of the spatial loops and of the last loop.

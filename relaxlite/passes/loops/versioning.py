@@ -14,17 +14,17 @@ from relaxlite.ir.program import For, Load, Stmt, Store
 from relaxlite.ir.program_visitor import ProgramRewriter, bound_symbols, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import Min, SymExpr, SymVar, map_atoms, operands, smin
 
-Bounds = dict[tuple[SymVar, SymExpr], SymExpr]
+ClampExtents = dict[tuple[SymVar, SymExpr], SymExpr]
 
 
-def clamped_loops(stmt: Stmt) -> Bounds:
+def clamped_indices(stmt: Stmt) -> ClampExtents:
     """Map the clamped indices min(variable, limit) of a statement, as (variable, limit), to the extents of their loops.
 
     Limits and extents that depend on variables bound inside of the statement are left out.
     """
     inner = bound_symbols(stmt)
     extents = {s.var: s.extent for s in walk_stmts(stmt) if isinstance(s, For) and _is_outer(s.extent, inner)}
-    clamps: Bounds = {}
+    clamps: ClampExtents = {}
     accesses: list[Load | Store] = [*loads(stmt), *stores(stmt)]
     for access in accesses:
         for index in access.indices:
@@ -52,7 +52,7 @@ def _splits(atom: Min) -> list[tuple[SymVar, SymExpr]]:
 class Unclamp(ProgramRewriter):
     """Replaces clamped indices min(variable, limit) by the variable."""
 
-    def __init__(self, clamps: Bounds) -> None:
+    def __init__(self, clamps: ClampExtents) -> None:
         super().__init__()
         self._clamps = clamps
 

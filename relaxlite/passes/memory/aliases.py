@@ -203,15 +203,15 @@ class _FindPlaces:
 
     def _constants_of(self, name: str) -> Roots:
         """Constants that a function may give back, or those that it calls."""
-        roots: dict[Root, None] = {}
+        constants: dict[Root, None] = {}
         for called in reachable(self._module, [name]):
             callee = self._module[called]
             if isinstance(callee, Function):
                 if called not in self._constants:
                     roots = _flat(_FindPlaces(self._module, self._constants, follows=False).function(callee))
                     self._constants[called] = tuple(root for root in roots if isinstance(root, Constant))
-                roots.update(dict.fromkeys(self._constants[called]))
-        return tuple(roots)
+                constants.update(dict.fromkeys(self._constants[called]))
+        return tuple(constants)
 
     def _loop(self, loop: Loop) -> _Places:
         """Parameters may be what the loop starts with or what an iteration yields; so may the results."""

@@ -22,7 +22,13 @@ from relaxlite.ir.symbolic import product, substitute
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.contiguous import Range, Ranges, copied_range, copied_ranges, joined_inputs
+from relaxlite.passes.loops.contiguous import (
+    CopiedRange,
+    CopiedRanges,
+    concatenated_inputs,
+    copied_range,
+    copied_ranges,
+)
 from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
 SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
@@ -42,8 +48,8 @@ def make_views(module: IRModule, context: PassContext) -> IRModule:
     return module.updated(definitions)
 
 
-def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
-    inputs = joined_inputs(program, copied)
+def _with_joins(program: TensorProgram, copied: CopiedRanges) -> TensorProgram:
+    inputs = concatenated_inputs(program, copied)
     if inputs is None:
         return program
     places = tuple(program.inputs.index(x) for x in inputs)
@@ -52,7 +58,7 @@ def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
 
 class _MakeViews(Rewriter):
     def __init__(
-        self, module: IRModule, context: PassContext, ranges: dict[str, Range | str | None], function: Function
+        self, module: IRModule, context: PassContext, ranges: dict[str, CopiedRange | str | None], function: Function
     ) -> None:
         super().__init__()
         self._module, self._context, self._ranges = module, context, ranges

@@ -41,7 +41,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, substitute, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, nest
+from relaxlite.passes.loops.transforms import GuardLoads, less, nest
 from relaxlite.passes.products.block_terms import MAX_DEPTH, ORIGIN, Products, find_products
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, hoisted
 from relaxlite.passes.products.prologue import Replacement

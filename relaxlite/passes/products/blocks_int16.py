@@ -23,7 +23,7 @@ from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.products.block_terms import Sums, find_sums
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
 from relaxlite.passes.products.prologue import Replacement

@@ -20,7 +20,7 @@ from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less, nest, with_variant
+from relaxlite.passes.loops.transforms import less, nest, select_version
 from relaxlite.passes.products.block_terms import (
     MOVED,
     ORIGIN,
@@ -81,7 +81,7 @@ class InterleavedRows(ManyRows):
         in_step = Allocate(starts, seq(*map(Substitute(fresh=True).stmt, code)))
         if is_moved:
             in_step = Allocate(offsets, in_step)
-        return with_variant(less(row.extent, MIN_ROWS // len(sums.sums)), usual, in_step)
+        return select_version(less(row.extent, MIN_ROWS // len(sums.sums)), usual, in_step)
 
     def _is_scaled_at_once(self) -> bool:
         value = self.update.value

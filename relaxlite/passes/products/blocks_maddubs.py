@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less, nest
+from relaxlite.passes.loops.transforms import less, nest
 from relaxlite.passes.products.block_terms import (
     FLOAT_BITS,
     SIGN,

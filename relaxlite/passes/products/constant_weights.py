@@ -20,9 +20,9 @@ from relaxlite.ir.program_visitor import loads, walk_values
 from relaxlite.ir.symbolic import as_int, product
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.constant_values import PARTS
+from relaxlite.passes.loops.constant_values import EVALUABLE_NODES
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
-from relaxlite.passes.loops.versioning import clamped_loops
+from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.products.pack_constants import SHARED_BYTES
 from relaxlite.passes.products.prepared_rows import Product, Products
 from relaxlite.passes.products.prologue import symbols_of
@@ -214,7 +214,7 @@ def _parts(program: TensorProgram, way: WeightStrategy) -> tuple[Product, ...] |
 
 def _product_of(stage: Stmt, program: TensorProgram, *, keeps: bool) -> Product | None:
     block = reduction_block(stage)
-    if block is None or block.is_pair or len(block.spatial) < 2 or clamped_loops(stage):
+    if block is None or block.is_pair or len(block.spatial) < 2 or clamped_indices(stage):
         return None
     update, reduced = block.update, perfect_nest(block.stmts[1]).loops
     init, value = block.stmts[0], update.value
@@ -249,7 +249,9 @@ def _is_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool
 
 def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
     """Whether an operand is computed from inputs, of a step and, in their last dimension, a column."""
-    if not (step.extent.is_const and column.extent.is_const) or not all(isinstance(v, PARTS) for v in walk_values(w)):
+    if not (step.extent.is_const and column.extent.is_const) or not all(
+        isinstance(v, EVALUABLE_NODES) for v in walk_values(w)
+    ):
         return False
     indices = [part.index for part in walk_values(w) if isinstance(part, IndexValue)]
     for load in (part for part in walk_values(w) if isinstance(part, Load)):

@@ -36,9 +36,9 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import distribute, fuse, less, nest
-from relaxlite.passes.loops.parallel import parallel_nest
+from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, fuse, less, nest
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
@@ -177,7 +177,7 @@ def tiled_filters(tile: FilterTile, choice: ScheduleChoice = DEFAULT) -> Stmt:
     outer = list(tile.block.spatial[:-2])
     small = product(tile.filters.shape).const <= SMALL_FILTERS
     rows_outside = choice.outer == "rows" if choice.outer else small
-    return parallel_nest([*outer, downs, across] if rows_outside else [across, *outer, downs], body)
+    return collapse_parallel([*outer, downs, across] if rows_outside else [across, *outer, downs], body)
 
 
 def _height(extent: SymExpr, most: int) -> int:

@@ -15,8 +15,8 @@ from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import split
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import split
 from relaxlite.passes.products.pair_tile import apart, together
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.schedule.primitives.tensorize import tensorize

@@ -39,8 +39,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smax, smin, sym
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, nest
 from relaxlite.passes.products.blocks_amx import FOUND, ROWS, TILES, call_tiles
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, grid

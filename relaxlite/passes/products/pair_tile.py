@@ -16,8 +16,8 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ReplaceLoads, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import nest
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of
+from relaxlite.passes.loops.transforms import nest
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, TileLoops
 from relaxlite.records import dataclass
 

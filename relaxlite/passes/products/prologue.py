@@ -26,8 +26,8 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, IndexValue, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, value_children, walk_values
 from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import GuardLoads, nest, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import GuardLoads, nest, when_positive
 from relaxlite.passes.products.panel_prefetch import Prefetcher
 from relaxlite.records import dataclass
 

@@ -34,9 +34,9 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.loops.access import can_fuse, stride
-from relaxlite.passes.loops.edits import fuse, less, with_variant
-from relaxlite.passes.loops.parallel import writes_apart
+from relaxlite.passes.loops.parallel import has_disjoint_writes
 from relaxlite.passes.loops.pattern import perfect_nest, reduction_of
+from relaxlite.passes.loops.transforms import fuse, less, select_version
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.pair_tile import PairTile, apart, pair_of
 from relaxlite.passes.products.panel_prefetch import LINE, PanelPrefetch
@@ -120,7 +120,7 @@ def tiled(
     if row is None or not prologues or hides_conversions:
         return usual
     staged = over_panels(_higher(tile), [each.operand for each in prologues], pieces, others)
-    return with_variant(less(row.extent, rows + 1), usual, staged)
+    return select_version(less(row.extent, rows + 1), usual, staged)
 
 
 def _in_groups(tile: Tile, pieces: Sequence[ColumnPiece], others: Sequence[tuple[SymVar, SymExpr]]) -> Stmt:
@@ -175,7 +175,7 @@ def tiled_prologue(
     if row is None or (found.is_cheap and hides_conversions):
         return streamed
     staged = over_panels(_higher(replace(tile, asks=None)), [found.operand], pieces, others)
-    return with_variant(less(row.extent, tile.most_rows + 1), streamed, staged)
+    return select_version(less(row.extent, tile.most_rows + 1), streamed, staged)
 
 
 def over_panels(
@@ -363,7 +363,7 @@ def reduction_block(stage: Stmt) -> Block | None:
     others, and no extent depends on another loop. None: it is no such reduction."""
     pair = pair_of(stage) or reduction_of(stage)
     reductions = pair if isinstance(pair, tuple) else (pair,) if pair is not None else ()
-    if not reductions or not all(map(writes_apart, reductions[0].spatial)):
+    if not reductions or not all(map(has_disjoint_writes, reductions[0].spatial)):
         return None
     loops = [*reductions[0].spatial, *(loop for r in reductions for loop in perfect_nest(r.inner).loops)]
     variables = {loop.var for loop in loops}

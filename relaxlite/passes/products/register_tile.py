@@ -39,8 +39,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
-from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch, Prefetcher, prefetcher_of
 from relaxlite.passes.products.prologue import Replacement, Stream
 from relaxlite.records import dataclass

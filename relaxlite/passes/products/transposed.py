@@ -29,8 +29,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.passes.loops.access import coefficient, offset, stride
-from relaxlite.passes.loops.edits import less, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, when_positive
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import Block, over_panels, tile_shape

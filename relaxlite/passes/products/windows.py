@@ -13,7 +13,7 @@ from relaxlite.ir.program import Binary, Compare, IndexValue, Literal, Load, Sel
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.access import coefficient
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 
 
 def symbols_in(indices: Sequence[SymExpr]) -> set[SymVar]:

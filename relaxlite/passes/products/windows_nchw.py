@@ -22,8 +22,8 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, For, IfThenElse, Load
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, smax, smin, substitute, sym
 from relaxlite.passes.loops.access import accesses, stride
-from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import grid
 from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in

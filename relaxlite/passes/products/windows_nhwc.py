@@ -20,9 +20,9 @@ from relaxlite.ir.program import Allocate, For, IfThenElse, Load, Select, Seq, S
 from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smax, smin, substitute, sym
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import distribute, less, nest
-from relaxlite.passes.loops.parallel import parallel_nest
+from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
@@ -109,7 +109,7 @@ def tiled_windows(window: Window) -> Stmt:
         count = sym(min(known, BLOCK_VECTORS))
     body = For(tile, ceildiv(window.along.extent, WINDOWS), For(vector, count, body))
     blocks = For(block, ceildiv(vectors, BLOCK_VECTORS), Seq(()))
-    return parallel_nest([*window.block.spatial[:-2], blocks], body)
+    return collapse_parallel([*window.block.spatial[:-2], blocks], body)
 
 
 def _corners(window: Window, start: SymExpr) -> list[SymExpr]:

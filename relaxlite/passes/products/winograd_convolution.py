@@ -41,10 +41,10 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import less
 from relaxlite.passes.loops.in_place import in_place_pairs
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
-from relaxlite.passes.loops.versioning import clamped_loops
+from relaxlite.passes.loops.transforms import less
+from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.products.convolution import FilterTile, Piece, column_vectors, tile_of
 from relaxlite.passes.products.reduction import Block, reduction_block
 from relaxlite.records import dataclass
@@ -78,7 +78,7 @@ def _find(program: TensorProgram, target: Target) -> _Conv | None:
     """The program's one nest as a 3x3 convolution of stride 1; None: it is something else."""
     stages, lanes = top_stages(program), target.vector_lanes(4)
     nests = [s for s in stages if not isinstance(s, Check)]
-    if len(nests) != 1 or lanes < 4 or program.attrs.get(SCHEDULED) or clamped_loops(nests[0]):
+    if len(nests) != 1 or lanes < 4 or program.attrs.get(SCHEDULED) or clamped_indices(nests[0]):
         return None
     block = reduction_block(nests[0])
     if block is None or len(block.spatial) != 4 or len(perfect_nest(block.stmts[1]).loops) != 3:

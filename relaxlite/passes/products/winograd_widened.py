@@ -25,8 +25,8 @@ from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Prefetch, Seq, Stmt, Store, seq
 from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, smax, smin, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import GuardLoads, less, when_positive
 from relaxlite.passes.products.panel_prefetch import LINE, NextPart
 from relaxlite.passes.products.prologue import shared_steps
 from relaxlite.passes.products.reduction import Block, over_panels, reduction_block

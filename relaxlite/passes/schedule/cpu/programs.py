@@ -1,6 +1,6 @@
 """Schedule rules for CPUs: the transformations of each loop nest, chosen by its accesses and the target's registers.
 
-    row program         one loop over rows, several over each row (rows.py)
+    row program         one loop over rows, several over each row (row_programs.py)
     transpose           tiles transposed in registers (transpose.py)
     injective nest      fuse loops whose accesses stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
@@ -48,34 +48,34 @@ from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.access import can_fuse
-from relaxlite.passes.loops.edits import (
+from relaxlite.passes.loops.in_place import Pairs, has_only_final_stores, in_place_pairs, sink_aliasable_stores
+from relaxlite.passes.loops.join_parallel import join_parallel_loops, read_only_by_writers
+from relaxlite.passes.loops.parallel import (
+    collapse_outer_loops,
+    collapse_parallel,
+    is_contiguous,
+    is_independent,
+    is_scalar_reduction,
+    make_serial,
+    mark_parallel,
+    outermost_parallel,
+)
+from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
+from relaxlite.passes.loops.row_program import match_row_program
+from relaxlite.passes.loops.transforms import (
     fuse,
     hoist_lets,
     less,
-    masked_rest,
-    past_caches,
+    masked_tail,
     prefetch_arrays,
+    select_version,
     split,
     split_reduction,
     when_positive,
-    with_variant,
+    with_nontemporal_stores,
     without_unit_loops,
 )
-from relaxlite.passes.loops.in_place import Pairs, in_place_pairs, keeps_order, with_late_stores
-from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
-from relaxlite.passes.loops.parallel import (
-    combines_into_one,
-    is_contiguous,
-    is_independent,
-    mark_parallel,
-    outermost_parallel,
-    parallel_nest,
-    serial,
-    share_two_loops,
-)
-from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
-from relaxlite.passes.loops.row_program import rows_of
-from relaxlite.passes.loops.versioning import Unclamp, clamped_loops
+from relaxlite.passes.loops.versioning import Unclamp, clamped_indices
 from relaxlite.passes.products.blocks_grouped import groups_of
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.reduction import (
@@ -84,8 +84,8 @@ from relaxlite.passes.products.reduction import (
 from relaxlite.passes.products.scheduler import ENOUGH_WORK, OperandLayouts, ReductionScheduler, lanes_of
 from relaxlite.passes.products.strategy_table import BY_NAME
 from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS
-from relaxlite.passes.schedule.cpu.rows import reads_in_time, schedule_rows
-from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, both, tiled_transpose
+from relaxlite.passes.schedule.cpu.row_programs import can_alias_result, schedule_rows
+from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, all_of, tiled_transpose
 from relaxlite.passes.schedule.primitives.trace import Step, parse_step, steps_of, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -135,7 +135,7 @@ def _note_strategies(name: str, program: TensorProgram, context: PassContext) ->
 
 def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
     """Record which outputs of a program cannot alias an input of their size, and why."""
-    pairs, reasons = in_place_pairs(with_late_stores(before)) if before is not after else ((), ())
+    pairs, reasons = in_place_pairs(sink_aliasable_stores(before)) if before is not after else ((), ())
     for reason in reasons:
         context.decide("in_place", name, False, reason)
     for x, out in pairs:
@@ -152,11 +152,11 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
     """
     if program.attrs.get(SCHEDULED):
         return program
-    program = with_late_stores(program)
+    program = sink_aliasable_stores(program)
     pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
     if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # its loops will be joined
-        in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
+        in_place = {(x, out) for x, out in in_place if read_only_by_writers(top_stages(program), x, out)}
     steps: list[Step] = []
     layouts = OperandLayouts()
     few_rows = replace(choice, rows=choice.rows or ORDINARY_ROWS) if program.attrs.get(MIN_PREPARED_ROWS) else choice
@@ -166,7 +166,7 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
         stages = [rules.variants(s) for s in top_stages(program)]
     else:
         stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
-    body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
+    body = seq(*(join_parallel_loops(stages) if program.num_outputs > 1 else stages))
     packing = layouts.attrs(program.inputs)
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     notes = dict.fromkeys([*steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
@@ -204,7 +204,7 @@ class _Rules:
 
     def keeps(self, x: Buffer, out: Buffer, body: Stmt) -> bool:
         """Whether an output may still alias an input with the scheduled loops."""
-        return (x, out) in self.in_place and (out in self.staged or keeps_order(body, out))
+        return (x, out) in self.in_place and (out in self.staged or has_only_final_stores(body, out))
 
     def _forbid(self, out: Buffer, inputs: Iterable[Buffer]) -> None:
         self.in_place.difference_update({(x, out) for x in inputs})
@@ -213,7 +213,7 @@ class _Rules:
         """Schedule one top-level stage, with a version without clamped indices if it has some."""
         if calls_library(stage):
             return self.beside_library(stage)
-        clamps = clamped_loops(stage)
+        clamps = clamped_indices(stage)
         if not clamps:
             return self.nest(stage)
         conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
@@ -244,7 +244,7 @@ class _Rules:
             then = self.variants(stmt.then)
             return replace(stmt, then=then, other=None if stmt.other is None else self.variants(stmt.other))
         if isinstance(stmt, Seq):
-            return seq(*joined_loops([self.variants(s) for s in stmt.stmts]))
+            return seq(*join_parallel_loops([self.variants(s) for s in stmt.stmts]))
         is_scheduled = isinstance(stmt, Store) or (isinstance(stmt, For) and stmt.kind == "parallel")
         return stmt if is_scheduled else self.stage(stmt)
 
@@ -259,7 +259,7 @@ class _Rules:
         grouped = None if groups is None else seq() if _never_runs(groups.nest) else self.reductions.grouped(groups)
         if grouped is not None:
             return grouped
-        rows = None if self.program.attrs.get(WRITES_INPUTS) else rows_of(stage)
+        rows = None if self.program.attrs.get(WRITES_INPUTS) else match_row_program(stage)
         if rows is not None:
             prefetches = self.target.cpu_facts.prefetches_next_row
             rows = replace(rows, prefetches_next=prefetches, cores=None if prefetches else self.target.cores)
@@ -267,14 +267,14 @@ class _Rules:
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             out = rows.result.buffer
-            self._forbid(out, [x for x, to in self.in_place if to is out and not reads_in_time(rows, x)])
+            self._forbid(out, [x for x, to in self.in_place if to is out and not can_alias_result(rows, x)])
             self.staged.add(out)
             return scheduled
         marked = mark_parallel(without_unit_loops(stage))
         outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
-            return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        usual = self.streamed(stage, outermost_parallel(self.inner(share_two_loops(self.fused(marked)))))
+            return collapse_parallel(outer.loops, make_serial(self.inner(outer.body)))
+        usual = self.streamed(stage, outermost_parallel(self.inner(collapse_outer_loops(self.fused(marked)))))
         return self.transposed(stage, usual)
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
@@ -287,7 +287,7 @@ class _Rules:
             return usual
         conditions, tiles = tiling
         self._forbid(store.buffer, self.program.inputs)  # overlapping tiles compute elements twice
-        return IfThenElse(both(conditions), tiles, usual) if conditions else tiles
+        return IfThenElse(all_of(conditions), tiles, usual) if conditions else tiles
 
     def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
         """Add a version with nontemporal stores for results larger than the L3 cache."""
@@ -296,10 +296,10 @@ class _Rules:
             return scheduled
         self.note("store_past_caches", store.buffer.name)
         max_elements = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
-        nontemporal = past_caches(scheduled, store.buffer)
+        nontemporal = with_nontemporal_stores(scheduled, store.buffer)
         if self.target.cpu_facts.elementwise_prefetch_bytes:
             nontemporal = prefetch_arrays(nontemporal, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
-        return with_variant(less(max_elements, product(store.buffer.shape)), nontemporal, scheduled)
+        return select_version(less(max_elements, product(store.buffer.shape)), nontemporal, scheduled)
 
     # Generic nests
 
@@ -340,7 +340,7 @@ class _Rules:
         lanes = self.lanes(loop.body)
         if lanes == 1 or as_int(loop.extent) == 1:
             return loop
-        if combines_into_one(loop) and is_contiguous(loop):
+        if is_scalar_reduction(loop) and is_contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
             max_sums = self.reductions.partial_sums
@@ -359,7 +359,7 @@ class _Rules:
         main = replace(
             main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if is_short else main.kind
         )
-        return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
+        return seq(*when_positive(main.extent, main), *when_positive(count, masked_tail(loop, start, lanes)))
 
 
 def _never_runs(stmt: Stmt) -> bool:

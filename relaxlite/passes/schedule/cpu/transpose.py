@@ -19,9 +19,9 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, For, Load, Select, St
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.passes.loops.access import coefficient, offset, stride
-from relaxlite.passes.loops.edits import less, with_variant
-from relaxlite.passes.loops.parallel import parallel_nest
+from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, select_version
 
 MAX_TILE_LANES = 16  # a larger tile would not fit the registers
 BLOCK = 4  # consecutive tiles along a row of the source: a few cache lines
@@ -62,7 +62,7 @@ def tiled_transpose(stage: Stmt, lanes: int) -> tuple[list[Value], Stmt] | None:
     return conditions, _tiles(outer_loops, down, across, store, transposed, lanes)
 
 
-def both(conditions: Sequence[Value]) -> Value:
+def all_of(conditions: Sequence[Value]) -> Value:
     """The conjunction of one or more conditions."""
     return reduce(lambda a, b: Binary("and", a, b), conditions)
 
@@ -89,12 +89,12 @@ def _tiles(
         tile = _tile(store, transposed, (down.var, first), (across.var, above), lanes)
         inner = For(column, smin(columns - block * BLOCK, BLOCK), For(row, count, tile) if group_size > 1 else tile)
         blocks, groups = ceildiv(columns, BLOCK), ceildiv(rows, group_size)
-        return parallel_nest([*outer_loops, For(block, blocks, seq()), For(group, groups, seq())], inner)
+        return collapse_parallel([*outer_loops, For(block, blocks, seq()), For(group, groups, seq())], inner)
 
     row_stride = coefficient(offset(store), down.var)
     assert row_stride is not None
     has_conflicts = less(sym(row_stride) % (ALIKE // dtypes.itemsize(store.buffer.dtype)), 1)
-    return with_variant(has_conflicts, Substitute(fresh=True).stmt(tiles(GROUP)), tiles(1))
+    return select_version(has_conflicts, Substitute(fresh=True).stmt(tiles(GROUP)), tiles(1))
 
 
 def _tile(

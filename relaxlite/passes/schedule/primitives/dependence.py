@@ -281,7 +281,7 @@ def carried_by(loop: For, *, combining: bool = False) -> Dependence | None:
     return next((d for d in pairs if d.along(loop.var) != ZERO), None)
 
 
-def order_matters(nest: Sequence[For], order: Sequence[SymVar]) -> Dependence | None:
+def blocks_reordering(nest: Sequence[For], order: Sequence[SymVar]) -> Dependence | None:
     """A dependence that reordering the loops of a perfect nest would reverse; None: the reordering is legal."""
     before = [loop.var for loop in nest]
     for dependence in dependences(nest[0]):
@@ -305,7 +305,7 @@ def _leading(signs: Sequence[int] | Iterator[int]) -> int:
     return next((s for s in signs if s), 0)
 
 
-def comes_too_late(loop: For, earlier: Stmt, later: Stmt) -> Dependence | None:
+def blocks_distribution(loop: For, earlier: Stmt, later: Stmt) -> Dependence | None:
     """A dependence that prevents distributing a loop over `earlier` and `later`, statements of its body; None: legal.
 
     It exists if `later` in some iteration conflicts with `earlier` in a following iteration.

@@ -13,7 +13,7 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, For, Literal, Load, S
 from relaxlite.ir.program import loops as loop_nest
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.schedule.primitives.tree import find_allocation
 
 Term: TypeAlias = "int | tuple[int, str, int]"  # an axis; or (axis, "//" or "%", factor), its quotient or remainder

@@ -28,8 +28,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, smin, sym
-from relaxlite.passes.loops import edits as rewrite
-from relaxlite.passes.schedule.primitives.dependence import carried_by, comes_too_late, order_matters
+from relaxlite.passes.loops import transforms as rewrite
+from relaxlite.passes.schedule.primitives.dependence import blocks_distribution, blocks_reordering, carried_by
 from relaxlite.passes.schedule.primitives.tree import (
     analyzer_at,
     describe,
@@ -187,7 +187,7 @@ def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
                 f"loop {loop.var.name!r} cannot stand outside of loop {moved[0]!r}: its extent {loop.extent} depends "
                 f"on it"
             )
-    dependence = order_matters(nest, [loop.var for loop in order])
+    dependence = blocks_reordering(nest, [loop.var for loop in order])
     if dependence is not None:
         raise ScheduleError(
             f"loops {', '.join(names)} cannot be brought into this order: {dependence}, and would be touched in the "
@@ -211,7 +211,7 @@ def distribute(root: Stmt, loop: For) -> tuple[Stmt, tuple[For, ...]]:
     stmts = loop.body.stmts
     for k, earlier in enumerate(stmts):
         for later in stmts[k + 1 :]:
-            dependence = comes_too_late(loop, earlier, later)
+            dependence = blocks_distribution(loop, earlier, later)
             if dependence is not None:
                 raise ScheduleError(
                     f"the statements of loop {loop.var.name!r} cannot be taken apart: {dependence}, and a later "

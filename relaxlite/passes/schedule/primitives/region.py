@@ -11,7 +11,7 @@ from relaxlite.ir.program import Binary, Buffer, For, IfThenElse, Load, Seq, Stm
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax
 from relaxlite.passes.loops.access import coefficient
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.schedule.primitives.dependence import Access, accesses_of
 from relaxlite.passes.schedule.primitives.tree import with_ranges
 from relaxlite.records import dataclass

@@ -47,7 +47,7 @@ class Schedule:
         if any(isinstance(stmt, Barrier) for stmt in walk_stmts(program.body)):
             raise ScheduleError("a program with barriers has been scheduled for a GPU; schedule it before they are set")
         body, _ = with_unique_names(None, Substitute(fresh=True).stmt(program.body), program.params)
-        self.given = program
+        self.original = program
         self._program = replace(program, body=body)
         self._packings: list[tuple[str, TensorProgram]] = []
         self.steps: list[Step] = []

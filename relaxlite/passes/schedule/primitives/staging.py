@@ -27,7 +27,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, product
-from relaxlite.passes.loops import edits as rewrite
+from relaxlite.passes.loops import transforms as rewrite
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.schedule.primitives.dependence import accesses_of, carried_by
 from relaxlite.passes.schedule.primitives.loops import check_concurrent

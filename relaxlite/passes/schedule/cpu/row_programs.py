@@ -12,9 +12,9 @@ All rows run in parallel. Within a row:
 A row of a few vectors is loaded once and stays in registers across stages. If the row length is symbolic, versions for
 one to four masked vectors and the general form are selected at run time.
 
-The second loop over a row is compute bound. On targets that gain by prefetching (`Rows.prefetches_next`), it
+The second loop over a row is compute bound. On targets that gain by prefetching (`RowProgram.prefetches_next`), it
 prefetches the operands of the first loop for the next row, and the row of the result if a later loop writes that. On
-other targets the stages of several rows are pipelined (`Rows.cores`; rows_in_flight.py).
+other targets the stages of several rows are pipelined (`RowProgram.cores`; pipelined_rows.py).
 """
 
 from __future__ import annotations
@@ -28,25 +28,32 @@ from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Prefet
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, smax, smin, substitute, sym
 from relaxlite.passes.loops.access import accesses, coefficient, offset, stride
-from relaxlite.passes.loops.edits import collect, fill, less, past_caches, when_positive, with_variant
-from relaxlite.passes.loops.parallel import parallel_nest, writes_apart
-from relaxlite.passes.loops.row_program import Rows
+from relaxlite.passes.loops.parallel import collapse_parallel, has_disjoint_writes
+from relaxlite.passes.loops.row_program import RowProgram
+from relaxlite.passes.loops.transforms import (
+    init_accumulators,
+    less,
+    reduce_accumulators,
+    select_version,
+    when_positive,
+    with_nontemporal_stores,
+)
 from relaxlite.passes.products.panel_prefetch import LINE
-from relaxlite.passes.schedule.cpu.rows_in_flight import in_flight
+from relaxlite.passes.schedule.cpu.pipelined_rows import pipeline_rows
 from relaxlite.records import dataclass
 
-ROWS_AHEAD = 2  # prefetch distance of pipelined rows, in rows (docs/measurements/passa.md)
-PARTS = 4  # vectors per step of a loop over a row: accumulators of a total
+PREFETCH_DISTANCE_ROWS = 2  # prefetch distance of pipelined rows, in rows (docs/measurements/passes.md)
+MAX_ACCUMULATORS = 4  # vectors per step of a loop over a row: accumulators of a total
 MAX_REGISTERS = 8  # vectors of a row of constant length that stay in registers across stages
 MAX_STACK_BYTES = 16 * 1024  # of a local row: half of the L1 cache
 
 
-def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
+def schedule_rows(rows: RowProgram, lanes: int, cache_bytes: int) -> Stmt | None:
     """Schedule a row program for vectors of `lanes` elements; None: rows depend on each other.
 
     A result larger than `cache_bytes` is written with nontemporal stores.
     """
-    if not all(map(writes_apart, rows.spatial)):
+    if not all(map(has_disjoint_writes, rows.spatial)):
         return None
     known, output = as_int(rows.size), rows.result.buffer
     is_large = less(cache_bytes // dtypes.itemsize(output.dtype), product(output.shape))
@@ -56,16 +63,16 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
         usual = stmt = _rows_up_to(rows, known, pieces, lanes)
         if is_aligned and _fits_stack(rows, known):  # else stores are unaligned, or the output holds local rows
             usual = stmt if in_registers or _local_rows(in_output) else _scheduled(in_output, pieces, lanes)
-            usual = with_variant(is_large, past_caches(stmt, output), usual)
+            usual = select_version(is_large, with_nontemporal_stores(stmt, output), usual)
         return (
             usual
             if in_registers
             else _with_pipelined_rows(rows, known, pieces, lanes, is_large if is_aligned else None, usual)
         )
     stmt = _long(rows, lanes)
-    stmt = with_variant(is_large, _long(rows, lanes, streamed=True), stmt)
+    stmt = select_version(is_large, _long(rows, lanes, streamed=True), stmt)
     stmt = _with_pipelined_rows(rows, _max_size_on_stack(rows), _pieces(rows.size, lanes), lanes, is_large, stmt)
-    for vectors in range(PARTS, 0, -1):
+    for vectors in range(MAX_ACCUMULATORS, 0, -1):
         max_size = vectors * lanes
         short = _rows_up_to(rows, max_size, [_Piece(sym(0), sym(1), vectors, masked=True)], lanes)
         stmt = IfThenElse(less(rows.size, max_size + 1), short, stmt)
@@ -73,7 +80,7 @@ def schedule_rows(rows: Rows, lanes: int, cache_bytes: int) -> Stmt | None:
 
 
 def _with_pipelined_rows(
-    rows: Rows, max_size: int, pieces: Sequence[_Piece], lanes: int, is_large: Value | None, usual: Stmt
+    rows: RowProgram, max_size: int, pieces: Sequence[_Piece], lanes: int, is_large: Value | None, usual: Stmt
 ) -> Stmt:
     """Add a version with pipelined rows for sufficiently many rows of at most `max_size` elements; else `usual` only.
 
@@ -88,64 +95,64 @@ def _with_pipelined_rows(
     def over_row(loop: For, later: Sequence[Load]) -> Stmt:
         return _over_row(loop, pieces, lanes, later, overlaps=True)
 
-    prefetched = _loads_of_next_row(short, first, first.var, ROWS_AHEAD)
-    pipeline = in_flight(short, stages, over_row, prefetched, rows.cores)
+    prefetched = _loads_of_next_row(short, first, first.var, PREFETCH_DISTANCE_ROWS)
+    pipeline = pipeline_rows(short, stages, over_row, prefetched, rows.cores)
     if pipeline is None:
         return usual
     fewest, stmt = pipeline
     if is_large is not None:
-        stmt = with_variant(is_large, past_caches(stmt, rows.result.buffer), stmt)
+        stmt = select_version(is_large, with_nontemporal_stores(stmt, rows.result.buffer), stmt)
     if as_int(rows.size) is None:
         stmt = IfThenElse(less(rows.size, max_size + 1), stmt, usual)
-    return with_variant(less(product([loop.extent for loop in rows.spatial]), fewest), usual, stmt)
+    return select_version(less(product([loop.extent for loop in rows.spatial]), fewest), usual, stmt)
 
 
-def _rows_up_to(rows: Rows, max_size: int, pieces: Sequence[_Piece], lanes: int) -> Stmt:
+def _rows_up_to(rows: RowProgram, max_size: int, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     """Schedule rows of at most `max_size` elements: local rows on the stack if they fit, else recomputed."""
     if not _fits_stack(rows, max_size):
         return _scheduled(_in_output(rows, recompute=True), pieces, lanes)
     return _scheduled(_on_stack(rows, max_size, lanes), pieces, lanes)
 
 
-def _on_stack(rows: Rows, max_size: int, lanes: int) -> Rows:
+def _on_stack(rows: RowProgram, max_size: int, lanes: int) -> RowProgram:
     width = -(-max_size // lanes) * lanes
     short = {row: replace(row, shape=(sym(width),), scope="local") for row in _local_rows(rows)}
     stages = tuple(Substitute(buffers=short).stmt(s) for s in rows.stages)
     return replace(rows, locals=tuple(short.get(b, b) for b in rows.locals), stages=stages)
 
 
-def _long(rows: Rows, lanes: int, *, streamed: bool = False) -> Stmt:
-    """Schedule rows of any length. Local rows live in the output's row (docs/measurements/passa.md), except with
+def _long(rows: RowProgram, lanes: int, *, streamed: bool = False) -> Stmt:
+    """Schedule rows of any length. Local rows live in the output's row (docs/measurements/passes.md), except with
     nontemporal stores (`streamed`), as only the last stage may write the output then."""
     pieces, in_output, local = _pieces(rows.size, lanes), _in_output(rows), _local_rows(rows)
     if not local:
         stmt = _scheduled(rows, pieces, lanes)
-        return past_caches(stmt, rows.result.buffer) if streamed else stmt
+        return with_nontemporal_stores(stmt, rows.result.buffer) if streamed else stmt
     if not streamed and not _local_rows(in_output):
         return _scheduled(in_output, pieces, lanes)
     max_size = _max_size_on_stack(rows)
     on_stack = _rows_up_to(rows, max_size, pieces, lanes)
     return IfThenElse(
         less(rows.size, max_size + 1),
-        past_caches(on_stack, rows.result.buffer) if streamed else on_stack,
+        with_nontemporal_stores(on_stack, rows.result.buffer) if streamed else on_stack,
         _scheduled(_in_output(rows, recompute=True), pieces, lanes),
     )
 
 
-def _fits_stack(rows: Rows, size: int) -> bool:
+def _fits_stack(rows: RowProgram, size: int) -> bool:
     return all(size * dtypes.itemsize(row.dtype) <= MAX_STACK_BYTES for row in _local_rows(rows))
 
 
-def _max_size_on_stack(rows: Rows) -> int:
+def _max_size_on_stack(rows: RowProgram) -> int:
     """The maximum row length in elements for local rows on the stack; without local rows, for float32."""
     return MAX_STACK_BYTES // max((dtypes.itemsize(row.dtype) for row in _local_rows(rows)), default=4)
 
 
-def _local_rows(rows: Rows) -> list[Buffer]:
+def _local_rows(rows: RowProgram) -> list[Buffer]:
     return [local for local in rows.locals if local.shape]
 
 
-def reads_in_time(rows: Rows, x: Buffer) -> bool:
+def can_alias_result(rows: RowProgram, x: Buffer) -> bool:
     """Whether `x` and the result may alias in every schedule of a row program.
 
     No stage may read an element of `x` after a write to the same element of the result, local rows in the result
@@ -168,7 +175,7 @@ def _reads_before_writing(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> boo
 # Placement of local rows
 
 
-def _in_output(rows: Rows, *, recompute: bool = False) -> Rows:
+def _in_output(rows: RowProgram, *, recompute: bool = False) -> RowProgram:
     """Place local rows with disjoint live ranges in the row of the output; with `recompute`, stages that read the
     remaining local rows recompute their elements."""
     free_from = 0
@@ -183,7 +190,7 @@ def _in_output(rows: Rows, *, recompute: bool = False) -> Rows:
     return rows
 
 
-def _without(rows: Rows, row: Buffer, stages: Sequence[Stmt], rewriter: _EachStage) -> Rows:
+def _without(rows: RowProgram, row: Buffer, stages: Sequence[Stmt], rewriter: _EachStage) -> RowProgram:
     new = tuple(rewriter.stage(s) for s in stages)
     return replace(rows, locals=tuple(b for b in rows.locals if b is not row), stages=new)
 
@@ -206,7 +213,7 @@ class _EachStage(ProgramRewriter):
 
     var: SymVar
 
-    def __init__(self, row: Buffer, rows: Rows) -> None:
+    def __init__(self, row: Buffer, rows: RowProgram) -> None:
         super().__init__()
         self._row, self._final, self._result = row, rows.final, rows.result
         self._rows = rows
@@ -298,9 +305,9 @@ class _Piece:
 
 
 def _pieces(size: SymExpr, lanes: int) -> list[_Piece]:
-    width = PARTS * lanes
+    width = MAX_ACCUMULATORS * lanes
     return [
-        _Piece(sym(0), size // width, PARTS),
+        _Piece(sym(0), size // width, MAX_ACCUMULATORS),
         _Piece(size // width * width, size % width // lanes, 1),
         _Piece(size // lanes * lanes, size % lanes, 1, masked=True),
     ]
@@ -312,12 +319,16 @@ def _pieces_of(size: int, lanes: int) -> list[_Piece]:
     if vectors <= MAX_REGISTERS:
         pieces = [_Piece(sym(0), sym(1), vectors), rest]
     else:
-        main = vectors // PARTS * PARTS
-        pieces = [_Piece(sym(0), sym(main // PARTS), PARTS), _Piece(sym(main * lanes), sym(1), vectors - main), rest]
+        main = vectors // MAX_ACCUMULATORS * MAX_ACCUMULATORS
+        pieces = [
+            _Piece(sym(0), sym(main // MAX_ACCUMULATORS), MAX_ACCUMULATORS),
+            _Piece(sym(main * lanes), sym(1), vectors - main),
+            rest,
+        ]
     return [p for p in pieces if p.vectors and as_int(p.count)]
 
 
-def _scheduled(rows: Rows, pieces: Sequence[_Piece], lanes: int) -> Stmt:
+def _scheduled(rows: RowProgram, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     merged = _merged(rows.stages)
     loops = [stage for stage in merged if isinstance(stage, For)]
     later = _loads_of_next_row(rows, loops[0], loops[1].var) if rows.prefetches_next and len(loops) > 1 else []
@@ -330,10 +341,10 @@ def _scheduled(rows: Rows, pieces: Sequence[_Piece], lanes: int) -> Stmt:
     )
     for local in reversed(rows.locals):
         body = Allocate(local, body)
-    return parallel_nest(rows.spatial, body)
+    return collapse_parallel(rows.spatial, body)
 
 
-def _loads_of_next_row(rows: Rows, first: For, place: SymVar, count: int = 1) -> list[Load]:
+def _loads_of_next_row(rows: RowProgram, first: For, place: SymVar, count: int = 1) -> list[Load]:
     """The loads of the first loop over a row, moved to position `place` of the row `count` rows ahead; of the same row
     if two rows exceed the L1 cache."""
     itemsize = max((dtypes.itemsize(x.dtype) for x in loads(first)), default=1)
@@ -353,7 +364,7 @@ def _loads_of_next_row(rows: Rows, first: For, place: SymVar, count: int = 1) ->
 def _over_row(
     loop: For, pieces: Sequence[_Piece], lanes: int, later: Sequence[Load] = (), *, overlaps: bool = False
 ) -> Stmt:
-    """Vectorize a loop over a row; totals accumulate in up to `PARTS` vectors.
+    """Vectorize a loop over a row; totals accumulate in up to `MAX_ACCUMULATORS` vectors.
 
     Steps prefetch the loads in `later`, one prefetch per cache line.
 
@@ -362,7 +373,7 @@ def _over_row(
     apart (docs/measurements/cpus.md, rows_in_flight). Prefetches then go to the L2 cache, as L1 has no room.
     """
     totals = [s for s in _stores_of(loop) if s.combine is not None]
-    parts = min(PARTS, max((p.vectors for p in pieces), default=0))
+    parts = min(MAX_ACCUMULATORS, max((p.vectors for p in pieces), default=0))
     if all(p.masked and p.vectors == 1 for p in pieces):
         parts = 0  # one vector: combine its lanes directly
     partials = {
@@ -376,10 +387,10 @@ def _over_row(
     stmts: list[Stmt] = []
     for store, partial in partials.items():
         assert store.combine is not None
-        stmts.append(fill(partial, identity(store.combine, store.buffer.dtype), lanes))
+        stmts.append(init_accumulators(partial, identity(store.combine, store.buffer.dtype), lanes))
     for piece in pieces:
         stmts += when_positive(piece.count, _step(loop, piece, partials, delayed, lanes, prefetches))
-    stmts += [collect(store, partial, parts, lanes) for store, partial in partials.items()]
+    stmts += [reduce_accumulators(store, partial, parts, lanes) for store, partial in partials.items()]
     body = seq(*stmts)
     for local in (*partials.values(), *delayed.values()):
         body = Allocate(local, body)
@@ -409,7 +420,7 @@ def _step(
     outer, part = SymVar(f"{name}o"), SymVar("u", upper=piece.vectors - 1)
     is_loop = as_int(piece.count) != 1 and not piece.masked
     at = piece.start + part * lanes + lane + (outer * (lanes * piece.vectors) if is_loop else 0)
-    body = _at(loop, at, partials, part % PARTS * lanes + lane, delayed, part * lanes + lane)
+    body = _at(loop, at, partials, part % MAX_ACCUMULATORS * lanes + lane, delayed, part * lanes + lane)
     if piece.masked:
         body = IfThenElse(less(at, loop.extent), body)
     inner: Stmt = For(part, sym(piece.vectors), For(lane, sym(lanes), body, "vectorized"), "unrolled")

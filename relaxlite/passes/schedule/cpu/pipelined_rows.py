@@ -26,13 +26,13 @@ from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, LetIndex, Lo
 from relaxlite.ir.program_visitor import Substitute, all_values
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.passes.loops.access import accesses
-from relaxlite.passes.loops.row_program import Rows
+from relaxlite.passes.loops.row_program import RowProgram
 from relaxlite.records import dataclass
 
 MAX_STAGES = 3
 MAX_ROWS = 16  # of a block of rows; its first and last rows fill and drain the pipeline
 BLOCKS_PER_CORE = 4  # minimum, for an even distribution over cores; blocks of fewer rows make up for it
-FEWEST_ROWS = 4  # of a block of rows
+MIN_ROWS = 4  # of a block of rows
 _INSTRUCTIONS = (
     "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "isnan", "isinf"
 )  # fmt: skip
@@ -46,8 +46,8 @@ class _Stage:
     loop: For
 
 
-def in_flight(
-    rows: Rows,
+def pipeline_rows(
+    rows: RowProgram,
     stmts: Sequence[Stmt],
     over_row: Callable[[For, Sequence[Load]], Stmt],
     prefetched: Sequence[Load],
@@ -65,7 +65,7 @@ def in_flight(
         return None
     extents = [loop.extent for loop in rows.spatial]
     count, blocks = product(extents), BLOCKS_PER_CORE * max(cores, 1)
-    known, min_rows = as_int(count), blocks * FEWEST_ROWS
+    known, min_rows = as_int(count), blocks * MIN_ROWS
     if (known is not None and known < min_rows) or {v for e in extents for v in e.free_vars()} & {
         loop.var for loop in rows.spatial
     }:
@@ -85,7 +85,7 @@ def _stages(stmts: Sequence[Stmt]) -> list[_Stage]:
     return stages
 
 
-def _rows_fit(rows: Rows, stages: Sequence[_Stage]) -> bool:
+def _rows_fit(rows: RowProgram, stages: Sequence[_Stage]) -> bool:
     """Whether each local row is used by one stage or by two adjacent stages."""
     for row in rows.locals:
         using = [
@@ -101,7 +101,7 @@ class _Pipeline:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowProgram,
         stages: Sequence[_Stage],
         over_row: Callable[[For, Sequence[Load]], Stmt],
         prefetched: Sequence[Load],

@@ -58,7 +58,7 @@ def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
     return main, inner, loop.extent // factor * factor, loop.extent % factor
 
 
-def masked_rest(loop: For, start: SymExpr, lanes: int) -> Stmt:
+def masked_tail(loop: For, start: SymExpr, lanes: int) -> Stmt:
     """The tail of a loop from `start` on, at most `lanes` iterations, as one masked vector iteration."""
     var = SymVar(f"{loop.var.name}t", upper=lanes - 1)
     body = Substitute({loop.var: start + var}, fresh=True).stmt(loop.body)
@@ -79,7 +79,7 @@ def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
     return (IfThenElse(less(0, count), stmt),)
 
 
-def with_variant(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
+def select_version(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
     """Select between two versions of a statement: `usual` if the condition holds, else `other`.
 
     The condition is made by `less`; one on constants selects a version at compile time.
@@ -107,7 +107,7 @@ def fuse(outer: For, inner: For) -> For:
     return For(var, outer.extent * inner.extent, Substitute(at, fresh=True).stmt(inner.body), outer.kind)
 
 
-def past_caches(stmt: Stmt, output: Buffer) -> Stmt:
+def with_nontemporal_stores(stmt: Stmt, output: Buffer) -> Stmt:
     """Make the stores into a buffer larger than the caches nontemporal.
 
     Combining stores stay as they are; prefetches of the buffer are removed.
@@ -314,10 +314,17 @@ def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -
     main, rest = loop.extent // width * width, loop.extent % width
     steps = [*when_positive(loop.extent // width, step(loop.extent // width, sym(0), count=accumulators, masked=False))]
     steps += when_positive(rest, step((rest + lanes - 1) // lanes, main, count=1, masked=True))
-    return Allocate(partial, seq(fill(partial, identity, lanes), *steps, collect(store, partial, accumulators, lanes)))
+    return Allocate(
+        partial,
+        seq(
+            init_accumulators(partial, identity, lanes),
+            *steps,
+            reduce_accumulators(store, partial, accumulators, lanes),
+        ),
+    )
 
 
-def fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+def init_accumulators(partial: Buffer, identity: Value, lanes: int) -> Stmt:
     """Initialize the partial results of a reduction, vector by vector, with the identity of the combination."""
     (width,) = partial.shape
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
@@ -325,7 +332,7 @@ def fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
     return For(part, width // lanes, body, "unrolled")
 
 
-def collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
+def reduce_accumulators(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
     """Combine partial results into the store's element: across accumulators lane by lane, then across lanes."""
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     higher = Load(partial, (part * lanes + lane + lanes,))

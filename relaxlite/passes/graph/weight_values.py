@@ -58,7 +58,7 @@ class Half:
 Value: TypeAlias = "Array | tuple[int, ...] | Scaled | Half"
 
 
-class Known:
+class WeightEvaluator:
     """Evaluates the bindings of a function on demand; `bind` records each binding as it is visited."""
 
     def __init__(self) -> None:
