@@ -1,4 +1,4 @@
-"""Make one row program (loops/row_program.py) of stages that share their rows: reductions, what is computed once per row
+"""Make one row program (loops/row_program.py) of stages that share their rows: reductions, what is computed once a row
 from them, and what is computed for each element of the row.
 
     for i: { e[]; e = -inf; for k: e max= x[i, k]; t[i] = e }       for i:
