@@ -71,7 +71,7 @@ class Microarchitecture:
     prefetches_next_row: bool = False
     """Whether softmax, norms and other row programs prefetch the next row and its destination during a row.
 
-    Otherwise rows may overlap (passes/schedule/cpu/rows_in_flight.py)."""
+    Otherwise rows may overlap (passes/schedule/cpu/pipelined_rows.py)."""
     hides_conversions: bool = False
     """Whether widening of vectors overlaps with FMAs at no cost, so that each register tile may widen its weights."""
     adds_beside_fmas: bool = False

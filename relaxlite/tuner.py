@@ -39,7 +39,7 @@ from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice, axes
-from relaxlite.passes.products.strategy_table import BY_NAME
+from relaxlite.passes.products.strategy_table import ALTERNATIVES
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.records import dataclass
@@ -95,7 +95,7 @@ def tune(
         raise InvalidArgumentError(f"tuning runs what it compiles, so the target must be this machine, not {machine}")
     if threads is not None:
         threadpool.set_num_threads(threads)
-    found = Tuning() if tuning is None else tuning
+    result = Tuning() if tuning is None else tuning
     tasks = find_tasks(module, samples, machine, precision)
     with tqdm(tasks, desc="tune", unit="program", disable=not progress) as bar:
         for task in bar:
@@ -106,10 +106,10 @@ def tune(
                 bar.write(f"{task.name} does not run on its own and is left as it is: {error}", file=sys.stderr)
                 continue
             if entry is None:
-                found.remove(task.program, machine)  # an older choice is no better than the rules any more
+                result.remove(task.program, machine)  # an older choice is no better than the rules any more
             else:
-                found.add(task.program, machine, entry)
-    return found
+                result.add(task.program, machine, entry)
+    return result
 
 
 # What there is to tune
@@ -122,7 +122,7 @@ def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
     types = [p.ty for p in main.params if isinstance(p.ty, TensorType) and p.ty.shape is not None]
     symbols = list(dict.fromkeys(s for ty in types for s in type_symbols(ty)))
     names = [spec.name for spec in signature_of(main).inputs]
-    found: list[dict[str, tuple[int, ...]]] = []
+    result: list[dict[str, tuple[int, ...]]] = []
     for part in (0.0, 0.5, 1.0):
         values = {symbol: _between(symbol, part) for symbol in symbols}
         shapes = {
@@ -130,9 +130,9 @@ def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
             for name, p in zip(names, main.params, strict=True)
             if isinstance(p.ty, TensorType) and p.ty.shape is not None
         }
-        if shapes not in found:
-            found.append(shapes)
-    return found
+        if shapes not in result:
+            result.append(shapes)
+    return result
 
 
 def _between(symbol: SymVar, part: float) -> int:
@@ -184,7 +184,7 @@ def _split_pipeline() -> tuple[list[Pass], list[Pass]]:
 
 def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
     """By program: the inputs of known sizes for which every call passes a constant."""
-    found: dict[str, frozenset[int]] = {}
+    result: dict[str, frozenset[int]] = {}
     programs = module.programs()
     for function in module.functions().values():
         for body in bodies(function):
@@ -194,8 +194,8 @@ def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
                     name = value.callee.name
                     pairs = enumerate(zip(value.args, programs[name].inputs, strict=True))
                     here = frozenset(k for k, (arg, b) in pairs if isinstance(arg, Constant) and _is_known(b))
-                    found[name] = found.get(name, here) & here
-    return found
+                    result[name] = result.get(name, here) & here
+    return result
 
 
 def _is_known(buffer: Buffer) -> bool:
@@ -211,8 +211,8 @@ def search(task: Task, target: Target) -> TunedProgram | None:
     rules = bench.contender(DEFAULT)
     assert rules is not None  # the first is never refused
     best = rules
-    for axis in axes(target.num_vector_registers, BY_NAME):
-        rivals = [found for choice in axis if (found := bench.contender(best.choice.updated(choice))) is not None]
+    for axis in axes(target.num_vector_registers, ALTERNATIVES):
+        rivals = [result for choice in axis if (result := bench.contender(best.choice.updated(choice))) is not None]
         if not rivals:
             continue
         winner = bench.tournament([rules, *([] if best is rules else [best]), *rivals])

@@ -283,16 +283,16 @@ def _shared_parts(root: Value) -> list[Value]:
     for value in walk_values(root):
         for child in value_children(value):
             uses[id(child)] = uses.get(id(child), 0) + 1
-    found: dict[int, Value] = {}
+    values: dict[int, Value] = {}
 
     def visit(value: Value) -> None:
-        if id(value) not in found:
+        if id(value) not in values:
             for child in (value.cond,) if isinstance(value, Select) else value_children(value):
                 visit(child)
-            found[id(value)] = value
+            values[id(value)] = value
 
     visit(root)
-    return [v for v in found.values() if uses.get(id(v), 0) > 1 and value_children(v)]
+    return [v for v in values.values() if uses.get(id(v), 0) > 1 and value_children(v)]
 
 
 def _identifier(name: str, fallback: str) -> str:

@@ -53,9 +53,12 @@ class Node:
     inside: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
+        result: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
         optional = {"loc": self.loc, "reads": list(self.reads), "constants": self.constants, "inside": self.inside}
-        return {**found, **{key: value for key, value in optional.items() if value or (value == 0 and key == "inside")}}
+        return {
+            **result,
+            **{key: value for key, value in optional.items() if value or (value == 0 and key == "inside")},
+        }
 
 
 @dataclass(slots=True)
@@ -169,15 +172,15 @@ class _Drawing:
         return len(self._graph.nodes) - 1
 
     def _sources(self, exprs: Iterable[Expr]) -> tuple[int, ...]:
-        found: dict[int, None] = {}
+        roots: dict[int, None] = {}
         for expr in exprs:
             if isinstance(expr, Var):
-                found.update(dict.fromkeys(self._made_by.get(expr, ())))
+                roots.update(dict.fromkeys(self._made_by.get(expr, ())))
             elif isinstance(expr, Tuple):
-                found.update(dict.fromkeys(self._sources(expr.fields)))
+                roots.update(dict.fromkeys(self._sources(expr.fields)))
             elif isinstance(expr, TupleGetItem):
-                found.update(dict.fromkeys(self._sources((expr.value,))))
-        return tuple(found)
+                roots.update(dict.fromkeys(self._sources((expr.value,))))
+        return tuple(roots)
 
     def _type(self, ty: Type) -> str:
         return type_text(ty, self._text)

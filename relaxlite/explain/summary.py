@@ -132,11 +132,11 @@ def compiled_summary(name: str, data: ExecutableData) -> Data:
 
 def _samples(symbols: Symbols) -> list[tuple[dict[str, int], dict[SymVar, int]]]:
     """Every symbol small, usual and large, within its bounds."""
-    found = []
+    result = []
     for sizes in ({s.name: s.near(SMALL) for s in symbols}, {}, {s.name: s.near(LARGE) for s in symbols}):
         values = symbols.values(sizes)
-        found.append(({symbols.name(var): value for var, value in values.items()}, values))
-    return found if values else []
+        result.append(({symbols.name(var): value for var, value in values.items()}, values))
+    return result if values else []
 
 
 def _spec(spec: TensorSpec) -> str:

@@ -119,10 +119,10 @@ def find_symbols(function: Function) -> Symbols:
     given = names if isinstance(names, tuple) else tuple(p.name for p in function.params)
     for name, param in zip(given, function.params, strict=True):
         for var in defined_symbols(param.ty):
-            found = symbols.of(var)
-            found.is_input = True
+            result = symbols.of(var)
+            result.is_input = True
             dims = getattr(param.ty, "shape", None) or getattr(param.ty, "values", None) or ()
-            found.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
+            result.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
     for body in bodies(function):
         for binding in body.bindings():
             if isinstance(binding, MatchShape):

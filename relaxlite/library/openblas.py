@@ -65,23 +65,24 @@ _BATCHES = (_Batch(), _Batch(("p",)), _Batch(("p", "q")), _Batch(("p",), both=Fa
 @cache
 def measured() -> Mapping[str, Any]:
     """The contents of openblas_costs.json."""
-    found: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
+    return result
 
 
 @cache
 def openblas_rules() -> tuple[LibraryRule, ...]:
     """The rules of those kinds for which there is a range in which they win."""
-    found = measured()["ranges"]
+    result = measured()["ranges"]
     return tuple(
         replace(
             rule,
-            when=_measured_range(rule, found[kind]["when"]),
-            reason=f"there it measured {found[kind]['median_gain']:.1f} times as fast as the generated kernel (median)",
-            figures={"measured sizes": found[kind]["sizes"]},
+            when=_measured_range(rule, result[kind]["when"]),
+            reason=f"there it measured {result[kind]['median_gain']:.1f} times as fast as the generated kernel "
+            "(median)",
+            figures={"measured sizes": result[kind]["sizes"]},
         )
         for kind in KINDS
-        if kind in found
+        if kind in result
         for rule in rules_of(kind)
     )
 

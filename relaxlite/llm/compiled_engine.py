@@ -86,9 +86,9 @@ class CompiledEngine:
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
     ) -> list[Array]:
         if len(batch) == 1 and (wanted is None or list(wanted) == [1]):
-            found = self._next(*batch[0])
-            if found is not None:
-                return [found]
+            result = self._next(*batch[0])
+            if result is not None:
+                return [result]
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
         exact = asked if exact is None else exact
@@ -139,10 +139,10 @@ class CompiledEngine:
             step = self.cache.next_token(sequence, tokens[0])
             if step is None or self.cache.length(sequence) >= self.context:
                 return None
-            made: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
+            result: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
             self._sequences.extend(sequence, tokens)
             self.cache.commit(((sequence, 1),))
-        return made
+        return result
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
@@ -160,19 +160,19 @@ class CompiledEngine:
         with self._turn.lock:
             try:
                 self.cache.reserve(counts)
-                found = compute()
+                result = compute()
             except BaseException:
                 self.cache.cancel(counts)
                 raise
             for sequence, tokens in batch:  # before the cache: what it has not got is computed again
                 self._sequences.extend(sequence, tokens)
             self.cache.commit(counts)
-        return found
+        return result
 
     def _logits(self, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
         shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}
         given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
-        found: dict[int, list[Array]] = {sequence: [] for sequence in given}
+        result: dict[int, list[Array]] = {sequence: [] for sequence in given}
         filled = {
             sequence: self._filled(len(tokens) - max(count, more))
             for (sequence, tokens), count, more in zip(batch, wanted, exact, strict=True)
@@ -189,9 +189,9 @@ class CompiledEngine:
             at = 0  # in the logits
             for (sequence, _, _), number in zip(parts, asked, strict=True):
                 if number:
-                    found[sequence].append(logits[at : at + number])
+                    result[sequence].append(logits[at : at + number])
                 at += number
-        return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in found.values()]
+        return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in result.values()]
 
     def _fill_in(self, given: Mapping[int, Array], ranges: Iterable[_Part]) -> None:
         for parts in _steps(ranges, self._chunk):
@@ -209,8 +209,8 @@ class CompiledEngine:
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
         if not len(wanted):
             wanted = np.array([len(tokens) - 1])  # a step always computes one row
-        made: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
-        return made
+        result: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
+        return result
 
 
 def _joined(given: Mapping[int, Array], parts: list[_Part]) -> Array:

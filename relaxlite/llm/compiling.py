@@ -22,7 +22,7 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.integer_products import are_integers, relaxed_rotation
+from relaxlite.passes.graph.integer_products import relaxed_rotation, uses_integer_products
 from relaxlite.passes.products.int16_products import are_int16
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
@@ -157,7 +157,7 @@ def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
 def _is_integer(weight: Weight, target: Target, precision: str) -> bool:
     """Whether it is multiplied in integers."""
     some = _in_blocks(weight)
-    return some is not None and are_integers(some.coding, some.group, target, precision)
+    return some is not None and uses_integer_products(some.coding, some.group, target, precision)
 
 
 def _in_blocks(weight: Weight) -> GroupedWeight | None:

@@ -84,4 +84,4 @@ def _verify_after(module: IRModule, step: Pass, verified: tuple[IRModule, str] |
 
 def _has_the_same_definitions(module: IRModule, known: IRModule) -> bool:
     """The same objects, which are immutable."""
-    return len(module) == len(known) and all(known.get(name) is found for name, found in module.items())
+    return len(module) == len(known) and all(known.get(name) is result for name, result in module.items())

@@ -331,13 +331,13 @@ def _entry_to_json(name: str, entry: Entry) -> list[Any]:
 def _entries_from_json(items: list[Any], code: bytes) -> dict[str, Entry]:
     """By name, ENTRY among them."""
     objects = _split(code, [size for _, _, size, _, _ in items])
-    found = {}
+    result = {}
     for (name, given, _, heap_slots, reason), host_code in zip(items, objects, strict=True):
         signature = Signature(
             _specs_from_json(given["inputs"]), _specs_from_json(given["outputs"]), tuple(given["donated"])
         )
-        found[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
-    return found
+        result[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
+    return result
 
 
 def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
@@ -403,10 +403,10 @@ class StoredFunctions(Mapping[str, VMFunction]):
     def decode(self) -> Mapping[str, VMFunction]:
         if self._functions is None:
             try:
-                made = [_function_from_json(item) for item in json.loads(self._encoded)]
+                result = [_function_from_json(item) for item in json.loads(self._encoded)]
             except _MALFORMED as error:
                 raise ArtifactError(f"its bytecode is malformed ({type(error).__name__}: {error})") from error
-            functions = {function.name: function for function in made}
+            functions = {function.name: function for function in result}
             validate_functions(functions, self._around)
             self._functions = functions
         return self._functions

@@ -147,13 +147,13 @@ class VirtualMachine:
             _name_place(error, decoded, block, step)
             raise
         except (AttributeError, TypeError, ValueError, IndexError, struct.error) as error:
-            made = ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})")
-            _name_place(made, decoded, block, step)
-            raise made from error
+            execution_error = ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})")
+            _name_place(execution_error, decoded, block, step)
+            raise execution_error from error
         except MemoryError as error:
-            made = OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left")
-            _name_place(made, decoded, block, step)
-            raise made from error
+            execution_error = OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left")
+            _name_place(execution_error, decoded, block, step)
+            raise execution_error from error
         except RecursionError as error:
             raise ExecutionError(f"function '{name}' calls itself too deeply") from error
         finally:

@@ -46,8 +46,8 @@ def run_program(
     steps = _steps(program.body, values)
     if steps <= MAX_STEPS:
         return interpreter.run_program(program, inputs, values, outputs, name)
-    made = interpreter.program_outputs(program, inputs, values, outputs, name)
-    arrays = [np.require(array, requirements="C") for array in (*inputs, *made)]
+    result = interpreter.program_outputs(program, inputs, values, outputs, name)
+    arrays = [np.require(array, requirements="C") for array in (*inputs, *result)]
     kernel, checks, _ = _compiled(program, steps > MAX_UNOPTIMIZED_STEPS)
     pointers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
     numbers = (ctypes.c_int64 * max(len(program.symbols), 1))(*(values[s] for s in program.symbols))
@@ -58,10 +58,10 @@ def run_program(
         raise OutOfMemoryError(f"{name}: there is no memory for what it allocates")
     if status:
         raise ExecutionError(checks[status - 1] if status > 0 else f"{name}: a size does not fit into 64 bits")
-    for array, given in zip(arrays[len(inputs) :], made, strict=True):
+    for array, given in zip(arrays[len(inputs) :], result, strict=True):
         if array is not given:
             given[...] = array
-    return list(made)
+    return list(result)
 
 
 @functools.lru_cache(maxsize=512)

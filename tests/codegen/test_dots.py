@@ -29,7 +29,7 @@ from relaxlite.ir.program import (
     Value,
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.target import Target
 from tests.support.native_kernel import NativeKernel
 

@@ -140,23 +140,23 @@ def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: s
         kept = "float16" if dtype == "float16" else "float32"
         return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), kept)}
     heads, width = config.kv_heads_of(layer), config.head_width_of(layer)
-    found = {
+    result = {
         f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
         f"values_{layer}": TensorType.of((heads, pages, page, config.value_width_of(layer)), dtype),
     }
     if dtype == "int8":
         for name in ("key_scales", "value_scales"):
-            found[f"{name}_{layer}"] = TensorType.of((heads, pages, page, 1), "float32")
-    return found
+            result[f"{name}_{layer}"] = TensorType.of((heads, pages, page, 1), "float32")
+    return result
 
 
 @lru_cache(maxsize=4)  # one array of all layers, which a compiled model then holds once
 def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
     """Random signs, as large as a Walsh-Hadamard matrix of `size` needs to be orthogonal."""
-    found = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), width) / size**0.5
-    found = found.astype(np.float32)
-    found.flags.writeable = False
-    return found
+    array = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), width) / size**0.5
+    array = array.astype(np.float32)
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(slots=True)
@@ -192,11 +192,11 @@ class Cached:
         d, (keys, values, *scales) = self.decoder, (self.pools[name] for name in names)
         assert isinstance(keys.ty, TensorType)
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
-        made = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
+        result = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
         if scales:
             news = zip(scales, (key_scale, value_scale), strict=True)
-            made += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
-        self.pools |= zip(names, made, strict=True)
+            result += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
+        self.pools |= zip(names, result, strict=True)
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         d, name = self.decoder, f"convolved_{layer}"
@@ -218,8 +218,8 @@ class Cached:
     def _with_state(self, op: str, name: str, *operands: Any, **attrs: Any) -> Var:
         """What an op gives whose state lies in that pool, which then has the new one."""
         both = self.decoder.op(op, *operands, self.pools[name], self.spans, **attrs)
-        found, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
-        return found
+        result, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
+        return result
 
     def _rotated(self, x: Expr) -> Expr:
         """Times an orthogonal matrix: queries and keys that both are have the same products, and no element of a key is

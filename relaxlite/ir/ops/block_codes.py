@@ -108,11 +108,11 @@ class RotatedCoding:
         their bytes wherever these end as bytes (modulo 2**32), so that no more than additions of words are needed."""
         if self.rotation == 1:
             return list(quads)
-        found = []
+        result = []
         for first in range(0, len(quads), self.rotation):
             head, *others = rotated([Scalar(quad) for quad in quads[first : first + self.rotation]])
-            found += [head, *(other + four_bytes(self.offset) for other in others)]
-        return [quad.value for quad in found]
+            result += [head, *(other + four_bytes(self.offset) for other in others)]
+        return [quad.value for quad in result]
 
 
 def four_bytes(byte: int) -> int:
@@ -123,13 +123,13 @@ def four_bytes(byte: int) -> int:
 
 def rotated(items: Sequence[T]) -> list[T]:
     """H @ items, of the Walsh-Hadamard matrix H of as many rows, a power of two, in the order of Sylvester."""
-    found, span = list(items), len(items) // 2
+    result, span = list(items), len(items) // 2
     while span:
-        for k in (k for k in range(len(found)) if not k & span):
-            a, b = found[k], found[k + span]
-            found[k], found[k + span] = a + b, a - b  # type: ignore[operator]
+        for k in (k for k in range(len(result)) if not k & span):
+            a, b = result[k], result[k + span]
+            result[k], result[k + span] = a + b, a - b  # type: ignore[operator]
         span //= 2
-    return found
+    return result
 
 
 def rows_of_run(block: int, bits: int) -> int:
@@ -164,12 +164,12 @@ class Place(Generic[Number]):
 
 def places_of(quad: Number, run: int, bits: int) -> list[Place[Number]]:
     """The bits of a quad, a number or an expression, of a run of so many rows."""
-    found, first, low = [], 0, 0
+    result, first, low = [], 0, 0
     for width in BIT_PLANES[bits]:
         per_word = 8 // width
-        found.append(Place(first + quad // per_word, quad % per_word * width, width, low))
+        result.append(Place(first + quad // per_word, quad % per_word * width, width, low))
         first, low = first + words_of(run, width), low + width
-    return found
+    return result
 
 
 def pack_codes(codes: Array, block: int, bits: int) -> Array:
@@ -204,7 +204,7 @@ def unpack_codes(words: Array, block: int, bits: int) -> Array:
 
 def _quad(runs: Array, q: int, run: int, bits: int) -> Array:
     """Quad q of each run, (runs, n)."""
-    found: Array = np.uint32(0)
+    array: Array = np.uint32(0)
     for at in places_of(q, run, bits):
-        found = found | (runs[:, at.word] >> np.uint32(at.shift) & np.uint32(ONES * at.mask)) << np.uint32(at.low)
-    return found
+        array = array | (runs[:, at.word] >> np.uint32(at.shift) & np.uint32(ONES * at.mask)) << np.uint32(at.low)
+    return array

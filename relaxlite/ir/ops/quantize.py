@@ -35,18 +35,18 @@ class _Scaled(Op):
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", 1), "block_size": Attr("int", 0)}
 
     def check_scale(self, x: Expr, scale: Expr, zero_point: Expr | None, axis: int, block_size: int) -> None:
-        shape, found = self.tensor(x, "x").shape or (), self.tensor(scale, "scale").shape or ()
+        shape, result = self.tensor(x, "x").shape or (), self.tensor(scale, "scale").shape or ()
         if not dtypes.is_float(self.tensor(scale).dtype):
             self.fail(f"scale must be of a float dtype, got {scale.ty}")
-        if not _is_one(found):
+        if not _is_one(result):
             expected = self.scale_shape(shape, axis, block_size)
-            if len(found) != len(expected) or any(map(PROVER.can_prove_ne, found, expected)):
+            if len(result) != len(expected) or any(map(PROVER.can_prove_ne, result, expected)):
                 wanted = f"one element or the shape {format_shape(expected)}"
-                self.fail(f"scale must have {wanted}, got {format_shape(found)}")
+                self.fail(f"scale must have {wanted}, got {format_shape(result)}")
         if zero_point is not None:
             zeros = self.tensor(zero_point, "zero_point").shape or ()
-            if len(zeros) != len(found) or any(map(PROVER.can_prove_ne, zeros, found)):
-                self.fail(f"zero_point must have the shape of scale, {format_shape(found)}, got {format_shape(zeros)}")
+            if len(zeros) != len(result) or any(map(PROVER.can_prove_ne, zeros, result)):
+                self.fail(f"zero_point must have the shape of scale, {format_shape(result)}, got {format_shape(zeros)}")
 
     def scale_shape(self, shape: Shape, axis: int, block_size: int) -> Shape:
         axis = normalize_axis(self, axis, len(shape))
@@ -101,11 +101,11 @@ class QuantizeLinear(_Scaled):
         self, x: Expr, scale: Expr, zero_point: Expr | None = None, *, axis: int, block_size: int, dtype: str | None
     ) -> Type:
         self.check_scale(x, scale, zero_point, axis, block_size)
-        found = dtype or ("uint8" if zero_point is None else self.tensor(zero_point).dtype)
-        if found not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != found):
+        result = dtype or ("uint8" if zero_point is None else self.tensor(zero_point).dtype)
+        if result not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != result):
             given = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
-            self.fail(f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {found} and {given}")
-        return TensorType(self.tensor(x).shape, found, self.tensor(x).rank)
+            self.fail(f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {result} and {given}")
+        return TensorType(self.tensor(x).shape, result, self.tensor(x).rank)
 
     def lower(
         self, x: Buffer, scale: Buffer, zero_point: Buffer | None = None, *, out: Buffer, axis: int, block_size: int,

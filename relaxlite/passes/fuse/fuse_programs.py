@@ -77,10 +77,10 @@ class _CallFused(Rewriter):
         sym_args = tuple(shape.values[position] for position in order)
         ty, symbols = value.ty, dict(zip(program.symbols, sym_args, strict=True))
         if isinstance(ty, TensorType) and ty.shape is not None:
-            made = tuple(substitute(d, symbols) for d in program.outputs[0].shape)
-            if len(made) != len(ty.shape) or not all(map(_ANALYZER.can_prove_equal, made, ty.shape)):
+            result = tuple(substitute(d, symbols) for d in program.outputs[0].shape)
+            if len(result) != len(ty.shape) or not all(map(_ANALYZER.can_prove_equal, result, ty.shape)):
                 call = Call(
-                    callee, tuple(args), value.attrs, sym_args, TensorType(made, ty.dtype, len(made)), value.loc
+                    callee, tuple(args), value.attrs, sym_args, TensorType(result, ty.dtype, len(result)), value.loc
                 )
                 return get_op("reshape")(self.bb.emit(call, var.name), ShapeValue(ty.shape))
         return Call(callee, tuple(args), value.attrs, sym_args, ty, value.loc)

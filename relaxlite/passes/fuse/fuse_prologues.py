@@ -78,15 +78,15 @@ class _FusePrologues(Rewriter):
         if program is None:
             return None
         assert isinstance(value, Call)
-        found = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
+        result = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
         if value.args and all(isinstance(a, Constant) or a in self._chains for a in value.args):
-            self._note_chain(var, value, found)
+            self._note_chain(var, value, result)
             return None
         if self._uses[var] == 1 and _swaps_last(program):
             self._turned[var] = value
             return None
         has_turned = any(a in self._turned for a in value.args)
-        if not (found or has_turned) or not is_matrix_product(program):
+        if not (result or has_turned) or not is_matrix_product(program):
             return None
         columns = _along_columns(program, value)
         turned = self._turned_columns(columns, var, value)

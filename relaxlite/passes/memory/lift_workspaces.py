@@ -41,10 +41,10 @@ def lift_workspaces(module: IRModule, context: PassContext) -> IRModule:
     definitions: dict[str, Definition] = dict(module)
     lifted: dict[str, tuple[Buffer, ...]] = {}
     for name, program in module.programs().items():
-        found = _workspaces(name, program, context)
-        if found.lifted or found.on_stack:
-            definitions[name] = _with_parameters(program, found)
-            lifted[name] = found.lifted
+        result = _workspaces(name, program, context)
+        if result.lifted or result.on_stack:
+            definitions[name] = _with_parameters(program, result)
+            lifted[name] = result.lifted
     if not lifted:
         return module
     return map_functions(module.updated(definitions), lambda f: _PassWorkspaces(module, lifted).function(f))
@@ -148,8 +148,8 @@ class _PassWorkspaces(Rewriter):
         if not buffers or not isinstance(program, TensorProgram):
             return None
         at = dict(zip(program.symbols, value.sym_args, strict=True))
-        made = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
-        return replace(value, args=(*value.args, *made))
+        result = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
+        return replace(value, args=(*value.args, *result))
 
     def _allocate(self, buffer: Buffer, shape: tuple[SymExpr, ...]) -> Var:
         allocation = get_op("memory.alloc_tensor")(ShapeValue(shape), dtype=buffer.dtype)

@@ -22,7 +22,13 @@ from relaxlite.ir.symbolic import product, substitute
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.contiguous import Range, Ranges, copied_range, copied_ranges, joined_inputs
+from relaxlite.passes.loops.contiguous import (
+    CopiedRange,
+    CopiedRanges,
+    concatenated_inputs,
+    copied_range,
+    copied_ranges,
+)
 from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
 SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
@@ -42,8 +48,8 @@ def make_views(module: IRModule, context: PassContext) -> IRModule:
     return module.updated(definitions)
 
 
-def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
-    inputs = joined_inputs(program, copied)
+def _with_joins(program: TensorProgram, copied: CopiedRanges) -> TensorProgram:
+    inputs = concatenated_inputs(program, copied)
     if inputs is None:
         return program
     places = tuple(program.inputs.index(x) for x in inputs)
@@ -52,7 +58,7 @@ def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
 
 class _MakeViews(Rewriter):
     def __init__(
-        self, module: IRModule, context: PassContext, ranges: dict[str, Range | str | None], function: Function
+        self, module: IRModule, context: PassContext, ranges: dict[str, CopiedRange | str | None], function: Function
     ) -> None:
         super().__init__()
         self._module, self._context, self._ranges = module, context, ranges
@@ -62,13 +68,13 @@ class _MakeViews(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
-        program, found = self._module[value.callee.name], self._ranges.get(value.callee.name)
-        if not isinstance(program, TensorProgram) or found is None or len(value.args) != len(program.inputs):
+        program, result = self._module[value.callee.name], self._ranges.get(value.callee.name)
+        if not isinstance(program, TensorProgram) or result is None or len(value.args) != len(program.inputs):
             return None
-        if isinstance(found, str):
-            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, found)
+        if isinstance(result, str):
+            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, result)
             return None
-        x = value.args[program.inputs.index(found.source)]
+        x = value.args[program.inputs.index(result.source)]
         assert isinstance(var.ty, TensorType) and var.ty.shape is not None
         nbytes = product(var.ty.shape) * dtypes.itemsize(var.ty.dtype)
         reason = self._obstacle(var, x)
@@ -78,7 +84,7 @@ class _MakeViews(Rewriter):
         if reason is not None:
             return None
         at = dict(zip(program.symbols, value.sym_args, strict=True))
-        start = substitute(found.start, at) * dtypes.itemsize(var.ty.dtype)
+        start = substitute(result.start, at) * dtypes.itemsize(var.ty.dtype)
         return get_op("memory.part")(x, ShapeValue((start,)), ShapeValue(var.ty.shape), dtype=var.ty.dtype)
 
     def _obstacle(self, var: Var, x: Expr) -> str | None:

@@ -320,11 +320,11 @@ class _Replay:
     def _match(self, binding: MatchShape, value: _Value) -> None:
         new = []
         for dim, size in zip(binding.shape, _sizes_of(binding.source.ty, len(binding.shape)), strict=True):
-            found, expected = self._known(size), self._known(dim)
+            result, expected = self._known(size), self._known(dim)
             if isinstance(dim, SymVar) and expected is None:
-                self._symbols[dim] = _UNKNOWN_SIZE if found is None else found
-                new += [dim] if found is None else []
-            elif None not in (found, expected) and found != expected:
+                self._symbols[dim] = _UNKNOWN_SIZE if result is None else result
+                new += [dim] if result is None else []
+            elif None not in (result, expected) and result != expected:
                 raise _RefusedError
         if new and isinstance(value, _Piece):
             self._fit(new, binding.var, value)

@@ -33,9 +33,9 @@ def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
     """Results take over the memory of operands that die."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
-        found = _FindOperands(module, context, find_aliases(function, module))
-        found.body(function.body)
-        definitions[name] = _TakeOver(found.operand_of).function(function)
+        result = _FindOperands(module, context, find_aliases(function, module))
+        result.body(function.body)
+        definitions[name] = _TakeOver(result.operand_of).function(function)
     return module.updated(definitions)
 
 

@@ -88,8 +88,8 @@ class Products:
         if part is None:
             return None
         offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
-        found = Replacement({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
-        return None if any(v is self.value for v in walk_values(found)) else found
+        result = Replacement({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
+        return None if any(v is self.value for v in walk_values(result)) else result
 
     def combined(self, made: Sequence[Value]) -> Value:
         total = Scalar(made[0])
@@ -128,15 +128,15 @@ def scaled_at_once(value: Value, total: Value, rows: SymVar) -> Binary | None:
 
 def find_products(value: Value) -> Products | None:
     """The part of a value that tiles can compute; None: there is none, or more than one."""
-    found = find_sums(value)
-    return None if found is None else _laid_out(found.value, found.sums, found.shift)
+    sums = find_sums(value)
+    return None if sums is None else _laid_out(sums.value, sums.sums, sums.shift)
 
 
 def find_sums(value: Value) -> Sums | None:
     """The part of a value that is sums of dot products; None: there is none, or more than one."""
-    found = _sums(value)
-    if found is not None:
-        return found
+    result = _sums(value)
+    if result is not None:
+        return result
     parts = [part for child in value_children(value) if (part := find_sums(child)) is not None]
     return parts[0] if len(parts) == 1 else None
 
@@ -205,10 +205,10 @@ def zeros_of(summed: Sum) -> list[int]:
     zero = _zero_of(summed.start)
     if zero is not None:
         return [zero] * len(summed.codes)
-    found = _offset_of(summed.start)
-    if found is None:
+    offset = _offset_of(summed.start)
+    if offset is None:
         return [0] * len(summed.codes)
-    return [found if _has_offset(code, found) else 0 for code in summed.codes]
+    return [offset if _has_offset(code, offset) else 0 for code in summed.codes]
 
 
 def _zero_of(start: Value) -> int | None:
@@ -263,8 +263,8 @@ def _sum(value: Value) -> Sum | None:
     terms.sort(key=lambda term: term[0])
     if [offset for offset, _ in terms] != list(range(0, 4 * len(terms), 4)):
         return None
-    found = [term for _, term in terms]
-    return Sum(start, tuple(t.code for t in found), max(t.greatest for t in found), found[0].x)
+    result = [term for _, term in terms]
+    return Sum(start, tuple(t.code for t in result), max(t.greatest for t in result), result[0].x)
 
 
 def _chain(value: Value) -> tuple[Value, list[_Term]]:

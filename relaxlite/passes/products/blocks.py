@@ -42,8 +42,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, all_values, loads, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, nest, with_variant
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import GuardLoads, less, nest, select_version
 from relaxlite.passes.products.panel_prefetch import LINE
 from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.passes.products.reduction import Block
@@ -152,7 +152,7 @@ def tiled_blocks(found: BlockProduct, lanes: int, plan: BlockPlan) -> Stmt:
     if best is not None:
         faster = tiles(best.tile, best.vectors)
         rest = IfThenElse(best.condition, faster if best.around is None else best.around(faster), rest)
-    return with_variant(less(row.extent, 2), tiles(one, found.alone), rest)
+    return select_version(less(row.extent, 2), tiles(one, found.alone), rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,5 +310,5 @@ def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:
         return []
     if row is None or row.var not in moving:
         return [value]
-    found = [part for child in value_children(value) for part in _of_columns(child, column, row)]
-    return list({id(part): part for part in found}.values())
+    parts = [part for child in value_children(value) for part in _of_columns(child, column, row)]
+    return list({id(part): part for part in parts}.values())

@@ -41,7 +41,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, substitute, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, nest
+from relaxlite.passes.loops.transforms import GuardLoads, less, nest
 from relaxlite.passes.products.block_terms import MAX_DEPTH, ORIGIN, Products, find_products
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, hoisted
 from relaxlite.passes.products.prologue import Replacement
@@ -62,16 +62,16 @@ _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys
 
 def by_amx(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
     """AMX tiles from 16 rows on, where the system allows them; or why the loops do not fit them."""
-    found = find_products(tile.update.value)
+    products = find_products(tile.update.value)
     if tile.lanes != ROWS:
         return f"vectors of {tile.lanes} lanes do not make rows of AMX tiles"
-    if as_int(tile.steps.extent) is None or found is None:
+    if as_int(tile.steps.extent) is None or products is None:
         return "its sums are no products of AMX tiles"
-    if found.depth > MAX_DEPTH:
-        return f"blocks of {found.depth} bytes do not fit into rows of {MAX_DEPTH}"
+    if products.depth > MAX_DEPTH:
+        return f"blocks of {products.depth} bytes do not fit into rows of {MAX_DEPTH}"
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
-    made = AmxRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
-    return ManyRowsPlan(enough, made, vectors)
+    amx_rows = AmxRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
+    return ManyRowsPlan(enough, amx_rows, vectors)
 
 
 class AmxRows(ManyRows):
@@ -212,14 +212,14 @@ class _AmxTiles:
         )
         value, kept = hoisted(value, tile.column, tile._row, (sym(count), parts, lane.extent), (*place, lane.var))
         stores = [Store(quads, (*place, sym(q), lane.var), quad) for q, quad in enumerate(self.products.quads)]
-        stores += [Store(buffer, (*place, lane.var), made) for buffer, made in kept]
+        stores += [Store(buffer, (*place, lane.var), of_row) for buffer, of_row in kept]
 
         sums = Load(self.totals, (self.down, self.across, *self.place))
         total = Buffer(tile.block.buffer.name, (row.extent, lane.extent), self.totals.dtype, "local")
         at = {**self.at, tile.steps.var: start + self.step}
         add = Substitute(at).stmt(nest((row, lane), Store(total, self.place, value, "add")))
         down = replace(row, kind="vectorized")
-        numbers = nest((down,), seq(*(Store(buffer, (self.step, row.var), made) for buffer, made in of_rows)))
+        numbers = nest((down,), seq(*(Store(buffer, (self.step, row.var), of_row) for buffer, of_row in of_rows)))
         fresh = Substitute(fresh=True)
         numbers = fresh.stmt(Substitute(at).stmt(For(self.step, sym(count), numbers)))
         take = fresh.stmt(nest((row, lane), Store(total, self.place, sums)))
@@ -246,7 +246,7 @@ class _AmxTiles:
                 calls.append(call_tiles("keep", number % _TURNS, places[number], places[number].buffer.shape[-1] * 4))
 
         for g, part in itertools.product(range(count), range(parts)):
-            for k, (x, made) in enumerate(zip(self.products.x, self.made, strict=True)):
+            for k, (x, result) in enumerate(zip(self.products.x, self.made, strict=True)):
                 keep(len(places) - _TURNS)
                 tile, left, right = len(places) % _TURNS, (g if len(self.made) == 1 else k) % 2, (g * parts + part) % 2
                 calls.append(
@@ -260,7 +260,7 @@ class _AmxTiles:
                     panel = AddressOf(quads, (sym(g), sym(part), sym(0), sym(0)))
                     calls.append(call_tiles("take_quads", right, panel, quads.shape[-1] * 4))
                 calls.append(call_tiles("dot" if self.products.is_signed else "dot_unsigned", tile, left, right))
-                places.append(AddressOf(made, (sym(g), sym(part), sym(0), sym(0)), is_written=True))
+                places.append(AddressOf(result, (sym(g), sym(part), sym(0), sym(0)), is_written=True))
         for number in range(max(0, len(places) - _TURNS), len(places)):
             keep(number)
         return seq(*calls)

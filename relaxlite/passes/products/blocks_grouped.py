@@ -21,7 +21,7 @@ from dataclasses import replace
 from relaxlite.ir.program import Check, For, IfThenElse, LetIndex, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import less, nest, with_variant
+from relaxlite.passes.loops.transforms import less, nest, select_version
 from relaxlite.passes.products.blocks import MAX_ROWS, BlockPlan, BlockProduct, BlockTile, ManyRowsPlan, OneRow
 from relaxlite.passes.products.register_tile import ColumnPiece, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
@@ -91,17 +91,17 @@ def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, plan: BlockPla
             rest = all_rows(many, found.vectors)
             if best is not None:
                 rest = IfThenElse(best.condition, all_rows(best.tile, best.vectors), rest)
-            return with_variant(less(row.extent, 2), all_rows(one, found.alone), rest)
+            return select_version(less(row.extent, 2), all_rows(one, found.alone), rest)
 
         code = groups.inside(by_piece(pieces, across, of_piece))
         axes = [(groups.loop.var, groups.loop.extent), (across, sum((p.count for p in pieces), sym(0)))]
         return Substitute(fresh=True).stmt(grid(axes, code))
 
-    made = tiles(best)
+    result = tiles(best)
     if best is not None and best.around is not None:  # for all rows, so the groups must have enough on average
         enough = less(groups.loop.extent * best.tile.least_rows - 1, groups.rows)
-        made = IfThenElse(enough, best.around(made), tiles(None))
-    return groups.outside(made)
+        result = IfThenElse(enough, best.around(result), tiles(None))
+    return groups.outside(result)
 
 
 def _all_rows(tile: BlockTile, piece: ColumnPiece, number: SymExpr, vectors: int, *, spread: bool) -> Stmt:

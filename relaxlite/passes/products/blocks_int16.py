@@ -23,7 +23,7 @@ from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.products.block_terms import Sums, find_sums
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
 from relaxlite.passes.products.prologue import Replacement
@@ -41,20 +41,20 @@ _BOTH = ORIGIN | ORIGIN << 16
 
 def by_int16_pairs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
     """Tiles one vector wide, behind a pass over the rows; or why the loops do not fit them."""
-    found = find_sums(tile.update.value)
-    if found is None or found.shift != LOW_BITS or tile.row is None:
+    sums = find_sums(tile.update.value)
+    if sums is None or sums.shift != LOW_BITS or tile.row is None:
         return f"activations are not of {8 + LOW_BITS} bits"
-    if len(found.sums[-1].codes) > MAX_DP4A_GROUPS:
-        return f"the codes of a block do not stay in registers: {4 * len(found.sums[-1].codes)} of them"
+    if len(sums.sums[-1].codes) > MAX_DP4A_GROUPS:
+        return f"the codes of a block do not stay in registers: {4 * len(sums.sums[-1].codes)} of them"
     if (as_int(tile.column.extent) or MIN_COLUMNS) < MIN_COLUMNS:
         return f"{tile.column.extent} columns are too few for a pass over the rows"
-    if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
+    if not sums.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return "activations depend on more than the block and the row"
-    rows = _Rows(tile, found)
-    block = Replacement({id(found.value): rows.sum()}).stmt(tile.block)
+    rows = _Rows(tile, sums)
+    block = Replacement({id(sums.value): rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)
-    made = replace(tile, block=block, least_rows=MIN_ROWS)
-    return ManyRowsPlan(less(MIN_ROWS - 1, tile.row.extent), made, 1, rows.around)
+    result = replace(tile, block=block, least_rows=MIN_ROWS)
+    return ManyRowsPlan(less(MIN_ROWS - 1, tile.row.extent), result, 1, rows.around)
 
 
 class _Rows:
@@ -110,8 +110,8 @@ class _Rows:
             Store(self._starts, (g, i), start.value),
         )
         rows = For(i, self._count, Allocate(total, body))
-        made = seq(Substitute(fresh=True).stmt(For(g, self._steps.extent, rows, "parallel")), tiles)
-        return Allocate(self._words, Allocate(self._starts, made))
+        code = seq(Substitute(fresh=True).stmt(For(g, self._steps.extent, rows, "parallel")), tiles)
+        return Allocate(self._words, Allocate(self._starts, code))
 
     def _numbers(self, here: dict[SymVar, SymExpr], q: SymVar) -> tuple[Scalar, Scalar]:
         """The numbers of a quad that its even codes are multiplied by, from ORIGIN on, and those of the odd ones."""

@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less, nest
+from relaxlite.passes.loops.transforms import less, nest
 from relaxlite.passes.products.block_terms import (
     FLOAT_BITS,
     SIGN,
@@ -64,23 +64,23 @@ _BYTE = 255
 
 def by_maddubs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
     """Tiles behind a pass over the rows; or why the loops do not fit them."""
-    found = find_sums(tile.update.value)
-    if found is None or tile.row is None:
+    sums = find_sums(tile.update.value)
+    if sums is None or tile.row is None:
         return "its sums are no sums of bytes"
-    if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
+    if not sums.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return "activations depend on more than the block and the row"
-    bytes_of = _Bytes(tile, found, fuses=target.has("fma"))
+    bytes_of = _Bytes(tile, sums, fuses=target.has("fma"))
     block = bytes_of.instead_of_sum(tile.block)
     assert isinstance(block, Allocate)
-    is_one_sum = len(found.sums) == 1
+    is_one_sum = len(sums.sums) == 1
     kind = InterleavedPanels if is_one_sum else RowPairs
-    made = kind(*(getattr(replace(tile, block=block, least_rows=MIN_ROWS), f.name) for f in fields(tile)))
+    result = kind(*(getattr(replace(tile, block=block, least_rows=MIN_ROWS), f.name) for f in fields(tile)))
     if is_one_sum:
         vectors = interleaved_panels(
             tile.column.extent, tile.lanes, MAX_PANELS, max(target.cores, 1), least=MAX_PANELS // 2
         )
     return ManyRowsPlan(
-        less(MIN_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None
+        less(MIN_ROWS - 1, tile.row.extent), result, vectors, bytes_of.around if bytes_of.are_moved else None
     )
 
 
@@ -113,8 +113,8 @@ class _Bytes:
         if part is None or not self._is_exact(part.b):
             return self._with(stmt, self._found.value, total + added)
         offset = Scalar(part.b) * added.cast("float32")
-        made = Intrinsic("fma", (total.cast("float32").value, part.b, offset.value), "float32")
-        return self._with(stmt, part, Scalar(made))
+        value = Intrinsic("fma", (total.cast("float32").value, part.b, offset.value), "float32")
+        return self._with(stmt, part, Scalar(value))
 
     def _is_exact(self, scale: Value) -> bool:
         """Whether scale * total + scale * added, for a scale of the columns, is rounded once only: a float holds the
@@ -217,8 +217,8 @@ def _in_twos(loop: For, inner: Sequence[For], body: Store) -> Stmt:
     steps = [Store(buffer, at, chain) for buffer, chain in zip(sums, chains, strict=True)]
 
     def for_both(step: Store) -> Stmt:
-        made = Substitute({loop.var: two * 2 + beside}).stmt(nest(inner, step))
-        return Substitute(fresh=True).stmt(For(beside, sym(2), made, "unrolled"))
+        result = Substitute({loop.var: two * 2 + beside}).stmt(nest(inner, step))
+        return Substitute(fresh=True).stmt(For(beside, sym(2), result, "unrolled"))
 
     code = seq(*map(for_both, [*steps, replace(body, value=Replacement(others).value(body.value))]))
     for buffer in sums:
@@ -234,5 +234,5 @@ def _chains(value: Value) -> list[Value]:
     """The chains of dot products in a value, each from its end."""
     if isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
         return [value]
-    found = [chain for child in value_children(value) for chain in _chains(child)]
-    return list({id(chain): chain for chain in found}.values())
+    chains = [chain for child in value_children(value) for chain in _chains(child)]
+    return list({id(chain): chain for chain in chains}.values())

@@ -15,8 +15,8 @@ from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import split
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import split
 from relaxlite.passes.products.pair_tile import apart, together
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.schedule.primitives.tensorize import tensorize
@@ -75,9 +75,9 @@ def _tensorized(block: Block, loop: For, name: str, length: int) -> Allocate:
             return replace(stmt, body=change(stmt.body))
         main, _, _, _ = split(stmt, length)
         assert isinstance(main.body, For)
-        made = tensorize(main, main.body, name)
-        assert isinstance(made, For)
-        return made
+        result = tensorize(main, main.body, name)
+        assert isinstance(result, For)
+        return result
 
     init, reduced, *final = block.stmts
     assert isinstance(reduced, For)

@@ -23,7 +23,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import fill, split_reduction
+from relaxlite.passes.loops.transforms import init_accumulators, split_reduction
 from relaxlite.passes.products.int16_weights import LONGEST, MAX_W, MAX_X
 from relaxlite.passes.products.prepared_rows import Product, Products, Rows, Weights
 from relaxlite.passes.products.winograd_loops import LARGEST_POWER
@@ -131,7 +131,7 @@ class Int16Products(Products):
         pairs = self._pairs(first, lambda own, place: _shift_of(rows.prepared, group.row, own, place))
         looked = seq(split_reduction(squared, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
         body = (
-            *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
+            *(init_accumulators(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
             For(r, group.count, looked),
             For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
             For(r, group.count, seq(self._row(rows.prepared, group.row, word), pairs)),

@@ -85,8 +85,8 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
     for call in program_calls(module):
         for k, arg in enumerate(call.args):
             place, key = (call.callee.name, k), id(arg.value) if isinstance(arg, Constant) else None
-            found = packed.get(key) if key is not None and (key in large or call.callee.name in follows) else None
-            read[place] = found if read.get(place, found) == found else None
+            result = packed.get(key) if key is not None and (key in large or call.callee.name in follows) else None
+            read[place] = result if read.get(place, result) == result else None
     readers: dict[str, dict[int, _Layout]] = {}
     for (name, k), layout_of in read.items():
         if layout_of is not None and k not in wanted.get(name, {}):
@@ -219,8 +219,8 @@ class _Packer:
         if key not in self._done:
             packed = layout.packed(constant.value)  # a view, where it can be one: copied when the weights are gathered
             ty = TensorType.of(packed.shape, constant.ty.dtype)
-            made = Constant(packed, ty, constant.name)
-            self._done[key] = constant, made  # keeps the source alive, and so its id its own
+            result = Constant(packed, ty, constant.name)
+            self._done[key] = constant, result  # keeps the source alive, and so its id its own
         return self._done[key][1]
 
 

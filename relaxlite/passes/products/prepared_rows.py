@@ -44,11 +44,11 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, substitute, sym
-from relaxlite.passes.loops.constant_values import matrix_of
-from relaxlite.passes.loops.edits import collect, fill, less, nest
+from relaxlite.passes.loops.constant_values import evaluate_matrix
 from relaxlite.passes.loops.in_place import Pairs, in_place_pairs
-from relaxlite.passes.loops.join_parallel import reads_only_where_written
+from relaxlite.passes.loops.join_parallel import read_only_by_writers
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
+from relaxlite.passes.loops.transforms import init_accumulators, less, nest, reduce_accumulators
 from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -91,7 +91,7 @@ class Product:
         of_columns = {load.buffer for load in reads if load.indices[-1:] == (column,)}
         given = zip(self.stored, constants, strict=True)
         some = {buffer: each[..., start:end] if buffer in of_columns else each for buffer, each in given}
-        return matrix_of(self.w, self.step.var, column, (depth, end - start), some)
+        return evaluate_matrix(self.w, self.step.var, column, (depth, end - start), some)
 
     @property
     def rows(self) -> tuple[For, ...]:
@@ -275,7 +275,7 @@ class Products(ABC):
         pairs = [
             (x, out + more)
             for x, out in in_place_pairs(whole)[0]
-            if reads_only_where_written(top_stages(whole), whole.params[x], whole.params[out])
+            if read_only_by_writers(top_stages(whole), whole.params[x], whole.params[out])
         ]
         return tuple(pairs)
 
@@ -339,7 +339,12 @@ class Products(ABC):
         body = For(part, sym(PERIOD), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
         steps = For(step, sym(-(-self.length // (PERIOD * self.lanes))), body)
         return Allocate(
-            partial, seq(fill(partial, zero, self.lanes), steps, collect(total, partial, PERIOD, self.lanes))
+            partial,
+            seq(
+                init_accumulators(partial, zero, self.lanes),
+                steps,
+                reduce_accumulators(total, partial, PERIOD, self.lanes),
+            ),
         )
 
 

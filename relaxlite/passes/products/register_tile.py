@@ -39,8 +39,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
-from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch, Prefetcher, prefetcher_of
 from relaxlite.passes.products.prologue import Replacement, Stream
 from relaxlite.records import dataclass
@@ -115,12 +115,12 @@ class RowSplit:
         upper = None if upper is None else max(upper, first)
         if upper is None or upper > first + window:  # beyond so many units only `most` and `most - 1` occur
             first = min(first, most * most * self.together)
-        found: set[int] = set()
+        numbers: set[int] = set()
         for units in range(first, first + window if upper is None else min(upper, first + window) + 1):
             groups = _ceildiv(units, most * self.together)
             low, more = divmod(units, groups * _ceildiv(_ceildiv(units, most), groups))
-            found.update((low, low + 1) if more else (low,))
-        return tuple(sorted((self.unit * units for units in found), reverse=True)) or (self.unit,)
+            numbers.update((low, low + 1) if more else (low,))
+        return tuple(sorted((self.unit * units for units in numbers), reverse=True)) or (self.unit,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +283,10 @@ class Tile:
                 row, vector, lane = (loop.var for loop in loops)
                 sums, adds = [], []
                 for maker, update, total in parts:
-                    made, load = maker._sums(loops, at, update, masked=masked)
+                    result, load = maker._sums(loops, at, update, masked=masked)
                     place = (top - base + row, vector * self.lanes + lane)
                     add = nest(loops, Store(total, place, load, _combination(update)))
-                    sums.append(made)
+                    sums.append(result)
                     adds.append(Substitute(fresh=True).stmt(add))
                 return self._beside(sums, seq(*adds))
 
@@ -313,10 +313,10 @@ class Tile:
                 (own, For(step, extent, fresh.stmt(Replacement({id(operand): load}).stmt(steps.body))), total)
             )
         if fill is not None:
-            made, rest = fill(panels[0], (start, extent), first), begin
+            result, rest = fill(panels[0], (start, extent), first), begin
         else:
-            made, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in making)), begin + 1
-        code: Stmt = seq(made, For(index, end - rest, tile(rest + index, reading, masked=False)))
+            result, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in making)), begin + 1
+        code: Stmt = seq(result, For(index, end - rest, tile(rest + index, reading, masked=False)))
         for panel in reversed(panels):
             code = Allocate(panel, code)
         return For(part, ceildiv(outer.extent, most), code)

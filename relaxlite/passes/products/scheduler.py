@@ -26,8 +26,8 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Stmt, Store, TensorProgram, Value, seq
 from relaxlite.ir.program_visitor import all_values, stores, walk_stmts, walk_values
 from relaxlite.ir.symbolic import as_int
-from relaxlite.passes.loops.edits import nest, split_reduction
-from relaxlite.passes.loops.parallel import is_contiguous, parallel_nest, serial
+from relaxlite.passes.loops.parallel import collapse_parallel, is_contiguous, make_serial
+from relaxlite.passes.loops.transforms import nest, split_reduction
 from relaxlite.passes.products.block_terms import find_sums
 from relaxlite.passes.products.blocks import (
     BlockPlan,
@@ -433,7 +433,7 @@ class ReductionScheduler:
         """Partial sums in vector lanes along a contiguous reduced loop; register tiles over transposed panels."""
         lanes, registers = self._lanes(block.body), self.target.num_vector_registers
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
-        code = parallel_nest(block.spatial, body)
+        code = collapse_parallel(block.spatial, body)
         operand = find_transposed(block) if lanes > 1 and not block.is_pair else None
         if operand is None:
             return code
@@ -464,4 +464,4 @@ class ReductionScheduler:
         tiles = self.reduction(block, packs=False)
         sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
         work = math.prod(unknown if size is None else size for size in sizes)
-        return tiles if work >= ENOUGH_WORK else serial(tiles)
+        return tiles if work >= ENOUGH_WORK else make_serial(tiles)

@@ -78,14 +78,14 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """The strategies of a table that take the contraction, in the table's order. `preferred`: the name of one to take
     for many rows, as `relaxlite tune` has measured, where it is not refused."""
-    found = [s for s in table if s.takes(contraction)]
-    reasons = {s.name: s.refusal(contraction, target) for s in found}
+    result = [s for s in table if s.takes(contraction)]
+    reasons = {s.name: s.refusal(contraction, target) for s in result}
     if preferred in reasons and reasons[preferred] is None:
-        limit = next(s.min_rows for s in found if s.name == preferred)
-        for other in found:
+        limit = next(s.min_rows for s in result if s.name == preferred)
+        for other in result:
             if other.name != preferred and other.min_rows >= limit and reasons[other.name] is None:
                 reasons[other.name] = f"tuning has chosen {preferred}"
-    return tuple(Candidate(s, reasons[s.name]) for s in found)
+    return tuple(Candidate(s, reasons[s.name]) for s in result)
 
 
 def chosen(some: Iterable[Candidate]) -> tuple[Strategy, ...]:

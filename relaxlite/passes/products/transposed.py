@@ -29,8 +29,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.passes.loops.access import coefficient, offset, stride
-from relaxlite.passes.loops.edits import less, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, when_positive
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import Block, over_panels, tile_shape
@@ -70,10 +70,10 @@ def find_transposed(block: Block) -> TransposedOperand | None:
         ):
             continue
         moving = symbols_of(operand)
-        found = [c for c in columns if c.var in moving and c.var not in symbols_of(other)]
+        result = [c for c in columns if c.var in moving and c.var not in symbols_of(other)]
         rows = [r for r in block.spatial if r.var not in moving and r.var in symbols_of(other)]
-        if found and rows and coefficient(offset(load), found[-1].var) is not None:
-            return TransposedOperand(found[-1], rows[-1], loops[0], operand)
+        if result and rows and coefficient(offset(load), result[-1].var) is not None:
+            return TransposedOperand(result[-1], rows[-1], loops[0], operand)
     return None
 
 

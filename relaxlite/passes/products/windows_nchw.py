@@ -22,8 +22,8 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, For, IfThenElse, Load
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, smax, smin, substitute, sym
 from relaxlite.passes.loops.access import accesses, stride
-from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import grid
 from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
@@ -64,10 +64,10 @@ class NchwTile:
     def tap_down(self) -> For | None:
         """The loop over taps that go to the next row of x with each step, as all conditions see it; None: there is
         none."""
-        found = [tap for tap in self.taps[:-1] if tap.var in self.row.free_vars()]
-        if len(found) != 1 or slope(self.row, found[0].var) != 1:
+        result = [tap for tap in self.taps[:-1] if tap.var in self.row.free_vars()]
+        if len(result) != 1 or slope(self.row, result[0].var) != 1:
             return None
-        (tap,), step = found, slope(self.row, self.down.var) or 0
+        (tap,), step = result, slope(self.row, self.down.var) or 0
         is_seen = all(slope(d, self.down.var) == step * (slope(d, tap.var) or 0) for d in self.rows)
         return tap if is_seen else None
 
@@ -93,10 +93,10 @@ def nchw_tile_of(block: Block, lanes: int) -> NchwTile | None:
     others = [a for a in accesses(block.body) if a.buffer not in (image.buffer, block.body.buffer)]
     if any(stride(a, along.var) not in (0, 1) for a in others):
         return None
-    found = conditions_of(block.update)
-    if found is None:
+    result = conditions_of(block.update)
+    if result is None:
         return None
-    conditions, select = found
+    conditions, select = result
     windows, moved = {down.var, along.var}, {tap.var for tap in taps}
     has_rows = down.var in symbols_in(outer) and all(slope(index, down.var) is not None for index in outer)
     if not any(windows & {*index.free_vars()} and moved & {*index.free_vars()} for index in image.indices):
@@ -138,13 +138,13 @@ def _corners(planes: NchwTile, start: SymExpr, top: SymExpr) -> list[SymExpr]:
     the corner of the tile where they are least, as they are linear."""
     begins = {tap.var: (sym(0), (as_int(tap.extent) or 1) - 1) for tap in planes.taps}
     begins |= {planes.along.var: (start, planes.lanes - 1), planes.down.var: (top, planes.height - 1)}
-    found = [planes.along.extent - start - planes.lanes]
+    result = [planes.along.extent - start - planes.lanes]
     if planes.height > 1:
-        found.append(planes.down.extent - top - planes.height)
+        result.append(planes.down.extent - top - planes.height)
     for d in (*planes.rows, *planes.inside):
         at = {var: begin + (0 if (slope(d, var) or 0) >= 0 else last) for var, (begin, last) in begins.items()}
-        found.append(substitute(d, at))
-    return list(dict.fromkeys(found))
+        result.append(substitute(d, at))
+    return list(dict.fromkeys(result))
 
 
 def _tile(planes: NchwTile, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt:
@@ -166,12 +166,12 @@ def _tile(planes: NchwTile, start: SymExpr, top: SymExpr, *, masked: bool) -> St
     block = distribute([row, lane], block)
     assert isinstance(block.body, Seq)
     init, update, *final = block.body.stmts
-    made: Stmt = replace(block, body=seq(init, _by_rows(planes, update, top, masked=masked), *final))
+    stmt: Stmt = replace(block, body=seq(init, _by_rows(planes, update, top, masked=masked), *final))
     at = Substitute({down.var: top})
-    made = seq(*(Store(buffer, (), at.value(Load(*place))) for place, buffer in kept.found.items()), made)
+    stmt = seq(*(Store(buffer, (), at.value(Load(*place))) for place, buffer in kept.found.items()), stmt)
     for buffer in kept.found.values():
-        made = Allocate(buffer, made)
-    return made
+        stmt = Allocate(buffer, stmt)
+    return stmt
 
 
 def _by_rows(planes: NchwTile, update: Stmt, top: SymExpr, *, masked: bool) -> Stmt:

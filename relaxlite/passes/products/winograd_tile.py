@@ -10,8 +10,8 @@ from relaxlite.ir.intrinsics import DOT2_INT16
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, Intrinsic, Load, Seq, Stmt, Store, Unary, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, product
-from relaxlite.passes.loops.edits import less, nest, with_variant
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, nest, select_version
 from relaxlite.passes.products.choice import ScheduleChoice
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch
 from relaxlite.passes.products.prepared_rows import ROW_UNIT
@@ -116,7 +116,7 @@ def tiled_inner(
     if not is_prepared or some > FEW_ROWS or row is None:
         return usual, panels
     few = tiled(block, column, lanes, registers, body, ScheduleChoice(rows=FEW_ROWS, vectors=FEW_VECTORS))
-    return with_variant(less(row.extent, FEW_ROWS + 1), few, usual), panels
+    return select_version(less(row.extent, FEW_ROWS + 1), few, usual), panels
 
 
 def _terms(value: Value) -> list[tuple[bool, Value]]:

@@ -23,7 +23,7 @@ from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
+from relaxlite.passes.loops.join_parallel import join_parallel_loops, read_only_by_writers
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.winograd_products import MIN_DEPTH
@@ -356,7 +356,7 @@ def copies(count: int, sources: int) -> tuple[list[Stmt], list[Buffer], list[Buf
 
 def test_independent_parallel_loops_become_one() -> None:
     stages, _, outs = copies(3, 1)
-    (joined,) = joined_loops(stages)
+    (joined,) = join_parallel_loops(stages)
     assert isinstance(joined, For) and joined.kind == "parallel"
     assert {store.buffer for store in stores(joined)} == set(outs)
 
@@ -365,15 +365,15 @@ def test_a_loop_that_reads_what_another_writes_stays_behind_it() -> None:
     stages, _, outs = copies(2, 1)
     after = compute(Buffer.of("last", outs[0].shape, "float32"), lambda *i: outs[0][i])
     assert isinstance(after, For)
-    assert len(joined_loops([*stages, replace(after, kind="parallel")])) == 2
-    assert len(joined_loops([stages[0], after])) == 2, "a serial loop is not joined"
+    assert len(join_parallel_loops([*stages, replace(after, kind="parallel")])) == 2
+    assert len(join_parallel_loops([stages[0], after])) == 2, "a serial loop is not joined"
 
 
 def test_memory_is_taken_over_only_where_no_joined_stage_still_reads_it() -> None:
     stages, xs, outs = copies(2, 1)
-    assert not reads_only_where_written(stages, xs[0], outs[1])
+    assert not read_only_by_writers(stages, xs[0], outs[1])
     stages, xs, outs = copies(2, 2)
-    assert reads_only_where_written(stages, xs[1], outs[1])
+    assert read_only_by_writers(stages, xs[1], outs[1])
 
 
 def test_joined_copies_larger_than_the_cache_are_stored_past_it() -> None:

@@ -16,8 +16,8 @@ from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.constant_values import matrix_of
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.constant_values import evaluate_matrix
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import constant_weights as constant_products
@@ -231,6 +231,6 @@ def test_values_of_constants() -> None:
     arrays = {a: np.arange(20, dtype=np.float32).reshape(5, 4), s: np.arange(5, dtype=np.float32)}
     scaled = Select(less(k, 3), Unary("neg", a[k, j]), s[k])
     wanted = np.concatenate([-arrays[a][:3], np.repeat(arrays[s][3:, None], 4, 1)])
-    np.testing.assert_array_equal(matrix_of(scaled, k, j, (5, 4), arrays), wanted)
-    np.testing.assert_array_equal(matrix_of(Literal(2.0, "float32"), k, j, (2, 3), {}), np.full((2, 3), 2))
-    np.testing.assert_array_equal(matrix_of(IndexValue(k * 2), k, j, (2, 1), {}), [[0], [2]])
+    np.testing.assert_array_equal(evaluate_matrix(scaled, k, j, (5, 4), arrays), wanted)
+    np.testing.assert_array_equal(evaluate_matrix(Literal(2.0, "float32"), k, j, (2, 3), {}), np.full((2, 3), 2))
+    np.testing.assert_array_equal(evaluate_matrix(IndexValue(k * 2), k, j, (2, 1), {}), [[0], [2]])

@@ -31,19 +31,19 @@ from relaxlite.ir.program_verifier import verify_program
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import (
+from relaxlite.passes.loops.pattern import reduction_of
+from relaxlite.passes.loops.transforms import (
     distribute,
     fuse,
     hoist_lets,
     less,
-    masked_rest,
+    masked_tail,
     nest,
     split,
     split_reduction,
     when_positive,
 )
-from relaxlite.passes.loops.pattern import reduction_of
-from relaxlite.passes.loops.versioning import clamped_loops
+from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.cpu.programs import schedule_program
@@ -123,7 +123,7 @@ def test_the_masked_rest_of_a_split(given: TensorProgram, size: tuple[int, int],
     assume(loops_of(given) and work_of(given, size) <= MAX_WORK)
     loop = loops_of(given)[-1]
     main, _, start, count = split(loop, lanes)
-    rest = when_positive(count, masked_rest(loop, start, lanes))
+    rest = when_positive(count, masked_tail(loop, start, lanes))
     assert_same_program(given, swapped(given, loop, seq(*when_positive(main.extent, main), *rest)), size)
 
 
@@ -728,7 +728,7 @@ def test_two_stores_are_vectors_where_they_lie_apart(name: str, is_vector: bool)
 
 def test_a_clamped_index_gets_a_nest_of_its_own_for_the_usual_case() -> None:
     given = program(ODD["a broadcast decided at run time"])
-    assert clamped_loops(given.body)
+    assert clamped_indices(given.body)
     made = schedule_program(given, TARGETS[256])
     assert isinstance(made.body, IfThenElse)
 

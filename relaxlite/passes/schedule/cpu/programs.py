@@ -1,14 +1,14 @@
-"""Schedule rules for CPUs: which primitives a loop nest gets, from its accesses and the target's registers.
+"""Schedule rules for CPUs: the transformations of each loop nest, chosen by its accesses and the target's registers.
 
-    row program         one loop over rows, several over each row (rows.py)
-    transpose           tiles that change places in registers (transpose.py)
-    injective nest      fuse loops that stay linear; vectorize the innermost; run the outermost in parallel
+    row program         one loop over rows, several over each row (row_programs.py)
+    transpose           tiles transposed in registers (transpose.py)
+    injective nest      fuse loops whose accesses stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
                         in vector lanes (row sums, dot products)
-    anything else       innermost loops vectorized where their iterations are independent or combine into one element
+    other nests         vectorize innermost loops whose iterations are independent or combine into one element
 
-Shapes may be symbolic: tiles have an exact tail, masked along vectors and narrower along rows.
+Shapes may be symbolic: tiles have exact tails, masked along vectors and with fewer rows.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.access import can_fuse
-from relaxlite.passes.loops.edits import (
+from relaxlite.passes.loops.in_place import Pairs, has_only_final_stores, in_place_pairs, sink_aliasable_stores
+from relaxlite.passes.loops.join_parallel import join_parallel_loops, read_only_by_writers
+from relaxlite.passes.loops.parallel import (
+    collapse_outer_loops,
+    collapse_parallel,
+    is_contiguous,
+    is_independent,
+    is_scalar_reduction,
+    make_serial,
+    mark_parallel,
+    outermost_parallel,
+)
+from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
+from relaxlite.passes.loops.row_program import match_row_program
+from relaxlite.passes.loops.transforms import (
     fuse,
     hoist_lets,
     less,
-    masked_rest,
-    past_caches,
+    masked_tail,
     prefetch_arrays,
+    select_version,
     split,
     split_reduction,
     when_positive,
-    with_variant,
+    with_nontemporal_stores,
     without_unit_loops,
 )
-from relaxlite.passes.loops.in_place import Pairs, in_place_pairs, keeps_order, with_late_stores
-from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
-from relaxlite.passes.loops.parallel import (
-    combines_into_one,
-    is_contiguous,
-    is_independent,
-    mark_parallel,
-    outermost_parallel,
-    parallel_nest,
-    serial,
-    share_two_loops,
-)
-from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
-from relaxlite.passes.loops.row_program import rows_of
-from relaxlite.passes.loops.versioning import Unclamp, clamped_loops
+from relaxlite.passes.loops.versioning import Unclamp, clamped_indices
 from relaxlite.passes.products.blocks_grouped import groups_of
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.reduction import (
@@ -84,17 +84,21 @@ from relaxlite.passes.products.reduction import (
 from relaxlite.passes.products.scheduler import ENOUGH_WORK, OperandLayouts, ReductionScheduler, lanes_of
 from relaxlite.passes.products.strategy_table import BY_NAME
 from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS
-from relaxlite.passes.schedule.cpu.rows import reads_in_time, schedule_rows
-from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, both, tiled_transpose
+from relaxlite.passes.schedule.cpu.row_programs import can_alias_result, schedule_rows
+from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, all_of, tiled_transpose
 from relaxlite.passes.schedule.primitives.trace import Step, parse_step, steps_of, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-MAX_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
+MAX_UNROLLED = 4  # vector iterations of a loop that is fully unrolled, so that values stay in registers for later loops
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
-    """Arrange the loops of every program for the target's vectors, caches and cores."""
+    """Schedule every program for the CPU target: tile, vectorize and parallelize loops, choose layouts of constants.
+
+    Programs in the tuning database use its choice. Outputs that the schedule excludes from aliasing an input leave a
+    decision with the reason.
+    """
     target, tuning = context.target, context.tuning
 
     def schedule(program: TensorProgram) -> TensorProgram:
@@ -103,10 +107,10 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
         choice = tuning.choice(program, target) if tuning is not None else DEFAULT
         if module.attrs.get(BATCH_INVARIANT):
             choice = replace(choice, sums=ONE_SUM)
-        made: tuple[TensorProgram] = context.program_cache.recall(
+        result: tuple[TensorProgram] = context.program_cache.recall(
             "schedule", program, repr(choice), lambda: (schedule_program(program, target, choice),)
         )
-        return made[0]
+        return result[0]
 
     scheduled = map_programs(module, schedule)
     after = scheduled.programs()
@@ -118,7 +122,7 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _note_strategies(name: str, program: TensorProgram, context: PassContext) -> None:
-    """How the products of a program are computed, from how many rows on, and which strategies were refused."""
+    """Record the strategies of a program's products, with their minimum numbers of rows, and the refused strategies."""
     for step in map(parse_step, steps_of(program)):
         options = dict(step.options)
         if step.name == "strategy":
@@ -130,8 +134,8 @@ def _note_strategies(name: str, program: TensorProgram, context: PassContext) ->
 
 
 def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
-    """Which inputs the results of a program cannot take over, and why."""
-    pairs, reasons = in_place_pairs(with_late_stores(before)) if before is not after else ((), ())
+    """Record which outputs of a program cannot alias an input of their size, and why."""
+    pairs, reasons = in_place_pairs(sink_aliasable_stores(before)) if before is not after else ((), ())
     for reason in reasons:
         context.decide("in_place", name, False, reason)
     for x, out in pairs:
@@ -142,14 +146,17 @@ def _note_operands(name: str, before: TensorProgram, after: TensorProgram, conte
 
 
 def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
-    """The same program with loops arranged for the target."""
+    """Schedule one program for a target; a program that is scheduled already is returned unchanged.
+
+    The result has the attributes of packed operands, prefetch distances, aliasing and the schedule trace.
+    """
     if program.attrs.get(SCHEDULED):
         return program
-    program = with_late_stores(program)
+    program = sink_aliasable_stores(program)
     pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
-    if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # whose loops are joined
-        in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
+    if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # its loops will be joined
+        in_place = {(x, out) for x, out in in_place if read_only_by_writers(top_stages(program), x, out)}
     steps: list[Step] = []
     layouts = OperandLayouts()
     few_rows = replace(choice, rows=choice.rows or ORDINARY_ROWS) if program.attrs.get(MIN_PREPARED_ROWS) else choice
@@ -159,48 +166,54 @@ def schedule_program(program: TensorProgram, target: Target, choice: ScheduleCho
         stages = [rules.variants(s) for s in top_stages(program)]
     else:
         stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
-    body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
+    body = seq(*(join_parallel_loops(stages) if program.num_outputs > 1 else stages))
     packing = layouts.attrs(program.inputs)
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
     notes = dict.fromkeys([*steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
-    kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
+    aliases = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
     old = {name: value for name, value in program.attrs.items() if name != IN_PLACE}
-    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: kept} if kept else {})}), notes)
-    return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
+    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: aliases} if aliases else {})}), notes)
+    return replace(program, body=body, attrs=attrs)  # symbols keep their order, on which callers rely
 
 
 def _in_place(program: TensorProgram) -> Pairs:
-    """Which operands results may take over; where they are written in branches, the pass that made these says it."""
-    found: Any = program.attrs.get(IN_PLACE, ())
-    return found if program.attrs.get(MIN_PREPARED_ROWS) else in_place_pairs(program)[0]
+    """The pairs of inputs and outputs that may alias; for programs with strategies in branches, those declared by the
+    pass that made the branches."""
+    declared: Any = program.attrs.get(IN_PLACE, ())
+    return declared if program.attrs.get(MIN_PREPARED_ROWS) else in_place_pairs(program)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
+    """Schedules the stages of one program and collects the attributes that follow from the chosen tiles."""
+
     program: TensorProgram
     target: Target
     reductions: ReductionScheduler
-    steps: list[Step]  # what was done, to be read beside the program
-    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
-    staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
+    steps: list[Step]  # the schedule trace
+    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may alias; rules remove the pairs that they break
+    staged: set[Buffer] = field(default_factory=set)  # outputs that hold local rows, for which `in_place` is checked
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
+        """Record a step in the schedule trace."""
         self.steps.append(Step(name, args, tuple(options.items())))
 
     def lanes(self, stmt: Stmt) -> int:
+        """The number of vector lanes for the widest dtype in a statement."""
         return lanes_of(stmt, self.target)
 
     def keeps(self, x: Buffer, out: Buffer, body: Stmt) -> bool:
-        """Whether the output may still take over the input's memory when the loops are scheduled like this."""
-        return (x, out) in self.in_place and (out in self.staged or keeps_order(body, out))
+        """Whether an output may still alias an input with the scheduled loops."""
+        return (x, out) in self.in_place and (out in self.staged or has_only_final_stores(body, out))
 
     def _forbid(self, out: Buffer, inputs: Iterable[Buffer]) -> None:
         self.in_place.difference_update({(x, out) for x in inputs})
 
     def stage(self, stage: Stmt) -> Stmt:
+        """Schedule one top-level stage, with a version without clamped indices if it has some."""
         if calls_library(stage):
             return self.beside_library(stage)
-        clamps = clamped_loops(stage)
+        clamps = clamped_indices(stage)
         if not clamps:
             return self.nest(stage)
         conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
@@ -208,87 +221,90 @@ class _Rules:
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
     def beside_library(self, stage: IfThenElse) -> Stmt:
-        """The loops behind the call of a library, and those for where it is not called. It reads constants as they are,
-        so the loops do too."""
+        """Schedule the loops around a library call: its epilogue and its fallback.
+
+        Constants are not packed, as the library reads them in their original layout.
+        """
         rules = replace(self, reductions=replace(self.reductions, packs=False))
 
         def scheduled(stmt: Stmt) -> Stmt:
             if isinstance(stmt, Allocate) and stmt.buffer.scope == "global":
                 return replace(stmt, body=scheduled(stmt.body))
             parts = stmt.stmts if isinstance(stmt, Seq) else (stmt,)
-            return seq(*(s if _calls(s) else rules.stage(hoist_lets(s)) for s in parts))
+            return seq(*(s if _is_library_call(s) else rules.stage(hoist_lets(s)) for s in parts))
 
         return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
 
     def variants(self, stmt: Stmt) -> Stmt:
-        """Stages of which one or the other runs. What is parallel already has been scheduled."""
+        """Schedule strategies in branches; parallel loops in them are scheduled already."""
         if isinstance(stmt, Allocate):
-            made = self.reductions.widened(stmt)
-            return replace(stmt, body=self.variants(stmt.body)) if made is None else made
+            widened = self.reductions.widened(stmt)
+            return replace(stmt, body=self.variants(stmt.body)) if widened is None else widened
         if isinstance(stmt, IfThenElse):
             then = self.variants(stmt.then)
             return replace(stmt, then=then, other=None if stmt.other is None else self.variants(stmt.other))
         if isinstance(stmt, Seq):
-            return seq(*joined_loops([self.variants(s) for s in stmt.stmts]))
+            return seq(*join_parallel_loops([self.variants(s) for s in stmt.stmts]))
         is_scheduled = isinstance(stmt, Store) or (isinstance(stmt, For) and stmt.kind == "parallel")
         return stmt if is_scheduled else self.stage(stmt)
 
     def nest(self, stage: Stmt) -> Stmt:
+        """Schedule a stage by the first rule that matches."""
         if _never_runs(stage):
-            return seq()  # nothing to tile
+            return seq()  # an empty nest
         block = reduction_block(stage)
         if block is not None:
             return self.reductions.reduction(block)
         groups = groups_of(stage)
-        made = None if groups is None else seq() if _never_runs(groups.nest) else self.reductions.grouped(groups)
-        if made is not None:
-            return made
-        rows = None if self.program.attrs.get(WRITES_INPUTS) else rows_of(stage)
+        grouped = None if groups is None else seq() if _never_runs(groups.nest) else self.reductions.grouped(groups)
+        if grouped is not None:
+            return grouped
+        rows = None if self.program.attrs.get(WRITES_INPUTS) else match_row_program(stage)
         if rows is not None:
-            asks = self.target.cpu_facts.prefetches_next_row
-            rows = replace(rows, asks=asks, cores=None if asks else self.target.cores)
+            prefetches = self.target.cpu_facts.prefetches_next_row
+            rows = replace(rows, prefetches_next=prefetches, cores=None if prefetches else self.target.cores)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             out = rows.result.buffer
-            self._forbid(out, [x for x, to in self.in_place if to is out and not reads_in_time(rows, x)])
+            self._forbid(out, [x for x, to in self.in_place if to is out and not can_alias_result(rows, x)])
             self.staged.add(out)
             return scheduled
         marked = mark_parallel(without_unit_loops(stage))
         outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
-            return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        usual = self.streamed(stage, outermost_parallel(self.inner(share_two_loops(self.fused(marked)))))
+            return collapse_parallel(outer.loops, make_serial(self.inner(outer.body)))
+        usual = self.streamed(stage, outermost_parallel(self.inner(collapse_outer_loops(self.fused(marked)))))
         return self.transposed(stage, usual)
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
-        """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
+        """Tile a nest with transposed loads, with the usual schedule as fallback for sizes below a tile."""
         store = plain_store(perfect_nest(stage))
         if store is None or store.buffer.scope != "global":
             return usual
-        found = tiled_transpose(self.fused(stage), min(MAX_TILE_LANES, self.lanes(stage)))
-        if found is None:
+        tiling = tiled_transpose(self.fused(stage), min(MAX_TILE_LANES, self.lanes(stage)))
+        if tiling is None:
             return usual
-        conditions, tiles = found
-        self._forbid(store.buffer, self.program.inputs)  # where tiles overlap, elements are computed twice
-        return IfThenElse(both(conditions), tiles, usual) if conditions else tiles
+        conditions, tiles = tiling
+        self._forbid(store.buffer, self.program.inputs)  # overlapping tiles compute elements twice
+        return IfThenElse(all_of(conditions), tiles, usual) if conditions else tiles
 
     def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
-        """Where the result is larger than the caches, it is stored past them."""
+        """Add a version with nontemporal stores for results larger than the L3 cache."""
         store = injective_store(perfect_nest(stage))
         if store is None or store.buffer not in self.program.outputs:
             return scheduled
         self.note("store_past_caches", store.buffer.name)
-        most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
-        past = past_caches(scheduled, store.buffer)
+        max_elements = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
+        nontemporal = with_nontemporal_stores(scheduled, store.buffer)
         if self.target.cpu_facts.elementwise_prefetch_bytes:
-            past = prefetch_arrays(past, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
-        return with_variant(less(most, product(store.buffer.shape)), past, scheduled)
+            nontemporal = prefetch_arrays(nontemporal, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
+        return select_version(less(max_elements, product(store.buffer.shape)), nontemporal, scheduled)
 
     # Generic nests
 
     def fused(self, stmt: Stmt) -> Stmt:
-        """Fuse perfectly nested loops whose accesses stay linear."""
+        """Fuse perfectly nested loops if all accesses stay linear."""
         if not isinstance(stmt, For):
             return stmt
         inner = self.fused(stmt.body)
@@ -304,7 +320,7 @@ class _Rules:
         return stmt
 
     def inner(self, stmt: Stmt) -> Stmt:
-        """Vectorize innermost loops; tile the reductions among them, such as those of a recurrence and of its steps."""
+        """Vectorize innermost loops, and tile nested reductions, such as those in the steps of a recurrence."""
         if _never_runs(stmt):
             return seq()
         if isinstance(stmt, For) and not any(isinstance(s, For) for s in walk_stmts(stmt.body)):
@@ -320,15 +336,16 @@ class _Rules:
         return stmt
 
     def vectorized(self, loop: For) -> Stmt:
+        """Vectorize an innermost loop if that is legal and its accesses are contiguous."""
         lanes = self.lanes(loop.body)
         if lanes == 1 or as_int(loop.extent) == 1:
             return loop
-        if combines_into_one(loop) and is_contiguous(loop):
+        if is_scalar_reduction(loop) and is_contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
-            most = self.reductions.partial_sums
-            self.note("split_reduction", loop.var.name, lanes, most)
-            partial = max(1, min(most, (as_int(loop.extent) or lanes * most) // lanes))
+            max_sums = self.reductions.partial_sums
+            self.note("split_reduction", loop.var.name, lanes, max_sums)
+            partial = max(1, min(max_sums, (as_int(loop.extent) or lanes * max_sums) // lanes))
             return split_reduction(loop, lanes, partial, identity(store.combine, store.buffer.dtype))
         if not is_independent(loop) or not is_contiguous(loop):
             return loop
@@ -338,24 +355,26 @@ class _Rules:
         self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
         steps = as_int(main.extent)
-        few = steps is not None and steps <= MAX_UNROLLED
-        main = replace(main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind)
-        return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
+        is_short = steps is not None and steps <= MAX_UNROLLED
+        main = replace(
+            main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if is_short else main.kind
+        )
+        return seq(*when_positive(main.extent, main), *when_positive(count, masked_tail(loop, start, lanes)))
 
 
 def _never_runs(stmt: Stmt) -> bool:
-    """Whether a loop of the nest has no iterations, whatever the sizes are."""
+    """Whether a loop of the nest has extent 0 for all sizes."""
     return any(as_int(loop.extent) == 0 for loop in perfect_nest(stmt).loops)
 
 
-def _calls(stmt: Stmt) -> bool:
-    """Whether this is the call of a library and the loops round it."""
+def _is_library_call(stmt: Stmt) -> bool:
+    """Whether a statement is a library call, perhaps in loops, without stores."""
     return any(isinstance(s, CallLibrary) for s in walk_stmts(stmt)) and not any(stores(stmt))
 
 
 def _is_worth_a_task(body: Stmt) -> bool:
-    """Whether one iteration does so much that finding its place among all iterations costs nothing: it has blocks of
-    its own to work on."""
+    """Whether an iteration is large enough for a loop collapsed with division of the index: it allocates a buffer that
+    is not a scalar."""
     return isinstance(body, Allocate) and bool(body.buffer.shape)
 
 
