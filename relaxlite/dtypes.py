@@ -23,7 +23,7 @@ _ITEMSIZE: dict[DType, int] = {name: dtype.itemsize for name, dtype in _NUMPY.it
 
 @cache
 def _bfloat16() -> np.dtype:
-    """Return the dtype bfloat16; ml_dtypes is imported on first use, to save memory (docs/measurements/onnxcli.md)."""
+    """Return the dtype bfloat16; ml_dtypes is imported on first use, to save memory (docs/measurements/frontend.md)."""
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16)

@@ -21,14 +21,14 @@ _X86 = (
 _AARCH64 = ("fp-armv8", "neon", "crc", "lse", "sve", "sve2")
 
 # Features that compiled code may use, by architecture, the first part of the triple.
-USED: Mapping[str, tuple[str, ...]] = {
+CODEGEN_FEATURES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("x86_64", "amd64", "i386", "i686"), _X86),
     **dict.fromkeys(("aarch64", "arm64"), _AARCH64),
 }
 # Features without instructions: LLVM 20 reports "evex512" for 512-bit registers, later versions do not know it.
-NO_INSTRUCTIONS = frozenset(("evex512",))
+TUNING_FLAGS = frozenset(("evex512",))
 # Features for operating systems and the like, which compiled code never uses. Virtual machines hide many of them.
-NEVER_USED = frozenset(
+SYSTEM_FEATURES = frozenset(
     (
         "cldemote", "clflushopt", "clwb", "clzero", "enqcmd", "fsgsbase", "fxsr", "hreset", "invpcid", "kl", "lwp",
         "movdir64b", "movdiri", "mwaitx", "pconfig", "pku", "prefetchi", "ptwrite", "rdpid", "rdpru", "rdrnd", "rdseed",

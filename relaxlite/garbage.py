@@ -11,10 +11,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def without_collections(function: Callable[P, T]) -> Callable[P, T]:
+def with_gc_disabled(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: run a function with the cyclic garbage collector disabled.
 
-    For functions that allocate many objects, most of which live until the end (docs/measurements/onnxcli.md).
+    For functions that allocate many objects, most of which live until the end (docs/measurements/frontend.md).
     """
 
     @wraps(function)

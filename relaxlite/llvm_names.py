@@ -14,7 +14,7 @@ from functools import cache
 
 import llvmlite.binding as llvm
 
-from relaxlite.features import USED
+from relaxlite.features import CODEGEN_FEATURES
 
 
 @cache
@@ -67,7 +67,7 @@ def enabled_features(triple: str, cpu: str, features: tuple[str, ...]) -> frozen
     explicit = {f[1:] for f in features if f[0] == "+"} - {f[1:] for f in features if f[0] == "-"}
     if (cpu, features) == (llvm.get_host_cpu_name(), host_features()):
         return frozenset(explicit)  # `features` lists all of the host
-    names = list(USED.get(triple.split("-")[0], ()))
+    names = list(CODEGEN_FEATURES.get(triple.split("-")[0], ()))
     names = known_features(names) if "avx" in names else names
     callers = {name: f"without.{number}" for number, name in enumerate(names)}
     lines = [f'target triple = "{triple}"', *_probe_function("with", cpu, features, "store i32 0, ptr %to")]

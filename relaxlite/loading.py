@@ -100,7 +100,7 @@ def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> Exe
     tuning = options.get("tuning")
     if _has_user_extensions() or not (tuning is None or isinstance(tuning, str | os.PathLike)):
         return make()
-    return model_cache.find_or_make(
+    return model_cache.load_or_compile(
         source,
         model_cache.MODEL,
         options,
@@ -133,4 +133,4 @@ def _first_bytes(path: Path) -> bytes:
 def _has_user_extensions() -> bool:
     """Whether the user has registered library rules or ONNX converters, which change what models compile to."""
     library, registry = (sys.modules.get(name) for name in ("relaxlite.library", "relaxlite.frontend.onnx.registry"))
-    return bool(library and library.registered()) or bool(registry and registry.has_foreign())
+    return bool(library and library.registered()) or bool(registry and registry.has_user_converters())

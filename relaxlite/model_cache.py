@@ -64,7 +64,7 @@ _warned: set[Path | None] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedModel:
     """A cached model."""
 
     name: str
@@ -133,7 +133,7 @@ class CacheEntry:
         _evict(self.path)
 
 
-def find_or_make(
+def load_or_compile(
     source: Path,
     kind: str,
     options: Mapping[str, Any],
@@ -148,7 +148,7 @@ def find_or_make(
     kind: MODEL or LANGUAGE_MODEL. files: further source files. more: returns further source files from the result.
     verify: check every byte of a cached model.
     """
-    entry = place_of(source, kind, options)
+    entry = cache_entry(source, kind, options)
     if entry is None:
         return make()
     if (cached := entry.find(verify=verify)) is not None:
@@ -158,7 +158,7 @@ def find_or_make(
     return entry.find() or data  # reloaded with mapped weights, as in later processes
 
 
-def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> CacheEntry | None:
+def cache_entry(source: Path, kind: str, options: Mapping[str, Any]) -> CacheEntry | None:
     """Return the cache entry of a source with options, or None if the cache is disabled or bypassed.
 
     Returns None also for pipes, and with one warning if the cache folder is not known.
@@ -187,14 +187,14 @@ def folder() -> Path:
     return config.model_folder() / "compiled"
 
 
-def kept() -> list[Kept]:
+def cached_models() -> list[CachedModel]:
     """Return all cached models, sorted by file name."""
     models = []
     for path in _folder_entries():
         if match := _FILE.fullmatch(path.name):
             with contextlib.suppress(OSError):  # removed by another process
                 status = path.stat()
-                models.append(Kept(match[1], path, status.st_size, status.st_mtime))
+                models.append(CachedModel(match[1], path, status.st_size, status.st_mtime))
     return models
 
 
@@ -206,9 +206,9 @@ def _folder_entries() -> list[Path]:
         return []
 
 
-def clear() -> list[Kept]:
+def clear() -> list[CachedModel]:
     """Remove all cached models, but no other files in the folder; return the removed models."""
-    models = kept()
+    models = cached_models()
     for model in models:
         model.path.unlink(missing_ok=True)
     _remove_abandoned(age=0)
@@ -242,7 +242,7 @@ def _remove_abandoned(*, age: float) -> None:
 def _evict(newest: Path) -> None:
     """Remove least recently used models beyond the limit; the newest last, if it alone exceeds the limit."""
     _remove_abandoned(age=_ABANDONED_SECONDS)
-    limit, models = config.get("model_cache_mb") * 10**6, kept()
+    limit, models = config.get("model_cache_mb") * 10**6, cached_models()
     total = sum(model.bytes for model in models)
     if total <= limit:
         return

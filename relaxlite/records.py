@@ -1,6 +1,6 @@
 """Dataclasses with lazily compiled methods, which reduce the import time of the compiler.
 
-The standard decorator compiles up to six methods of each class from text (docs/measurements/onnxcli.md). Here
+The standard decorator compiles up to six methods of each class from text (docs/measurements/frontend.md). Here
 `__init__` is compiled for the first instance, and other methods are closures. Fields, slots and `__match_args__` are
 the standard library's, so that `replace`, `fields` and `asdict` work.
 """

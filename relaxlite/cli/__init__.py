@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from relaxlite.cli.parser import make_parser
-from relaxlite.cli.wording import as_typed
+from relaxlite.cli.wording import with_option_names
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 
 _PACKAGES = {"PIL": "pillow", "google": "protobuf"}  # packages whose names differ from their modules
@@ -124,7 +124,7 @@ def _raise_for_signal(number: int, frame: FrameType | None) -> None:
 def _error_text(error: Exception, args: argparse.Namespace) -> str:
     """Return the message of an error; errors other than those of users are reported as bugs."""
     if isinstance(error, RelaxliteError):
-        return as_typed("\n  ".join([str(error), *getattr(error, "__notes__", ())]), args)
+        return with_option_names("\n  ".join([str(error), *getattr(error, "__notes__", ())]), args)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     if (

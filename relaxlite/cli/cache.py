@@ -7,7 +7,7 @@ import argparse
 from relaxlite import config, model_cache
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.codegen.kernel_cache import KernelCache, cache_folder
-from relaxlite.model_cache import Kept
+from relaxlite.model_cache import CachedModel
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -23,7 +23,7 @@ def execute(args: argparse.Namespace) -> None:
     print(f"entries  {usage.entries} (compiled kernels, scheduled programs)")
     print(f"size     {bytes_text(usage.bytes)}")
     print(f"limit    {bytes_text(limit) if limit else 'switched off'}")
-    models = model_cache.kept()
+    models = model_cache.cached_models()
     print(f"\nfolder   {model_cache.folder()}")
     print(f"models   {_count_text(models)}")
     model_limit = config.get("model_cache_mb") * 1_000_000
@@ -32,6 +32,6 @@ def execute(args: argparse.Namespace) -> None:
         print(f"{bytes_text(model.bytes):>17}  {model.name}")
 
 
-def _count_text(models: list[Kept]) -> str:
+def _count_text(models: list[CachedModel]) -> str:
     plural = "" if len(models) == 1 else "s"
     return f"{len(models)} compiled model{plural}, {bytes_text(sum(model.bytes for model in models))}"

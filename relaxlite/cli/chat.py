@@ -13,7 +13,7 @@ from typing import Any
 
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.language import argument_text, check_stdin, generation_options, open_language_model
-from relaxlite.cli.wording import as_typed
+from relaxlite.cli.wording import with_option_names
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
 from relaxlite.llm.model import LanguageModel
@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace) -> None:
             import readline  # noqa: F401  (lets `input` edit lines)
         print(f"{llm.description.name}, a context of {llm.context} tokens. /help says more.")
     system = argument_text(args.system) if args.system else None
-    wording = partial(as_typed, args=args)
+    wording = partial(with_option_names, args=args)
     conversation = Conversation(llm, system, generation_options(args), is_terminal=is_terminal, wording=wording)
     conversation.run()
     if conversation.failures and not is_terminal:

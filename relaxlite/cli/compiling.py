@@ -77,7 +77,7 @@ def compile_model(args: argparse.Namespace, context: PassContext | None = None) 
     context = context or make_context(args)
     is_validated = getattr(args, "validate", False)
     title = f"validating {Path(args.model).name}"
-    with following_passes(title, context) if is_validated else nullcontext():
+    with pass_progress(title, context) if is_validated else nullcontext():
         module = import_model(args, context)
         validate = is_validated and (_example_inputs(args, module) or True)
         data = build(module, context.target, context=context, validate=validate)
@@ -114,7 +114,7 @@ def _random_shapes(main: Function, names: Sequence[str]) -> list[dict[str, tuple
 
 
 @contextmanager
-def following_passes(title: str, context: PassContext) -> Iterator[Callable[[str], None]]:
+def pass_progress(title: str, context: PassContext) -> Iterator[Callable[[str], None]]:
     """Show a progress bar: one step to read the model, one for each pass, one for code generation.
 
     Yield a function that sets the text beside the bar until the first pass.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from relaxlite.cli.compiling import following_passes, make_context, show_timings, show_validations
+from relaxlite.cli.compiling import make_context, pass_progress, show_timings, show_validations
 from relaxlite.cli.opening import check_not_onnx
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.ir.module import IRModule
@@ -17,7 +17,7 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
     """Compile the checkpoint `args.model`, with a progress bar if stderr is a terminal."""
     check_not_onnx(args)
     context = make_context(args)
-    with following_passes(f"compiling {Path(args.model).name}", context) as show:
+    with pass_progress(f"compiling {Path(args.model).name}", context) as show:
         data = compiling.build(
             args.model,
             context.target,

@@ -10,7 +10,7 @@ from relaxlite import models
 from relaxlite.cli.compiling_llm import compile_checkpoint
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.language import argument_text
-from relaxlite.cli.opening import compile_once, kept_file
+from relaxlite.cli.opening import cached_file, compile_cached
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm.model import LanguageModel
 from relaxlite.model_cache import LANGUAGE_MODEL
@@ -33,9 +33,9 @@ def execute(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     defaults = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
     options = argparse.Namespace(**{**vars(args), **defaults, "model": str(path)})
-    data = compile_once(options, LANGUAGE_MODEL, partial(compile_checkpoint, options))
+    data = compile_cached(options, LANGUAGE_MODEL, partial(compile_checkpoint, options))
     seconds = time.perf_counter() - start
-    compiled = kept_file(options, LANGUAGE_MODEL)
+    compiled = cached_file(options, LANGUAGE_MODEL)
     where = f"{compiled}, {bytes_text(compiled.stat().st_size)}, " if compiled else ""
     print(f"   {where}{len(data.kernels)} kernels, in {seconds:.1f} s")
     start = time.perf_counter()

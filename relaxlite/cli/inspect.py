@@ -30,9 +30,9 @@ def execute(args: argparse.Namespace) -> None:
     elif args.verify:
         raise InvalidArgumentError(f"--verify needs a file made by `relaxlite compile`, and {args.model!r} is none")
     if any(getattr(args, view) for view in _COMPILER_VIEWS):
-        from relaxlite.cli.inspecting import show_inside
+        from relaxlite.cli.inspect_ir import show_ir_view
 
-        return show_inside(args)
+        return show_ir_view(args)
     data = open_data(args, to_run=False)
     if args.bytecode:
         print(disassemble(data), end="")

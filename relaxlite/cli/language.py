@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from relaxlite.cli.opening import checkpoint_options, compile_once, is_checkpoint, is_compiled
+from relaxlite.cli.opening import checkpoint_options, compile_cached, is_checkpoint, is_compiled
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.loading import load as load_any
 from relaxlite.llm.model import LOOKUP, LanguageModel, load
@@ -30,7 +30,7 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
     if args.threads is not None:
         threadpool.set_num_threads(args.threads)  # before a compilation, which may take long
     if is_checkpoint(args.model):
-        return LanguageModel.of(compile_once(args, LANGUAGE_MODEL, partial(_compile, args)))
+        return LanguageModel.of(compile_cached(args, LANGUAGE_MODEL, partial(_compile, args)))
     if not is_compiled(args.model):
         if os.path.isfile(args.model) and not os.path.getsize(args.model):
             raise RelaxliteError(f"{args.model!r} is empty")

@@ -27,10 +27,10 @@ def open_model(args: argparse.Namespace) -> Executable:
         threadpool.set_num_threads(args.threads)  # before a compilation, which may take long
     if is_compiled(args.model):
         return Executable(open_data(args))
-    return Executable(compile_once(args, model_cache.MODEL, partial(open_data, args)))
+    return Executable(compile_cached(args, model_cache.MODEL, partial(open_data, args)))
 
 
-def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], ExecutableData]) -> ExecutableData:
+def compile_cached(args: argparse.Namespace, kind: str, make: Callable[[], ExecutableData]) -> ExecutableData:
     """Return compiled `args.model` from the model cache, or compile it by `make`; with -v it is always compiled.
 
     `kind`: MODEL or LANGUAGE_MODEL of model_cache.
@@ -38,7 +38,7 @@ def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], Executa
     if getattr(args, "verbose", False):
         return make()
     tuning = getattr(args, "tuning", None)
-    return model_cache.find_or_make(
+    return model_cache.load_or_compile(
         Path(args.model),
         kind,
         _options(args),
@@ -48,9 +48,9 @@ def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], Executa
     )
 
 
-def kept_file(args: argparse.Namespace, kind: str) -> Path | None:
+def cached_file(args: argparse.Namespace, kind: str) -> Path | None:
     """Return the path of the model cache's file for `args.model`, or None if there is none."""
-    cache_entry = model_cache.place_of(Path(args.model), kind, _options(args))
+    cache_entry = model_cache.cache_entry(Path(args.model), kind, _options(args))
     return cache_entry.path if cache_entry is not None and os.path.exists(cache_entry.path) else None
 
 

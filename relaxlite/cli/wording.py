@@ -17,7 +17,7 @@ _ASSIGNMENT = re.compile(rf"(?<![-\w])({_NAME})=(?:'([^']*)'|\"([^\"]*)\"|(\w+))
 _MENTION = re.compile(rf"^({_NAME})(?= must )|(?<![-\w'])({'|'.join(n for n in _OPTIONS if '_' in n)})(?![-\w(='])")
 
 
-def as_typed(text: str, args: argparse.Namespace) -> str:
+def with_option_names(text: str, args: argparse.Namespace) -> str:
     """Replace Python arguments in a text by the command's options: overflow='slide' by `--overflow slide`."""
 
     def option(match: re.Match[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ENOUGH_BYTES = 512  # of a file that `describe_foreign` needs
+SIGNATURE_BYTES = 512  # of a file that `describe_foreign` needs
 
 _SIGNATURES = (  # (offset, bytes, description and hint)
     (0, b"version https://git-lfs", "a Git LFS pointer, not the file that it stands for: `git lfs pull` fetches that"),
@@ -22,7 +22,7 @@ def describe_foreign(head: bytes) -> str | None:
     for offset, magic, description in _SIGNATURES:
         if head[offset : offset + len(magic)] == magic:
             return description
-    text = head[:ENOUGH_BYTES].lstrip().lower()
+    text = head[:SIGNATURE_BYTES].lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return "a web page: the download gave a page about the file, or an error, and not the file"
     return None

@@ -33,8 +33,8 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_vision,
 )
 from relaxlite.frontend.onnx.importer import from_onnx
-from relaxlite.frontend.onnx.registry import mark_own, onnx_op
+from relaxlite.frontend.onnx.registry import mark_builtin_converters, onnx_op
 
-mark_own()
+mark_builtin_converters()
 
 __all__ = ["from_onnx", "onnx_op"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaxlite.frontend.onnx.attention_parts import positions, sized, where_allowed
+from relaxlite.frontend.onnx.attention_parts import additive_mask, positions, with_sizes
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
@@ -25,7 +25,7 @@ def score_masks(
     if causal:
         masks.append(_causal(n, q, keys))
     if bias is not None:
-        masks.append(sized(n, bias, {2: queries, 3: keys}, "the bias of the scores"))
+        masks.append(with_sizes(n, bias, {2: queries, 3: keys}, "the bias of the scores"))
     return masks
 
 
@@ -35,7 +35,7 @@ def _causal(n: Node, q: Expr, keys: SymExpr) -> Expr:
     low = float(np.finfo(np.float16 if dtype == "float16" else np.float32).min)
     row = n.emit(ops.reshape(positions(n, queries, keys - queries), (queries, 1)))
     column = n.emit(ops.reshape(positions(n, keys), (1, keys)))
-    return where_allowed(n, n.emit(ops.less_equal(column, row)), dtype, low)
+    return additive_mask(n, n.emit(ops.less_equal(column, row)), dtype, low)
 
 
 def _padding_mask(n: Node, mask: Expr, q: Expr, keys: SymExpr, low: float, is_self: bool) -> list[Expr]:
@@ -46,16 +46,16 @@ def _padding_mask(n: Node, mask: Expr, q: Expr, keys: SymExpr, low: float, is_se
     """
     shape, (batch, _, queries, _), dtype = n.shape_of(mask), n.shape_of(q), n.type_of(q).dtype
     if len(shape) == 1:
-        return [where_allowed(n, _allowed(n, mask, batch, keys, is_self), dtype, low)]
+        return [additive_mask(n, _allowed(n, mask, batch, keys, is_self), dtype, low)]
     if len(shape) not in (2, 3):
         n.fail(f"a mask of rank {len(shape)} is not supported")
     if is_self and len(shape) == 2 and as_int(shape[1]) == 1 and not PROVER.can_prove_equal(keys, 1):
         return []
     sizes = {0: batch, 1: keys} if len(shape) == 2 else {0: batch, 1: queries, 2: keys}
-    mask = sized(n, mask, sizes, "the mask")
+    mask = with_sizes(n, mask, sizes, "the mask")
     flags = n.emit(ops.not_equal(mask, Constant.of(0, n.type_of(mask).dtype)))
     wide = (batch, sym(1), sym(1) if len(shape) == 2 else queries, keys)
-    return [where_allowed(n, n.emit(ops.reshape(flags, wide)), dtype, low)]
+    return [additive_mask(n, n.emit(ops.reshape(flags, wide)), dtype, low)]
 
 
 def _allowed(n: Node, mask: Expr, batch: SymExpr, keys: SymExpr, is_self: bool) -> Expr:
@@ -71,7 +71,7 @@ def _allowed(n: Node, mask: Expr, batch: SymExpr, keys: SymExpr, is_self: bool) 
         expected = " or ".join(map(str, forms))
         n.fail(f"a mask of one dimension must hold {expected} numbers for a batch of {batch}, but has shape ({size},)")
     if len(possible) == 1:
-        mask = sized(n, mask, {0: possible[0]}, "the mask")
+        mask = with_sizes(n, mask, {0: possible[0]}, "the mask")
     elif not any(PROVER.can_prove_equal(size, form) for form in possible):
         mask = _of_one_size(n, mask, possible)
     column = n.emit(ops.cast(positions(n, keys), dtype=n.type_of(mask).dtype))

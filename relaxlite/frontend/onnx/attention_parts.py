@@ -26,7 +26,7 @@ def merge_heads(n: Node, x: Expr) -> Expr:
     return n.emit(ops.reshape(n.emit(ops.transpose(x, axes=(0, 2, 1, 3))), (batch, length, heads * width)))
 
 
-def number(n: Node, x: Expr, value: float) -> Constant:
+def scalar_like(n: Node, x: Expr, value: float) -> Constant:
     """Return a scalar constant of the dtype of x."""
     return Constant.of(value, n.type_of(x).dtype)
 
@@ -41,13 +41,13 @@ def attend(
     sink (1 or h,): the score of one more key, whose value is zero.
     """
     scores = n.emit(ops.matmul(q, n.emit(ops.transpose(k, axes=(0, 1, 3, 2)))))
-    scores = n.emit(ops.multiply(scores, number(n, q, scale)))
+    scores = n.emit(ops.multiply(scores, scalar_like(n, q, scale)))
     if softcap:
-        inner = n.emit(ops.tanh(n.emit(ops.divide(scores, number(n, q, softcap)))))
-        scores = n.emit(ops.multiply(inner, number(n, q, softcap)))
+        inner = n.emit(ops.tanh(n.emit(ops.divide(scores, scalar_like(n, q, softcap)))))
+        scores = n.emit(ops.multiply(inner, scalar_like(n, q, softcap)))
     if visible is not None:
         masked_score = -1e4 if n.type_of(q).dtype == "float16" else -1e9
-        scores = n.emit(ops.where(visible, scores, number(n, q, masked_score)))
+        scores = n.emit(ops.where(visible, scores, scalar_like(n, q, masked_score)))
     for mask in masks:
         scores = n.emit(ops.add(scores, mask))
     if sink is None:
@@ -58,7 +58,7 @@ def attend(
     return n.emit(ops.matmul(n.emit(ops.slice(probabilities, (0,), (keys,), axes=(3,))), v))
 
 
-def joined(n: Node, past: Expr | None, x: Expr) -> Expr:
+def concat_past(n: Node, past: Expr | None, x: Expr) -> Expr:
     """Concatenate a KV cache, or None, and new rows (b, h, s, d) along the sequence axis."""
     return x if past is None else n.emit(ops.concat(past, x, axis=2))
 
@@ -69,12 +69,12 @@ def positions(n: Node, count: SymExpr, first: SymExpr | int = 0) -> Expr:
     return n.emit(ops.arange(start, Constant.of(1, "int64"), (count,)))
 
 
-def where_allowed(n: Node, allowed: Expr, dtype: str, low: float) -> Expr:
+def additive_mask(n: Node, allowed: Expr, dtype: str, low: float) -> Expr:
     """Emit an additive mask: 0 where `allowed`, `low`, a large negative number, elsewhere."""
     return n.emit(ops.where(allowed, Constant.of(0, dtype), Constant.of(low, dtype)))
 
 
-def score_scale(n: Node, width: SymExpr) -> float:
+def attention_scale(n: Node, width: SymExpr) -> float:
     """Return the attribute `scale`, by default 1 / sqrt(width of a head).
 
     Raises ImportModelError if the default is needed and the width is symbolic.
@@ -87,12 +87,12 @@ def score_scale(n: Node, width: SymExpr) -> float:
     return 1 / math.sqrt(width.const)
 
 
-def of_sizes(n: Node, index: int, sizes: Mapping[int, SymExpr]) -> Expr:
-    """Return an input of the node with checked sizes (axis -> size), see `sized`."""
-    return sized(n, n.input(index), sizes, f"input {index}")
+def input_with_sizes(n: Node, index: int, sizes: Mapping[int, SymExpr]) -> Expr:
+    """Return an input of the node with checked sizes (axis -> size), see `with_sizes`."""
+    return with_sizes(n, n.input(index), sizes, f"input {index}")
 
 
-def sized(n: Node, x: Expr, sizes: Mapping[int, SymExpr], what: str) -> Expr:
+def with_sizes(n: Node, x: Expr, sizes: Mapping[int, SymExpr], what: str) -> Expr:
     """Return x with these sizes (axis -> size), checked at compile time or run time; errors call x `what`."""
     shape = n.shape_of(x)
     for axis, size in sizes.items():
@@ -101,7 +101,7 @@ def sized(n: Node, x: Expr, sizes: Mapping[int, SymExpr], what: str) -> Expr:
     return unify_dims(n.bb, x, sizes)
 
 
-def repeated(n: Node, x: Expr, times: int) -> Expr:
+def repeat_heads(n: Node, x: Expr, times: int) -> Expr:
     """Repeat each head of (b, h, s, d) `times` times: (b, h * times, s, d), as of grouped-query attention."""
     if times == 1:
         return x
@@ -110,7 +110,7 @@ def repeated(n: Node, x: Expr, times: int) -> Expr:
     return n.emit(ops.reshape(wide, (batch, heads * times, length, width)))
 
 
-def rotated(n: Node, x: Expr, places: Expr, cos: Expr, sin: Expr, interleaved: bool, width: int = 0) -> Expr:
+def apply_rotary(n: Node, x: Expr, places: Expr, cos: Expr, sin: Expr, interleaved: bool, width: int = 0) -> Expr:
     """Apply a rotary embedding to x (b, h, s, d) at positions `places` (b or 1, s).
 
     cos, sin: tables (positions, d / 2). interleaved: pairs are adjacent elements, not elements of the two halves.

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 from relaxlite.frontend.onnx.attention_masks import score_masks
 from relaxlite.frontend.onnx.attention_parts import (
+    apply_rotary,
     attend,
-    joined,
+    attention_scale,
+    concat_past,
+    input_with_sizes,
     merge_heads,
-    of_sizes,
     positions,
-    rotated,
-    score_scale,
-    sized,
     split_heads,
+    with_sizes,
 )
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
 from relaxlite.frontend.onnx.convert_quantization import zero_points
@@ -37,8 +37,8 @@ def standard_attention(n: Node) -> Result:
     Sizes are checked here: the body would broadcast batches, and the heads of v.
     """
     batch, is_split = n.shape()[0], n.rank(1) == 4
-    n.inputs[1] = of_sizes(n, 1, {0: batch})
-    n.inputs[2] = of_sizes(n, 2, {0: batch, 1: n.shape(1)[1]} if is_split else {0: batch})
+    n.inputs[1] = input_with_sizes(n, 1, {0: batch})
+    n.inputs[2] = input_with_sizes(n, 2, {0: batch, 1: n.shape(1)[1]} if is_split else {0: batch})
     return n.importer.expand(n)
 
 
@@ -53,7 +53,7 @@ def attention(n: Node) -> Result:
     widths = n.ints("qkv_hidden_sizes", None) or (n.shape(1)[1] // 3,) * 3
     projected: Expr = n.emit(ops.matmul(n.input(0), n.input(1)))
     if n.optional(2) is not None:
-        projected = n.emit(ops.add(projected, of_sizes(n, 2, {0: n.shape(1)[1]})))
+        projected = n.emit(ops.add(projected, input_with_sizes(n, 2, {0: n.shape(1)[1]})))
     return _self_attention(n, projected, widths, n.optional(3), n.optional(4), n.optional(5))
 
 
@@ -63,7 +63,7 @@ def quantized_attention(n: Node) -> Result:
     zeros = zero_points(n, 6, 7)
     product = n.emit(ops.cast(n.emit(ops.matmul_integer(n.input(0), n.input(1), *zeros)), dtype="float32"))
     scale = n.emit(ops.multiply(n.input(3), n.input(4)))
-    bias = of_sizes(n, 2, {0: n.shape(1)[1]})
+    bias = input_with_sizes(n, 2, {0: n.shape(1)[1]})
     projected = n.emit(ops.add(n.emit(ops.multiply(product, scale)), bias))
     return _self_attention(n, projected, (n.shape(1)[1] // 3,) * 3, n.optional(5), n.optional(8), None)
 
@@ -83,11 +83,11 @@ def _self_attention(
         begin = begin + width
     q, k, v = parts
     if past is not None:
-        past = sized(n, past, {0: sym(2), 1: n.shape_of(q)[0], 2: sym(heads)}, "the past")
+        past = with_sizes(n, past, {0: sym(2), 1: n.shape_of(q)[0], 2: sym(heads)}, "the past")
         caches = [n.emit(ops.squeeze(n.emit(ops.slice(past, (i,), (1,), axes=(0,))), axes=(0,))) for i in (0, 1)]
-        k, v = joined(n, caches[0], k), joined(n, caches[1], v)
+        k, v = concat_past(n, caches[0], k), concat_past(n, caches[1], v)
     masks = score_masks(n, q, k, mask, bias, low, causal=n.flag("unidirectional"), is_self=True)
-    result = merge_heads(n, attend(n, q, k, v, scale=score_scale(n, n.shape_of(q)[3]), masks=masks))
+    result = merge_heads(n, attend(n, q, k, v, scale=attention_scale(n, n.shape_of(q)[3]), masks=masks))
     if not n.wants(1):
         return result
     present = [n.emit(ops.expand_dims(x, axes=(0,))) for x in (k, v)]
@@ -109,9 +109,9 @@ def multi_head_attention(n: Node) -> Result:
     q, k, v = (x if len(n.shape_of(x)) == 4 else split_heads(n, x, heads) for x in _biased_inputs(n, causal=causal))
     if n.optional(6) is not None:
         sizes = {0: n.shape_of(q)[0], 1: sym(heads)}
-        k, v = (joined(n, of_sizes(n, i, sizes), x) for i, x in ((6, k), (7, v)))
+        k, v = (concat_past(n, input_with_sizes(n, i, sizes), x) for i, x in ((6, k), (7, v)))
     masks = score_masks(n, q, k, n.optional(4), n.optional(5), low, causal=causal, is_self=False)
-    result = merge_heads(n, attend(n, q, k, v, scale=score_scale(n, n.shape_of(q)[3]), masks=masks))
+    result = merge_heads(n, attend(n, q, k, v, scale=attention_scale(n, n.shape_of(q)[3]), masks=masks))
     return result, k, v
 
 
@@ -127,8 +127,8 @@ def _biased_inputs(n: Node, *, causal: bool) -> list[Expr]:
         n.fail("MultiHeadAttention takes either a key and value of rank 4 or a past, not both")
     axis = 2 if rank == 4 else 1
     # onnxruntime's kernels disagree on the causal mask if the numbers of queries and keys differ
-    k = of_sizes(n, 1, {0: batch, axis: queries} if causal else {0: batch})
-    v = of_sizes(n, 2, {0: batch, axis: n.shape_of(k)[axis]})
+    k = input_with_sizes(n, 1, {0: batch, axis: queries} if causal else {0: batch})
+    v = input_with_sizes(n, 2, {0: batch, axis: n.shape_of(k)[axis]})
     if n.optional(3) is None:
         return [q, k, v]
     return _add_biases(n, [q, k, v])
@@ -149,7 +149,7 @@ def _add_biases(n: Node, tensors: list[Expr]) -> list[Expr]:
     """Add a concatenated bias vector to q, k and v; a key and value of rank 4, (b, h, s, d), get no bias."""
     shapes = [n.shape_of(x) for x in tensors]
     widths = [shape[2] if len(shape) == 3 else shape[1] * shape[3] for shape in shapes]
-    bias = of_sizes(n, 3, {0: sum(widths, sym(0))})
+    bias = input_with_sizes(n, 3, {0: sum(widths, sym(0))})
     begin = sym(0)
     for i, width in enumerate(widths):
         if len(shapes[i]) == 3:
@@ -175,11 +175,11 @@ def rotary_embedding(n: Node) -> Result:
         x = split_heads(n, x, heads)
     batch, _, length, _ = n.shape_of(x)
     if n.rank(1) == 2:
-        position_ids = of_sizes(n, 1, {0: batch, 1: length})
+        position_ids = input_with_sizes(n, 1, {0: batch, 1: length})
     else:  # the position of the first row
-        first = of_sizes(n, 1, {0: sym(1)} if n.rank(1) else {})
+        first = input_with_sizes(n, 1, {0: sym(1)} if n.rank(1) else {})
         position_ids = n.emit(ops.expand_dims(n.emit(ops.add(first, positions(n, length))), axes=(0,)))
     half = sym(width // 2) if width else n.shape(2)[1]
-    cos, sin = (of_sizes(n, i, {1: half}) for i in (2, 3))
-    rotated_heads = rotated(n, x, position_ids, cos, sin, interleaved, width)
+    cos, sin = (input_with_sizes(n, i, {1: half}) for i in (2, 3))
+    rotated_heads = apply_rotary(n, x, position_ids, cos, sin, interleaved, width)
     return merge_heads(n, rotated_heads) if flat else rotated_heads

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relaxlite.frontend.onnx.convert_linalg import emit_matmul, gemm, scaled
-from relaxlite.frontend.onnx.convert_nn import conv, pool
+from relaxlite.frontend.onnx.convert_linalg import emit_matmul, gemm, scale_by
+from relaxlite.frontend.onnx.convert_nn import conv, pool_attributes
 from relaxlite.frontend.onnx.convert_norm import layer_norm
 from relaxlite.frontend.onnx.convert_quantization import (
     dequantize_linear,
@@ -85,7 +85,7 @@ def fused_matmul(n: Node) -> Result:
     )
     product = emit_matmul(n, a, b)
     alpha = n.float("alpha", 1.0)
-    return product if alpha == 1.0 else scaled(n, product, alpha)
+    return product if alpha == 1.0 else scale_by(n, product, alpha)
 
 
 def _transposed(n: Node, index: int, matrix: bool, batch: bool) -> Expr:
@@ -319,7 +319,7 @@ def qlinear_average_pool(n: Node) -> Result:
     last, rank, x = n.flag("channels_last"), n.rank(), n.emit(_dequantized(n, 0))
     if last:
         x = n.emit(ops.transpose(x, axes=(0, rank - 1, *range(1, rank - 1))))
-    pads, attrs = pool(n, n.shape_of(x)[2:])
+    pads, attrs = pool_attributes(n, n.shape_of(x)[2:])
     result = n.emit(ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs))
     if last:
         result = n.emit(ops.transpose(result, axes=(0, *range(2, rank), 1)))
@@ -341,7 +341,7 @@ def qgemm(n: Node) -> Result:
     if bias is not None:
         scale = n.emit(ops.multiply(n.input(1), n.input(4)))
         product = n.emit(ops.add(product, n.emit(ops.dequantize_linear(bias, scale, axis=-1))))
-    product = product if alpha == 1.0 else n.emit(scaled(n, product, alpha))
+    product = product if alpha == 1.0 else n.emit(scale_by(n, product, alpha))
     return product if n.optional(7) is None else _quantized(n, product, 7)
 
 

@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 from onnx import GraphProto
 
-from relaxlite.frontend.onnx.appended import Stacked, only_appends, yielding_elements
-from relaxlite.frontend.onnx.convert_shapes import move_first, normalize_axis
+from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis
+from relaxlite.frontend.onnx.loop_sequences import StackedSequence, is_append_only, with_appended_outputs
 from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
-from relaxlite.frontend.onnx.unrolled import unrolled_loop
+from relaxlite.frontend.onnx.unrolled import unroll_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Tuple, Var
@@ -52,7 +52,7 @@ def if_op(n: Node) -> Result:
 
 def _assumed_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
     """Convert one branch in place of an If whose outputs differ in rank, with a run-time check of the condition."""
-    takes_then = n.importer.model.choices.take(n.bb.loc or n.label, f"the condition, for {why}")
+    takes_then = n.importer.model.assumptions.assume(n.bb.loc or n.label, f"the condition, for {why}")
     assumed = str(takes_then).lower()
     n.check_assumption(
         cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {assumed}: {why}"
@@ -176,7 +176,7 @@ def _placeholder(n: Node, x: Expr) -> Expr:
 @onnx_op("Loop")
 def loop_op(n: Node) -> Result:
     """Loop; inputs: trip count, condition, initial values. The body yields condition, next values, values to stack."""
-    unrolled = unrolled_loop(n)
+    unrolled = unroll_loop(n)
     if unrolled is not None:
         return unrolled
     body = _LoopBody(n)
@@ -197,7 +197,7 @@ def loop_op(n: Node) -> Result:
     gathered = _collected(n, collectors, final[carried:], count)
     results = list(body.inits)
     for k, value in zip(body.carried + body.last + body.lists, final[:carried] + gathered, strict=False):
-        results[k] = Stacked((value,)) if k in body.lists else value
+        results[k] = StackedSequence((value,)) if k in body.lists else value
     return (*results, *gathered[len(body.last + body.lists) :])
 
 
@@ -223,12 +223,12 @@ class _LoopBody:
         self.lists = [k for k in changing if self._is_list(graph, k)]
         self.carried = [k for k in changing if self.names[k] in read and k not in self.lists]
         self.last = [k for k in changing if self.names[k] not in read]
-        self.graph = yielding_elements(graph, self.lists)
+        self.graph = with_appended_outputs(graph, self.lists)
 
     def _is_list(self, graph: GraphProto, k: int) -> bool:
         """Whether value k is a sequence that is only appended to. ImportModelError for other changing sequences."""
         init = self.inits[k]
-        if isinstance(init, Tuple) and (init.fields or not only_appends(graph, k)):
+        if isinstance(init, Tuple) and (init.fields or not is_append_only(graph, k)):
             self.n.fail(
                 f"sequence '{self.names[k]}' changes in the loop: this is supported only where it is empty at first "
                 "and each iteration just appends a tensor; concatenate a tensor instead"
@@ -353,4 +353,4 @@ def scan_op(n: Node) -> Result:
         lead += [None, None] if stack.is_flat else [length]
     final = n.importer.flow.loop(n.emit(ops.less(ZERO, trip)), [ZERO, *states, *starts], labels, make, lead)
     stacked = _collected(n, stacks, final[count + 1 :], final[0])
-    return (*final[1 : count + 1], *(move_first(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))
+    return (*final[1 : count + 1], *(move_first_axis(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from relaxlite.frontend.onnx.attention_parts import (
+    apply_rotary,
     attend,
+    attention_scale,
+    input_with_sizes,
     merge_heads,
-    of_sizes,
     positions,
-    repeated,
-    rotated,
-    score_scale,
+    repeat_heads,
     split_heads,
 )
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
@@ -59,18 +59,18 @@ def group_query_attention(n: Node) -> Result:
     query_positions = rows.places(n)
     if n.flag("do_rotary"):
         interleaved, rotary_positions = n.flag("rotary_interleaved"), _rotary_positions(n, rows, query_positions)
-        cos, sin = n.input(7), of_sizes(n, 8, {1: n.shape(7)[1]})
-        q = rotated(n, q, rotary_positions, cos, sin, interleaved)
-        k = k if _is_shared(n) else rotated(n, k, rotary_positions, cos, sin, interleaved)
+        cos, sin = n.input(7), input_with_sizes(n, 8, {1: n.shape(7)[1]})
+        q = apply_rotary(n, q, rotary_positions, cos, sin, interleaved)
+        k = k if _is_shared(n) else apply_rotary(n, k, rotary_positions, cos, sin, interleaved)
     n.ignore("rotary_interleaved")
     k, v = _appended(n, 3, k, rows), _appended(n, 4, v, rows)
-    kv = [repeated(n, x, heads // groups) for x in _without_unused_rows(n, rows, k, v)]
-    sink = None if n.optional(11) is None else of_sizes(n, 11, {0: sym(heads)})
+    kv = [repeat_heads(n, x, heads // groups) for x in _without_unused_rows(n, rows, k, v)]
+    sink = None if n.optional(11) is None else input_with_sizes(n, 11, {0: sym(heads)})
     if n.flag("smooth_softmax") and sink is None:
         sink = Constant.of([0.0], n.type_of(q).dtype)
-    masks = [] if n.optional(10) is None else [of_sizes(n, 10, {2: rows.count, 3: rows.total})]
+    masks = [] if n.optional(10) is None else [input_with_sizes(n, 10, {2: rows.count, 3: rows.total})]
     result = attend(
-        n, q, *kv, scale=score_scale(n, n.shape_of(q)[3]), visible=_visible_keys(n, rows, query_positions),
+        n, q, *kv, scale=attention_scale(n, n.shape_of(q)[3]), visible=_visible_keys(n, rows, query_positions),
         masks=masks, softcap=n.float("softcap", 0.0), sink=sink,
     )  # fmt: skip
     return merge_heads(n, result), k, v
@@ -95,7 +95,7 @@ def _grouped_inputs(n: Node, heads: int, groups: int) -> tuple[Expr, Expr, Expr]
     batch, length, width = n.shape()
     if n.optional(1) is not None:
         sizes = {0: batch} if _is_shared(n) else {0: batch, 1: length}
-        k, v = (split_heads(n, of_sizes(n, i, sizes), groups) for i in (1, 2))
+        k, v = (split_heads(n, input_with_sizes(n, i, sizes), groups) for i in (1, 2))
         return split_heads(n, n.input(0), heads), k, v
     begin, parts = sym(0), []
     for count in (heads, groups, groups):
@@ -113,12 +113,12 @@ def _is_shared(n: Node) -> bool:
 
 def _new_rows(n: Node, past: Expr | None, count: SymExpr) -> _NewRows:
     batch, total = n.shape()[0], n.shape_values(6, lower=0)[0]
-    last_positions = of_sizes(n, 5, {0: batch}) if n.rank(5) == 1 else n.emit(ops.reshape(n.input(5), (batch,)))
+    last_positions = input_with_sizes(n, 5, {0: batch}) if n.rank(5) == 1 else n.emit(ops.reshape(n.input(5), (batch,)))
     lengths = n.emit(ops.add(n.emit(ops.cast(last_positions, dtype="int64")), _ONE))
     if n.optional(16) is not None:
         if past is None:
             n.fail("GroupQueryAttention with a number of valid rows (input 16) needs a past key and a past value")
-        valid = n.emit(ops.cast(of_sizes(n, 16, {0: batch}), dtype="int64"))
+        valid = n.emit(ops.cast(input_with_sizes(n, 16, {0: batch}), dtype="int64"))
         return _NewRows(count, n.emit(ops.subtract(lengths, valid)), lengths, None, total)
     if past is None:
         _require_equal(n, total, count)
@@ -142,7 +142,7 @@ def _normed(n: Node, q: Expr, k: Expr) -> tuple[Expr, Expr]:
     if n.optional(14) is None:
         return q, k
     normed = [
-        n.emit(ops.rms_norm(x, of_sizes(n, i, {0: n.shape_of(x)[3]}), axis=-1, epsilon=epsilon))
+        n.emit(ops.rms_norm(x, input_with_sizes(n, i, {0: n.shape_of(x)[3]}), axis=-1, epsilon=epsilon))
         for x, i, epsilon in zip((q, k), (14, 15), epsilons, strict=True)
     ]
     return normed[0], normed[1]
@@ -153,7 +153,7 @@ def _rotary_positions(n: Node, rows: _NewRows, query_positions: Expr) -> Expr:
     if n.optional(9) is None:  # invalid rows may be outside of the tables
         return query_positions if rows.is_prompt is not None else _clamp_to_last(n, rows, query_positions)
     count = rows.count
-    position_ids = n.emit(ops.cast(of_sizes(n, 9, {0: n.shape()[0]}), dtype="int64"))
+    position_ids = n.emit(ops.cast(input_with_sizes(n, 9, {0: n.shape()[0]}), dtype="int64"))
     if not PROVER.can_prove_equal(n.shape(9)[1], count):  # there may be more position ids
         position_ids = n.emit(ops.slice(position_ids, (0,), (count,), axes=(1,)))
     if rows.is_prompt is None:
@@ -181,7 +181,7 @@ def _appended(n: Node, index: int, x: Expr, rows: _NewRows) -> Expr:
     begins = rows.lengths if _is_shared(n) else rows.begins
     assert begins is not None
     batch, heads, _, width = n.shape_of(x)
-    cache = of_sizes(n, index, {0: batch, 1: heads, 3: width})
+    cache = input_with_sizes(n, index, {0: batch, 1: heads, 3: width})
     return n.emit(ops.append_at(cache, x, begins, (smax(rows.total, capacity),)))
 
 

@@ -46,12 +46,12 @@ def gemm(n: Node) -> Result:
         n.fail("Gemm multiplies matrices: its first two inputs must have rank 2")
     product = matmul_call(n, a, b)
     if alpha != 1.0:
-        product = scaled(n, n.emit(product), alpha)
+        product = scale_by(n, n.emit(product), alpha)
     c = n.optional(2)
     if c is None or beta == 0.0:
         return product
     result = n.emit(product)
-    added = _broadcast_to_product(n, c if beta == 1.0 else n.emit(scaled(n, c, beta)), n.shape_of(result))
+    added = _broadcast_to_product(n, c if beta == 1.0 else n.emit(scale_by(n, c, beta)), n.shape_of(result))
     return ops.add(result, added)
 
 
@@ -63,7 +63,7 @@ def _broadcast_to_product(n: Node, x: Expr, target: Shape) -> Expr:
     return x if len(dims) <= len(target) and all(fits) else n.emit(ops.broadcast_to(x, target))
 
 
-def scaled(n: Node, x: Expr, factor: float) -> Expr:
+def scale_by(n: Node, x: Expr, factor: float) -> Expr:
     """Return x * factor in the dtype of x; integers times a fraction are computed in float64."""
     dtype = n.type_of(x).dtype
     if not dtypes.is_float(dtype) and factor != int(factor):

@@ -9,7 +9,7 @@ import numpy as np
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
-from relaxlite.frontend.onnx.windows import auto_pad, split_padding, window_pads
+from relaxlite.frontend.onnx.window_padding import auto_pad, split_padding, window_pads
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
@@ -105,7 +105,7 @@ def conv_transpose(n: Node) -> Result:
 # Pools
 
 
-def pool(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
+def pool_attributes(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
     """Return (pads, attributes of the IR's op) of a pool; `sizes`: spatial sizes, by default of input 0 (n, c, ...).
 
     at_least_one: by ONNX's formula, an input smaller than the window has an empty result. onnxruntime and Paddle give
@@ -122,7 +122,7 @@ def pool(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
 
 @onnx_op("MaxPool")
 def max_pool(n: Node) -> Result:
-    pads, attrs = pool(n)
+    pads, attrs = pool_attributes(n)
     order = n.int("storage_order", 0)
     if n.wants(1):
         return n.fields(ops.max_pool_with_indices(n.input(0), pads, storage_order=order, **attrs))
@@ -131,13 +131,13 @@ def max_pool(n: Node) -> Result:
 
 @onnx_op("AveragePool")
 def average_pool(n: Node) -> Result:
-    pads, attrs = pool(n)
+    pads, attrs = pool_attributes(n)
     return ops.avg_pool(n.input(0), pads, count_include_pad=n.flag("count_include_pad"), **attrs)
 
 
 @onnx_op("LpPool")
 def lp_pool(n: Node) -> Result:
-    pads, attrs = pool(n)
+    pads, attrs = pool_attributes(n)
     return ops.lp_pool(n.input(0), pads, p=_norm_order(n), **attrs)
 
 

@@ -1,14 +1,14 @@
 """Converters of sequences and optionals, which exist at import only, as tuples of tensors of known length.
 
-A sequence that a loop appends to is one stacked tensor (appended.py).
+A sequence that a loop appends to is one stacked tensor (loop_sequences.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.frontend.onnx.appended import Stacked
-from relaxlite.frontend.onnx.convert_shapes import cut, move_first, normalize_axis
+from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis, split_axis
+from relaxlite.frontend.onnx.loop_sequences import StackedSequence
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -21,7 +21,7 @@ def _elements(n: Node, index: int) -> list[Expr]:
     value = n.input(index)
     if not isinstance(value, Tuple):
         n.fail(f"input {index} is a tensor, not a sequence")
-    if isinstance(value, Stacked):
+    if isinstance(value, StackedSequence):
         n.fail("a sequence that a loop appends to can only be concatenated")
     return list(value.fields)
 
@@ -73,7 +73,7 @@ def sequence_length(n: Node) -> Result:
 @onnx_op("ConcatFromSequence", since=11)
 def concat_from_sequence(n: Node) -> Result:
     axis, sequence = n.int("axis"), n.input(0)
-    if isinstance(sequence, Stacked):
+    if isinstance(sequence, StackedSequence):
         return _concat_slices(n, sequence.fields[0], axis, new_axis=n.flag("new_axis"))
     fields = _elements(n, 0)
     if n.flag("new_axis"):
@@ -86,9 +86,9 @@ def _concat_slices(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
     """Concatenate the slices along the first axis along another axis."""
     rank = len(n.shape_of(stack))
     if new_axis:
-        return move_first(n, stack, axis)
+        return move_first_axis(n, stack, axis)
     axis = normalize_axis(n, axis, rank - 1)
-    moved = move_first(n, stack, axis)
+    moved = move_first_axis(n, stack, axis)
     dims = n.shape_of(moved)
     return ops.reshape(moved, (*dims[:axis], dims[axis] * dims[axis + 1], *dims[axis + 2 :]))
 
@@ -110,7 +110,7 @@ def split_to_sequence(n: Node) -> Result:
         if count is None:
             n.fail("the number of parts must be known when the model is compiled")
         sizes, keepdims = [smin(part, extent - part * k) for k in range(count)], True
-    parts = cut(n, axis, sizes)
+    parts = split_axis(n, axis, sizes)
     return Tuple(tuple(parts if keepdims else (n.emit(ops.squeeze(x, axes=(axis,))) for x in parts)))
 
 

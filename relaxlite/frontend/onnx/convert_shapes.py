@@ -115,7 +115,7 @@ def _reshape(n: Node, target: Shape, *, allow_zero: bool) -> Result:
         target = tuple(dims[k] if as_int(d) == 0 else d for k, d in enumerate(target))
     if sum(as_int(d) == -1 for d in target) > 1:
         n.fail(f"the target shape ({', '.join(map(str, target))}) has more than one -1")
-    return ops.reshape(n.input(0), infer_dimension(dims, n.resolver.nonempty(target)))
+    return ops.reshape(n.input(0), infer_dimension(dims, n.resolver.simplify_nonempty(target)))
 
 
 @onnx_op("Flatten")
@@ -160,7 +160,7 @@ def _unit_axes(n: Node) -> tuple[int, ...]:
     if not symbolic:
         return axes
     sizes = ", ".join(str(n.shape()[k]) for k in symbolic)
-    none_is_one = n.importer.model.choices.take(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
+    none_is_one = n.importer.model.assumptions.assume(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
     if not none_is_one:
         return tuple(sorted(axes + symbolic))
     for size in dict.fromkeys(n.shape()[k] for k in symbolic):
@@ -199,7 +199,7 @@ def transpose(n: Node) -> Result:
     return ops.transpose(n.input(0), axes=perm)
 
 
-def move_first(n: Node, x: Expr, axis: int) -> Expr:
+def move_first_axis(n: Node, x: Expr, axis: int) -> Expr:
     """Return x with its first axis moved to `axis`."""
     rank = len(n.shape_of(x))
     axis = normalize_axis(n, axis, rank)
@@ -251,10 +251,10 @@ def _split(n: Node, sizes: Shape | None) -> Result:
         sizes = (n.shape()[axis] // n.num_outputs,) * n.num_outputs
     if len(sizes) != n.num_outputs:
         n.fail(f"{n.num_outputs} outputs need as many sizes, got {len(sizes)}")
-    return tuple(cut(n, axis, sizes))
+    return tuple(split_axis(n, axis, sizes))
 
 
-def cut(n: Node, axis: int, sizes: Sequence[SymExpr]) -> list[Expr]:
+def split_axis(n: Node, axis: int, sizes: Sequence[SymExpr]) -> list[Expr]:
     """Split the first input along an axis into parts of these sizes, whose sum must be the axis's size."""
     total, extent = sum(sizes, sym(0)), n.shape()[axis]
     if PROVER.can_prove_ne(total, extent):

@@ -145,7 +145,7 @@ def _map_elements(function: Callable[..., Any], *arrays: Any) -> Any:
     return out
 
 
-def truncated_values(ratios: Any) -> Any:
+def truncate_ratios(ratios: Any) -> Any:
     """Return an array of ratios rounded towards zero, or None if the sign of one is not known."""
     return _map_elements(lambda r: r.truncated(), ratios)
 

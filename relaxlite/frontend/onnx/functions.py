@@ -11,7 +11,7 @@ from onnx import AttributeProto
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.tensors import onnx_type
-from relaxlite.frontend.onnx.validation import schema_of
+from relaxlite.frontend.onnx.validation import function_schema
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
@@ -46,7 +46,7 @@ def expand_schema(node: Node, domain: str) -> Expansion:
 
     Raises ImportModelError if there is no such body, or for an unknown attribute.
     """
-    schema = schema_of(domain, node.op_type, node.opset)
+    schema = function_schema(domain, node.op_type, node.opset)
     if schema is None:
         raise ImportModelError(f"op {node.op_type} is not known")
     function = _body(schema, node)

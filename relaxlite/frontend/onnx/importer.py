@@ -12,8 +12,8 @@ from onnx import AttributeProto
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
-from relaxlite.frontend.onnx.loops import Choices, FlowBuilder
-from relaxlite.frontend.onnx.narrow_types import CONVERSIONS, MEASURES, MOVES, NarrowType
+from relaxlite.frontend.onnx.loops import Assumptions, ControlFlowBuilder
+from relaxlite.frontend.onnx.narrow_types import CONVERSION_OPS, DATA_MOVEMENT_OPS, SHAPE_QUERY_OPS, NarrowType
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -24,22 +24,22 @@ from relaxlite.frontend.onnx.validation import (
     check_graph,
     check_opsets,
     function_key,
-    in_order,
-    most_inputs,
+    max_inputs,
     node_label,
     opset_versions,
+    topological_order,
 )
-from relaxlite.garbage import without_collections
+from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
-_MAX_ATTEMPTS = 16  # imports with different `Choices`
+_MAX_ATTEMPTS = 16  # imports with different `Assumptions`
 _MAX_EXPANSIONS = 64  # nesting depth of inlined functions
 
 
-@without_collections
+@with_gc_disabled
 def from_onnx(
     model: str | Path | bytes | onnx.ModelProto,
     *,
@@ -72,7 +72,7 @@ class ModelImporter:
         self.name = loaded.name
         self.reader = TensorReader(loaded.path, loaded.content)
         self.opsets = opset_versions(self.proto.opset_import)
-        self.choices = Choices()
+        self.assumptions = Assumptions()
         self.functions = {function_key(f): f for f in self.proto.functions}
 
     def run(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
@@ -98,7 +98,7 @@ class ModelImporter:
                 first_module = first_module or module
             except ImportModelError as error:
                 first_error = first_error or error
-            if not self.choices.next():
+            if not self.assumptions.next():
                 break
         if first_module is None:
             assert first_error is not None
@@ -127,7 +127,7 @@ class ModelImporter:
             "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
             "ir_version": proto.ir_version,
             "opset": self.opsets.get(""),
-            "assumptions": self.choices.assumptions(),
+            "assumptions": self.assumptions.messages(),
             "metadata": tuple((entry.key, entry.value) for entry in proto.metadata_props),
         }
         if self.reader.external:
@@ -176,7 +176,7 @@ class GraphImporter:
         self._path: tuple[str, ...] = ()  # labels of the enclosing nodes
         self._expansions = 0
         self._reported: ImportModelError | None = None
-        self.flow = FlowBuilder(bb, resolver, symbols)
+        self.flow = ControlFlowBuilder(bb, resolver, symbols)
         self.narrow: dict[Expr, NarrowType] = {}  # element types that the IR lacks
 
     # names
@@ -239,7 +239,7 @@ class GraphImporter:
         return value
 
     def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
-        for index, proto in in_order(nodes, self._is_visible):
+        for index, proto in topological_order(nodes, self._is_visible):
             label = node_label(proto, index)
             outer_loc = self.bb.loc
             self.bb.loc = " in ".join((label, *self._path[::-1]))
@@ -270,7 +270,7 @@ class GraphImporter:
         function = self.model.functions.get(function_key(node.proto))
         if function is not None:
             return self._inline(node, expand_model_function(function, node))
-        limit = most_inputs(domain, node.op_type, node.opset)
+        limit = max_inputs(domain, node.op_type, node.opset)
         if len(node.inputs) > limit and any(x is not None for x in node.inputs[limit:]):
             raise ImportModelError(
                 f"{node.op_type} takes at most {limit} input{'s' * (limit != 1)}, got {len(node.inputs)}"
@@ -306,9 +306,13 @@ class GraphImporter:
         Raises ImportModelError for an op that takes no inputs of narrow types.
         """
         narrow = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
-        if narrow is None or proto.op_type in MOVES:
+        if narrow is None or proto.op_type in DATA_MOVEMENT_OPS:
             return narrow
-        if function_key(proto) in self.model.functions or proto.op_type in CONVERSIONS or proto.op_type in MEASURES:
+        if (
+            function_key(proto) in self.model.functions
+            or proto.op_type in CONVERSION_OPS
+            or proto.op_type in SHAPE_QUERY_OPS
+        ):
             return None
         raise ImportModelError(f"{proto.op_type} of {narrow.name} is not supported: cast or dequantize it first")
 
@@ -324,7 +328,7 @@ class GraphImporter:
             if value is None:
                 raise ImportModelError(f"output '{name}' is not supported")
             # Sequences exist at import only, as tuples of leaves.
-            leaf = value if isinstance(value, Tuple) else self.resolver.with_short_sizes(self.bb.leaf(value, name))
+            leaf = value if isinstance(value, Tuple) else self.resolver.with_named_sizes(self.bb.leaf(value, name))
             self._scopes[-1][name] = leaf
             if narrow is not None:
                 self.narrow[leaf] = narrow

@@ -43,7 +43,7 @@ def without_large_tensors(data: mmap.mmap) -> bytes:
     )
 
 
-def range_of(tensor: TensorProto) -> tuple[int, int] | None:
+def tensor_file_range(tensor: TensorProto) -> tuple[int, int] | None:
     """Return (offset, size) in the file of a tensor that `without_large_tensors` removed, None for other tensors."""
     entries = tensor.external_data
     if len(entries) != 1 or entries[0].key != KEY:

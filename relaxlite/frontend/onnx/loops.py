@@ -31,7 +31,7 @@ class RankConflict(ImportModelError):
 
 
 @dataclass
-class Choices:
+class Assumptions:
     """Assumptions about data on which ranks depend: the branch of an If, whether a symbolic size is 1 and squeezed.
 
     An import that fails is repeated with the next combination of assumptions. Each assumption is checked at run time.
@@ -40,7 +40,7 @@ class Choices:
     _assumed: dict[str, bool] = field(default_factory=dict)  # location of the node -> the assumption
     _reasons: dict[str, str] = field(default_factory=dict)
 
-    def take(self, place: str, why: str) -> bool:
+    def assume(self, place: str, why: str) -> bool:
         """Return the assumption for a node, True in the first import; `why` explains it to users."""
         self._reasons[place] = why
         return self._assumed.setdefault(place, True)
@@ -54,7 +54,7 @@ class Choices:
             self._assumed = {p: t for p, t in self._assumed.items() if p != place}
         return False
 
-    def assumptions(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         """Return a message for each assumption that is checked at run time."""
         return tuple(
             f"{place}: taken to be {str(taken).lower()}: {self._reasons[place]}"
@@ -62,7 +62,7 @@ class Choices:
         )
 
 
-class FlowBuilder:
+class ControlFlowBuilder:
     """Adds If and Loop to the body under construction."""
 
     def __init__(self, bb: BlockBuilder, resolver: ShapeResolver, symbols: SymbolTable) -> None:

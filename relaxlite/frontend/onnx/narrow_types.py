@@ -14,14 +14,14 @@ from relaxlite.ir.expr import Array
 from relaxlite.records import dataclass
 
 # Ops that take tensors of narrow types and whose outputs are of the same type.
-MOVES = frozenset((
+DATA_MOVEMENT_OPS = frozenset((
     "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Gather", "Concat", "Expand",
     "Split", "Tile",
 ))  # fmt: skip
 # Ops that convert narrow types.
-CONVERSIONS = frozenset(("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "GatherBlockQuantized"))
+CONVERSION_OPS = frozenset(("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "GatherBlockQuantized"))
 # Ops that read only the shape of a tensor.
-MEASURES = frozenset(("Shape", "Size"))
+SHAPE_QUERY_OPS = frozenset(("Shape", "Size"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class NarrowType:
         signed = self.storage == "int8"
         return (-(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1) if signed else (0, (1 << self.bits) - 1)
 
-    def carry(self, values: Array) -> Array:
+    def to_storage(self, values: Array) -> Array:
         """Convert an array of ml_dtypes to the storage dtype."""
         return values.view(np.uint8) if self.is_float else values.astype(self.storage)
 

@@ -135,7 +135,7 @@ class Node:
         """Return the compile-time value of an expression, or None if it is not known."""
         if isinstance(expr, Constant):
             return expr.value
-        symbolic = self.resolver.derived(expr)
+        symbolic = self.resolver.derive_values(expr)
         if symbolic is None:
             return None
         values = [as_int(v) for v in symbolic.reshape(-1)]

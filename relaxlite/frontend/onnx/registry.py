@@ -58,13 +58,13 @@ def find_converter(domain: str, name: str, opset: int) -> Converter | None:
     return converter
 
 
-def mark_own() -> None:
+def mark_builtin_converters() -> None:
     """Record that relaxlite has registered all of its own converters."""
     _num_builtin[0] = _count()
 
 
-def has_foreign() -> bool:
-    """Whether converters have been registered since `mark_own`, by users."""
+def has_user_converters() -> bool:
+    """Whether converters have been registered since `mark_builtin_converters`, by users."""
     return _count() != _num_builtin[0]
 
 

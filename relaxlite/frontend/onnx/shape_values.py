@@ -15,7 +15,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx.float_values import RatioReader, truncated_values
+from relaxlite.frontend.onnx.float_values import RatioReader, truncate_ratios
 from relaxlite.frontend.onnx.symbols import SymbolTable
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
@@ -56,7 +56,7 @@ class ShapeResolver:
         while len(self._learned) > count:
             self._bb.learn(self._learned.pop(), None)
 
-    def with_short_sizes(self, x: Expr) -> Expr:
+    def with_named_sizes(self, x: Expr) -> Expr:
         """Return x with its long size expressions replaced by symbols.
 
         A broadcast of sizes that cannot be compared repeats its operands' sizes several times, so sizes in a chain of
@@ -79,7 +79,7 @@ class ShapeResolver:
 
     def known(self, x: Expr) -> tuple[SymExpr, ...] | None:
         """Return the elements of an integer tensor of rank 0 or 1 if none depends on data, else None."""
-        self.derived(x)
+        self.derive_values(x)
         return self._bb.known_shape(x)
 
     def values(self, x: Expr, *, lower: int | None = None) -> tuple[SymExpr, ...]:
@@ -115,7 +115,7 @@ class ShapeResolver:
         resolved = emit(ops.where(is_inferred, inferred, target), "target")
         return self._read(resolved, 0)
 
-    def nonempty(self, target: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
+    def simplify_nonempty(self, target: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
         """Simplify a shape as if no symbol were 0, and emit a run-time check that both forms are equal."""
         simpler = tuple(map(unless_empty, target))
         differ = [(a, b) for a, b in zip(target, simpler, strict=True) if a is not b]
@@ -127,9 +127,9 @@ class ShapeResolver:
 
     def ratios(self, x: Expr) -> Any:
         """Return the elements of a float tensor as an object array of `Ratio`, fractions of symbols, or None."""
-        return RatioReader(self._bb, self.derived).values(x)
+        return RatioReader(self._bb, self.derive_values).values(x)
 
-    def derived(self, x: Expr) -> Any:
+    def derive_values(self, x: Expr) -> Any:
         """Return the elements of an integer tensor as an object array if none depends on data, else None."""
         self._resolve(x, None, set(), None)
         return self._bb.known_value(x)
@@ -191,7 +191,7 @@ class ShapeResolver:
         ):
             return None
         ratios = self.ratios(call.args[0])
-        return None if ratios is None else truncated_values(ratios)
+        return None if ratios is None else truncate_ratios(ratios)
 
     def _read(self, x: Expr, lower: int | None, known: Sequence[SymExpr | None] | None = None) -> tuple[SymExpr, ...]:
         """Bind fresh symbols at run time to the unknown elements of x; () if x is no integer vector or scalar."""

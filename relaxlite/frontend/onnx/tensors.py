@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx.large_tensors import range_of
+from relaxlite.frontend.onnx.large_tensors import tensor_file_range
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.expr import Constant
 
@@ -85,7 +85,7 @@ class TensorReader:
             raise ImportModelError(f"{what} has a negative dimension: {shape}")
         if tensor.HasField("segment"):
             raise ImportModelError(f"{what} is stored in segments, which no known version of ONNX uses")
-        file_range = range_of(tensor) if self._content is not None else None
+        file_range = tensor_file_range(tensor) if self._content is not None else None
         if file_range is not None:
             return self._copy_large(file_range, dtype, shape, what)
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -101,7 +101,7 @@ class TensorReader:
     def _copy_large(self, file_range: tuple[int, int], dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
         """Copy a range of the mapped file, which may be rewritten while the model is in use.
 
-        Copies are consecutive in one block of huge pages (docs/measurements/onnxcli.md). The largest have allocations
+        Copies are consecutive in one block of huge pages (docs/measurements/frontend.md). The largest have allocations
         of their own, which a loaded model can keep.
         """
         assert self._content is not None
@@ -215,7 +215,7 @@ def _decoded(
         raise ImportModelError(
             f"{what} of shape {shape} does not hold as many elements as its shape says: {error}"
         ) from error
-    return array if narrow is None else narrow.carry(array)
+    return array if narrow is None else narrow.to_storage(array)
 
 
 def sparse_constant(sparse: onnx.SparseTensorProto, reader: TensorReader) -> Constant:

@@ -21,7 +21,7 @@ _MAX_NODES = 4096  # of the unrolled loop
 _TRUE = Constant.of(np.array(True))
 
 
-def unrolled_loop(n: Node) -> tuple[Expr, ...] | None:
+def unroll_loop(n: Node) -> tuple[Expr, ...] | None:
     """Unroll an ONNX Loop and return its outputs; None if it carries no sequence, or may have many iterations.
 
     Raises ImportModelError if a later iteration's condition is not known at compile time.

@@ -88,7 +88,7 @@ def _free_names(node: NodeProto) -> set[str]:
 # The order of nodes
 
 
-def in_order(nodes: Sequence[NodeProto], is_known: Callable[[str], bool]) -> list[tuple[int, NodeProto]]:
+def topological_order(nodes: Sequence[NodeProto], is_known: Callable[[str], bool]) -> list[tuple[int, NodeProto]]:
     """Return the nodes, each with its index in the graph, in topological order; a valid order is not changed.
 
     is_known: whether an enclosing scope defines a name. Raises ImportModelError for a cycle.
@@ -150,7 +150,7 @@ def check_graph(graph: GraphProto, outer: frozenset[str] = frozenset()) -> None:
                 raise ImportModelError(f"{node_label(node, index)} defines '{output}', which is already defined")
             computed.add(output)
     known = set(outer) | defined
-    for index, node in in_order(graph.node, known.__contains__):
+    for index, node in topological_order(graph.node, known.__contains__):
         for name in filter(None, node.input):
             if name not in known:
                 label = node_label(node, index)
@@ -217,7 +217,7 @@ class OpSurvey:
         version = opsets.get(domain)
         if version is None and domain == "":
             raise ImportModelError(f"{node_label(node, index)}: the model does not say which opset of ONNX it uses")
-        if find_converter(domain, node.op_type, version or 1) or schema_of(domain, node.op_type, version or 1):
+        if find_converter(domain, node.op_type, version or 1) or function_schema(domain, node.op_type, version or 1):
             return
         entry = self.unknown.setdefault((domain, node.op_type), _Unknown(first=node_label(node, index)))
         entry.count += 1
@@ -238,7 +238,7 @@ class OpSurvey:
 
 
 @cache
-def most_inputs(domain: str, name: str, version: int) -> int:
+def max_inputs(domain: str, name: str, version: int) -> int:
     """Return the maximum number of an op's inputs; ops that ONNX does not define have no limit."""
     if not onnx.defs.has(name, version, domain):
         return sys.maxsize
@@ -246,7 +246,7 @@ def most_inputs(domain: str, name: str, version: int) -> int:
     return int(schema.max_input)
 
 
-def schema_of(domain: str, name: str, version: int) -> Any:
+def function_schema(domain: str, name: str, version: int) -> Any:
     """Return an op's schema if it defines the op by a function body, else None."""
     if not onnx.defs.has(name, version, domain):
         return None

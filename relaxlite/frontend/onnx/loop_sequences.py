@@ -12,11 +12,11 @@ from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stacked(Tuple):
+class StackedSequence(Tuple):
     """A sequence stored as one tensor: its elements are the slices along the first axis. Its length is symbolic."""
 
 
-def only_appends(body: GraphProto, k: int) -> bool:
+def is_append_only(body: GraphProto, k: int) -> bool:
     """Whether the only use of value k, a sequence, in a loop body is a SequenceInsert at its end."""
     before, after = body.input[k + 2].name, body.output[k + 1].name
     producers = [node for node in body.node if after in node.output]
@@ -29,7 +29,7 @@ def only_appends(body: GraphProto, k: int) -> bool:
     )
 
 
-def yielding_elements(body: GraphProto, lists: Collection[int]) -> GraphProto:
+def with_appended_outputs(body: GraphProto, lists: Collection[int]) -> GraphProto:
     """Return the body with the appended tensors as outputs in place of these sequences."""
     if not lists:
         return body

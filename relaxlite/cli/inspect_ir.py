@@ -12,7 +12,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.primitives import steps_of
 
 
-def show_inside(args: argparse.Namespace) -> None:
+def show_ir_view(args: argparse.Namespace) -> None:
     """Print the view that --ir, --after PASS, --notes or --schedules asks for."""
     name = "schedule" if args.schedules else args.after
     last = find_pass(name) if name else None
